@@ -1,0 +1,36 @@
+"""Lookahead decoding: any Hugging Face causal LM generates faster, with the same output.
+
+import lookahead
+model = lookahead.load()
+print(model.generate("Write a haiku.", max_tokens=64).text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lookahead.config import LookaheadConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from lookahead.generate import Completion, LookaheadModel, Piece, Stream, load
+
+__version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "LookaheadConfig",
+    "LookaheadModel",
+    "Piece",
+    "SamplingParams",
+    "Stream",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch and transformers is imported when it is first asked for, so that the command starts fast."""
+    if name in __all__:
+        from lookahead import generate
+
+        return getattr(generate, name)
+    raise AttributeError(f"module 'lookahead' has no attribute {name!r}")

@@ -1,0 +1,53 @@
+"""What an engine needs of a backend: slots that hold K/V, one forward pass over trees, and a commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lookahead.config import SamplingParams
+from lookahead.sequence import Targets
+from lookahead.tree import TokenTree
+
+
+@dataclass(slots=True)
+class StepInput:
+    """One sequence's part of a forward pass.
+
+    `trail` are the tokens before the tree's root that are not cached yet: the prompt, on the first step; else nothing.
+    `uniforms` align with `tree.rows` (empty for greedy); `top` is how many likeliest tokens to return per row.
+    """
+
+    slot: int
+    trail: Sequence[int]
+    tree: TokenTree
+    sampling: SamplingParams
+    uniforms: Sequence[float]
+    top: int = 0
+
+
+class Backend(Protocol):
+    """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text."""
+
+    max_length: int | None
+
+    def open(self) -> int:
+        """A slot for a new sequence, with nothing cached."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Give the slot back."""
+        ...
+
+    def length(self, slot: int) -> int:
+        """How many tokens of the sequence are cached."""
+        ...
+
+    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+        """One forward pass over every input's trail and tree; the needed rows' targets and top rows."""
+        ...
+
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Per slot of the last step: keep the trail, the root and these tree nodes, in order; drop the rest."""
+        ...

@@ -1,0 +1,94 @@
+"""Refuse what the eager backend cannot run exactly, and prove on a few tokens that it runs the rest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lookahead.backends.base import StepInput
+from lookahead.config import SamplingParams
+from lookahead.tree import TokenTree
+
+if TYPE_CHECKING:
+    from lookahead.backends.eager import EagerBackend
+
+
+class UnsupportedModelError(ValueError):
+    """A model that cannot be decoded exactly; the message names its type and the reason."""
+
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def check_supported(model: Any) -> None:
+    """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask."""
+    config = model.config
+    kind = getattr(config, "model_type", type(model).__name__)
+
+    def refuse(reason: str) -> None:
+        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder; lookahead decodes causal language models")
+    if getattr(model, "_is_stateful", False):
+        refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if others:
+        refuse(f"its {others[0]} layers do not read a K/V cache by position")
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention not in ("sdpa", "eager"):
+        refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
+
+
+@torch.inference_mode()
+def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, keys and values [1, heads, 1, dim] of one token as the model caches them."""
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    device = model.get_input_embeddings().weight.device
+    output = model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device), use_cache=True)
+    layers = getattr(getattr(output, "past_key_values", None), "layers", None)
+    if not layers:
+        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: it returns no K/V cache")
+    shapes = []
+    for layer in layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4 or keys.shape[2] != 1:
+            reason = f"a {type(layer).__name__} holds no keys and values per token"
+            raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
+        shapes.append((keys, values))
+    return shapes
+
+
+@torch.inference_mode()
+def probe(backend: EagerBackend) -> None:
+    """Run a small tree on the backend and compare its logits with the model's own on each path.
+
+    A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
+    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see.
+    """
+    model, vocab = backend.model, backend.vocab_size
+    prefix = [1 % vocab, 7 % vocab, 3 % vocab]
+    tree = TokenTree([5 % vocab, 11 % vocab, 2 % vocab, 9 % vocab], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
+    slot = backend.open()
+    try:
+        kind = getattr(model.config, "model_type", type(model).__name__)
+        backend.step([StepInput(slot, prefix[:-1], TokenTree([prefix[-1]], [-1], [0], [0]), SamplingParams(), ())])
+        backend.commit([(slot, ())])
+        ours, _ = backend._forward([StepInput(slot, (), tree, SamplingParams(), ())])
+        backend.commit([(slot, ())])
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}") from error
+    finally:
+        backend.close(slot)
+    tolerance = 1e-3 if backend.dtype == torch.float32 else 0.1
+    for node, path in enumerate(([0], [0, 1], [0, 2], [0, 2, 3])):
+        ids = prefix + [tree.tokens[n] for n in path]
+        plain = model(input_ids=torch.tensor([ids], device=backend.device), use_cache=False).logits[0, -1].float()
+        distance = float((ours[0, node].float() - plain).norm() / plain.norm().clamp_min(1e-6))
+        if not distance <= tolerance:
+            raise UnsupportedModelError(
+                f"model type {kind!r} cannot be decoded exactly: a tree of tokens gives other logits than the tokens "
+                f"in a row (relative error {distance:.2g}); its attention does not follow the mask or the positions"
+            )

@@ -1,0 +1,106 @@
+"""Pre-allocated K/V for a batch of sequences of different lengths, and the view of it that a forward pass sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+BLOCK = 256
+"""Buffers grow by whole blocks of this many tokens, and by at least half their size."""
+
+
+class KVBuffer:
+    """Keys and values of all layers, [layers, rows, heads, capacity, dim], one pair of tensors per layer shape.
+
+    Layers of equal shape share a tensor, so that moving the accepted tokens next to the prefix is one indexed copy,
+    not one per layer. Memory is zeroed: a masked slot must not hold NaN, as 0 * NaN would leak into the output.
+    """
+
+    def __init__(self, like: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """`like`: per layer, keys and values [1, heads, any, dim] as the model makes them (shape, dtype, device)."""
+        groups: dict[Any, list[int]] = {}
+        for layer, (key, value) in enumerate(like):
+            groups.setdefault((key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.device), []).append(
+                layer
+            )
+        self.rows, self.capacity = 0, 0
+        self.place: dict[int, tuple[int, int]] = {}
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for number, layers in enumerate(groups.values()):
+            for index, layer in enumerate(layers):
+                self.place[layer] = number, index
+            key, value = like[layers[0]]
+            self.keys.append(key.new_zeros(len(layers), 0, key.shape[1], 0, key.shape[3]))
+            self.values.append(value.new_zeros(len(layers), 0, value.shape[1], 0, value.shape[3]))
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Make room for this many rows and tokens. What is there stays."""
+        if rows <= self.rows and capacity <= self.capacity:
+            return
+        if capacity > self.capacity:
+            capacity = max(capacity, self.capacity + self.capacity // 2)
+            capacity = (capacity + BLOCK - 1) // BLOCK * BLOCK
+        old_rows, old_capacity = self.rows, self.capacity
+        self.rows, self.capacity = max(rows, old_rows), max(capacity, old_capacity)
+        for tensors in (self.keys, self.values):
+            for i, old in enumerate(tensors):
+                new = old.new_zeros(old.shape[0], self.rows, old.shape[2], self.capacity, old.shape[4])
+                new[:, :old_rows, :, :old_capacity] = old
+                tensors[i] = new
+
+    def move(self, row: int, source: Sequence[int], target: int) -> None:
+        """Copy the tokens at `source` to `target`, `target` + 1, ... within a row."""
+        if list(source) == list(range(target, target + len(source))):
+            return
+        for tensor in (*self.keys, *self.values):
+            index = torch.tensor(source, device=tensor.device)
+            tensor[:, row, :, target : target + len(source)] = tensor[:, row].index_select(2, index)
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy a row's first `length` tokens over another row."""
+        for tensor in (*self.keys, *self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+
+class StepCache(Cache):
+    """The buffer's rows `first`..`first + count` as a transformers cache for one forward pass.
+
+    New keys and values are written at `start`, the same place for every row; the mask says what each row may see.
+    """
+
+    def __init__(self, buffer: KVBuffer, first: int, count: int, start: int) -> None:
+        super().__init__(layers=[])
+        self.buffer, self.start = buffer, start
+        self.span = slice(first, first + count)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, index = self.buffer.place[layer_idx]
+        end = self.start + key_states.shape[2]
+        keys = self.buffer.keys[group][index, self.span, :, :end]
+        values = self.buffer.values[group][index, self.span, :, :end]
+        keys[:, :, self.start :] = key_states
+        values[:, :, self.start :] = value_states
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.start
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.start + int(query_length), 0
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True

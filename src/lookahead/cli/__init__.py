@@ -1,0 +1,57 @@
+"""The `lookahead` command: one file per verb.
+
+Only typer and rich are imported here and in the verbs' files. torch and transformers come in when a verb has
+work for them, so that help and mistakes in the options are answered at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from lookahead.cli import chat, env, generate, pull
+from lookahead.cli.common import Host, Verbs, package_version
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="lookahead",
+    cls=Verbs,
+    help="Lookahead decoding: the same text from a causal LM in fewer steps, with no draft model.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("pull")(pull.pull)
+app.command("env")(env.env)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lookahead {package_version('lookahead-decoding') or 'unknown'}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", hidden=True, help="Show tracebacks.")] = False,
+) -> None:
+    ctx.ensure_object(Host).debug = debug
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The entry point; `args` are the process's own unless given."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a character that the terminal lacks is no reason to stop
+            stream.reconfigure(errors="replace")
+    app(args, prog_name="lookahead")

@@ -1,0 +1,107 @@
+"""A method beside plain autoregressive decoding: are the tokens the same, and which is faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from lookahead.cli.answer import answer, interrupted
+from lookahead.cli.common import Completion, Host, Model
+
+BASELINE = "autoregressive"
+WARM_UP_TOKENS = 8
+EVEN = 0.02  # a ratio this close to 1 is called even, neither a win nor a loss
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A method's completion beside the baseline's. `equal_tokens`: how many the two share from the start."""
+
+    completion: Completion
+    baseline: Completion
+
+    @property
+    def equal_tokens(self) -> int:
+        ours, theirs = self.completion.token_ids, self.baseline.token_ids
+        shorter = min(len(ours), len(theirs))
+        return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+
+    @property
+    def identical(self) -> bool:
+        return list(self.completion.token_ids) == list(self.baseline.token_ids)
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per second over the baseline's; 0 where the baseline has none."""
+        baseline = self.baseline.stats.tokens_per_second
+        return self.completion.stats.tokens_per_second / baseline if baseline else 0.0
+
+    def speed(self) -> str:
+        word = "even" if abs(self.ratio - 1) <= EVEN else "faster" if self.ratio > 1 else "slower"
+        return f"{self.completion.method} is {self.ratio:.2f}x: {word} here"
+
+    def difference(self) -> str:
+        """Where the texts part, in words."""
+        at = self.equal_tokens
+        ours, theirs = (_token(c, at) for c in (self.completion, self.baseline))
+        return (
+            f"{self.completion.method} and {BASELINE} first differ at token {at + 1}, after {at} equal: "
+            f"{ours} against {theirs}"
+        )
+
+    def table(self) -> Table:
+        table = Table("method")
+        for name in ("tokens", "steps", "S", "seconds", "tok/s", "ratio"):
+            table.add_column(name, justify="right")
+        for completion, ratio in ((self.baseline, 1.0), (self.completion, self.ratio)):
+            stats = completion.stats
+            table.add_row(
+                completion.method,
+                str(stats.generated_tokens),
+                str(stats.steps),
+                f"{stats.compression:.2f}",
+                f"{stats.seconds:.2f}",
+                f"{stats.tokens_per_second:.1f}",
+                f"{ratio:.2f}x",
+            )
+        return table
+
+    def record(self) -> dict[str, Any]:
+        """The `compare` object of `--json`."""
+        stats = self.baseline.stats
+        return {
+            "method": self.baseline.method,
+            "generated_tokens": stats.generated_tokens,
+            "steps": stats.steps,
+            "compression": stats.compression,
+            "seconds": stats.seconds,
+            "tokens_per_second": stats.tokens_per_second,
+            "ratio": self.ratio,
+            "identical": self.identical,
+            "equal_tokens": self.equal_tokens,
+        }
+
+
+def warm_up(host: Host, model: Model, prompt: str, request: dict[str, Any]) -> bool:
+    """A short run of each, so that neither pays for what happens once; False when it was interrupted.
+
+    It must not teach the method its own text: nothing it sees is kept for the run that is timed.
+    """
+    config = request["config"]
+    ours = {**request, "config": config and replace(config, recycle_scope="request")}
+    for settings in (ours, baseline_request(request)):
+        short = {**settings, "max_tokens": min(WARM_UP_TOKENS, request["max_tokens"])}
+        if interrupted(answer(host, model.stream(prompt, **short), show=False)):
+            return False
+    return True
+
+
+def baseline_request(request: dict[str, Any]) -> dict[str, Any]:
+    return {**request, "method": BASELINE, "config": None}
+
+
+def _token(completion: Completion, index: int) -> str:
+    ids = completion.token_ids
+    return f"id {ids[index]}" if index < len(ids) else f"the end ({completion.finish_reason})"

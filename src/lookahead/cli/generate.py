@@ -1,0 +1,125 @@
+"""`lookahead generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from lookahead.cli.answer import answer, interrupted, legend, summary
+from lookahead.cli.common import FAILED, INTERRUPTED, Completion, Host, Model
+from lookahead.cli.compare import BASELINE, Comparison, baseline_request, warm_up
+from lookahead.cli.settings import Settings, takes_settings
+
+EXACT = ("float32", "float64")  # where a method must give the baseline's tokens
+
+
+@takes_settings
+def generate(
+    ctx: typer.Context,
+    settings: Settings,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="The prompt; - reads stdin, as does a pipe without -p."),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help=f"Also run {BASELINE} decoding, check the tokens, print both speeds."),
+    ] = False,
+) -> None:
+    """Generate text from a prompt: text to stdout, a summary to stderr.
+
+    On a terminal the colours show how many tokens each step accepted.
+    """
+    host = ctx.ensure_object(Host)
+    if compare and settings.method == BASELINE:
+        raise ValueError(f"--compare runs {BASELINE} beside another method; choose another --method")
+    text = read_prompt(host, prompt)
+    model = settings.load(host)
+    request = {**settings.request(model), "raw": raw}
+
+    if compare and not warm_up(host, model, text, request):
+        raise typer.Exit(INTERRUPTED)
+    if not as_json:
+        legend(host)
+    completion = answer(host, model.stream(text, **request), show=not as_json)
+    comparison = None
+    stopped = interrupted(completion)
+    if compare and not stopped:
+        baseline = answer(host, model.stream(text, **baseline_request(request)), show=False)
+        stopped = interrupted(baseline)
+        comparison = None if stopped else Comparison(completion, baseline)
+
+    if as_json:
+        result = record(model, completion)
+        host.write(json.dumps(result | {"compare": comparison.record()} if comparison else result) + "\n")
+    if comparison is None:
+        host.say(summary(completion.stats, completion.finish_reason))
+    else:
+        report(host, model, comparison)
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
+
+
+def read_prompt(host: Host, prompt: str | None) -> str:
+    """The prompt as given, or stdin's text less its last newline."""
+    if prompt is None and host.person:
+        raise ValueError("no prompt: give one with -p TEXT, or pipe it to stdin")
+    if prompt is None or prompt == "-":
+        try:
+            prompt = sys.stdin.read() if sys.stdin is not None else ""
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the prompt on stdin is not {error.encoding} text: {error.reason}") from error
+        prompt = prompt.removesuffix("\n").removesuffix("\r")
+    if not prompt:
+        raise ValueError("the prompt is empty: give one with -p TEXT, or pipe it to stdin")
+    return prompt
+
+
+def record(model: Model, completion: Completion) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    stats, config = completion.stats, completion.config
+    return {
+        "text": completion.text,
+        "token_ids": [int(token) for token in completion.token_ids],
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "steps": stats.steps,
+        "compression": stats.compression,
+        "seconds": stats.seconds,
+        "tokens_per_second": stats.tokens_per_second,
+        "method": completion.method,
+        "model": model.name,
+        "finish_reason": completion.finish_reason,
+        "config": {
+            "window": config.window,
+            "ngram": config.ngram,
+            "guesses": config.guesses,
+            "budget": config.budget,
+            "sources": list(config.sources),
+        },
+        "accepted_by_depth": list(stats.accepted_by_depth),
+        "accepted_by_source": dict(stats.accepted_by_source),
+    }
+
+
+def report(host: Host, model: Model, comparison: Comparison) -> None:
+    """The comparison on stderr. Other tokens than the baseline's are a fault in float32, rounding in half."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    host.err.print(comparison.table())
+    if comparison.identical:
+        count = comparison.equal_tokens
+        host.say(f"same tokens: all {count} of them; {comparison.speed()}", style="")
+    elif dtype in EXACT:
+        host.fail(f"{comparison.difference()}; in {dtype} they must agree, so this is a fault: please report it")
+        raise typer.Exit(FAILED)
+    else:
+        host.say(comparison.speed(), style="")
+        host.say(
+            f"note: {comparison.difference()}. {dtype} rounds a step of several tokens differently from a "
+            "step of one, so two nearly equal logits can change places; --dtype float32 tells it from a fault"
+        )

@@ -1,0 +1,19 @@
+"""`lookahead pull`: have the embedded model before it is needed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lookahead import models
+from lookahead.cli.common import Host
+
+
+def pull(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="The embedded model to fetch.")] = models.EMBEDDED,
+) -> None:
+    """Fetch the embedded model and print its folder; at once when it is there already."""
+    host = ctx.ensure_object(Host)
+    host.write(f"{models.pull(name, log=host.say)}\n")

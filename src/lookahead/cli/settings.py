@@ -1,0 +1,149 @@
+"""The options of every verb that generates: which model, which method, how to sample, when to stop."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from lookahead.cli.common import Host, Model, choice
+from lookahead.config import METHODS, SOURCES, LookaheadConfig, SamplingParams, StopRules
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+
+
+def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel)
+
+
+@dataclass
+class Settings:
+    """One field per option; typer reads their types, names and help from here. None means not given."""
+
+    model: Annotated[
+        str | None,
+        _option("Model", "--model", help="Embedded model, preset, hub id, folder or .gguf.", metavar="NAME"),
+    ] = None
+    dtype: Annotated[str, _option("Model", "--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto"
+    device: Annotated[str, _option("Model", "--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto"
+    method: Annotated[str, _option("Method", "--method", help=f"One of {', '.join(METHODS)}.", metavar="NAME")] = (
+        "lookahead"
+    )
+    window: Annotated[
+        int | None, _option("Method", "--window", help="W: future positions guessed at once; 0 for none.")
+    ] = None
+    ngram: Annotated[int | None, _option("Method", "--ngram", help="N: length of the n-grams.")] = None
+    guesses: Annotated[
+        int | None, _option("Method", "--guesses", help="G: the most pool n-grams verified in a step.")
+    ] = None
+    budget: Annotated[int | None, _option("Method", "--budget", help="K: the most tokens in a step.")] = None
+    sources: Annotated[
+        str | None,
+        _option("Method", "--sources", help=f"What may guess, of {','.join(SOURCES)}.", metavar="A,B,..."),
+    ] = None
+    max_tokens: Annotated[int, _option("Output", "--max-tokens", help="The most tokens to generate.")] = 256
+    stop: Annotated[
+        list[str] | None,
+        _option("Output", "--stop", help=r"End before this text; \n and \t are understood. Repeatable."),
+    ] = None
+    temperature: Annotated[
+        float, _option("Sampling", "--temperature", help="0 is greedy: always the likeliest token.")
+    ] = 0.0
+    top_k: Annotated[int, _option("Sampling", "--top-k", help="Draw from the K likeliest tokens; 0 for all.")] = 0
+    top_p: Annotated[float, _option("Sampling", "--top-p", help="Draw from the likeliest tokens that sum to this.")] = (
+        1.0
+    )
+    min_p: Annotated[
+        float,
+        _option("Sampling", "--min-p", help="Drop tokens less likely than this share of the likeliest."),
+    ] = 0.0
+    seed: Annotated[int, _option("Sampling", "--seed", help="The same seed draws the same text.")] = 0
+
+    def load(self, host: Host) -> Model:
+        """The model, after everything that can be wrong without it was looked at: loading may take long."""
+        choice("--dtype", self.dtype, DTYPES)
+        choice("--method", self.method, METHODS)
+        if not DEVICE.fullmatch(self.device):
+            raise ValueError(f"--device does not know {self.device!r}: choose from auto, cpu, cuda, cuda:N")
+        changes = self.changes()
+        if self.method == "lookahead":  # the model's own n-gram length is not known yet, and 2 allows the most
+            changes = {"ngram": 2, **changes}
+        LookaheadConfig.for_method(self.method, **changes)
+        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        StopRules(self.max_tokens)
+        if "" in (self.stop or ()):
+            raise ValueError("--stop is empty: give the text to end before, or leave it out")
+        if sampling.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
+            host.say("note: top-k, top-p and min-p do nothing at temperature 0; add --temperature 0.8 to sample")
+        return host.load(self.model, dtype=self.dtype, device=self.device, log=host.say)
+
+    def changes(self) -> dict[str, Any]:
+        """The fields of `LookaheadConfig` that were given."""
+        given = {
+            "window": self.window,
+            "ngram": self.ngram,
+            "guesses": self.guesses,
+            "budget": self.budget,
+            "sources": None if self.sources is None else parse_sources(self.sources),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def request(self, model: Model) -> dict[str, Any]:
+        """The keyword arguments of `model.generate` and `model.stream`."""
+        lookahead = self.method == "lookahead"
+        return {
+            "method": self.method,
+            "config": model.default_config.adapted(**self.changes()) if lookahead else None,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": tuple(unescape(stop) for stop in self.stop or ()),
+        }
+
+
+def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Spread a verb's `settings` parameter into one option per field of `Settings`.
+
+    typer finds options in a function's signature; this writes that signature, so that verbs cannot differ in
+    the options they share.
+    """
+    own = inspect.signature(verb, eval_str=True).parameters
+    types = get_type_hints(Settings, include_extras=True)
+    shared = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
+        for f in fields(Settings)
+    ]
+
+    @wraps(verb)
+    def spread(**given: Any) -> None:
+        settings = Settings(**{option.name: given.pop(option.name) for option in shared})
+        verb(settings=settings, **given)
+
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name != "settings"]
+    described: Any = spread
+    described.__signature__ = inspect.Signature([*kept, *shared])
+    described.__annotations__ = {option.name: option.annotation for option in (*kept, *shared)}
+    return spread
+
+
+def parse_sources(text: str) -> tuple[str, ...]:
+    """`a,b,c` as names of candidate sources."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise ValueError(f"--sources names none: choose from {', '.join(SOURCES)}, or use --method autoregressive")
+    return tuple(choice("--sources", name, SOURCES) for name in names)
+
+
+def unescape(text: str) -> str:
+    r"""`\n`, `\t` and `\\` as newline, tab and backslash: a shell has no easy way to write them."""
+    return re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], text)

@@ -1,0 +1,186 @@
+"""Settings of a request, validated once, with messages that say what to change.
+
+The paper's symbols: W is `window`, N is `ngram`, G is `guesses`, K is `budget`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+SOURCES = ("jacobi", "prompt", "suffix", "recycle")
+SCOPES = ("off", "request", "model")
+METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
+
+
+@dataclass(frozen=True)
+class LookaheadConfig:
+    """How a step is filled with tokens. No setting can change the output, only the number of steps.
+
+    `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1)
+    stands alone. `step_cost[k]` is the time of a step of k + 1 tokens; with it a step takes only as many
+    tokens as are expected to pay for themselves, without it the whole budget.
+    """
+
+    window: int = 5
+    ngram: int = 5
+    guesses: int = 8
+    budget: int = 128
+    sources: tuple[str, ...] = SOURCES
+    recycle_scope: str = "model"
+    suffix_key: int = 12
+    suffix_branches: int = 4
+    suffix_length: int = 16
+    suffix_oldest: bool = False
+    step_cost: tuple[float, ...] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _at_least("window", self.window, 0)
+        _at_least("ngram", self.ngram, 2)
+        _at_least("guesses", self.guesses, 0)
+        _at_least("budget", self.budget, 1)
+        _at_least("suffix_key", self.suffix_key, 1)
+        _at_least("suffix_branches", self.suffix_branches, 1)
+        _at_least("suffix_length", self.suffix_length, 1)
+        unknown = [s for s in self.sources if s not in SOURCES]
+        if unknown and self.sources != ("fixed-point",):
+            raise ValueError(f"unknown source {unknown[0]!r}; choose from {', '.join(SOURCES)}")
+        if len(set(self.sources)) != len(self.sources):
+            raise ValueError(f"sources name {_repeated(self.sources)!r} twice; name each once")
+        if self.recycle_scope not in SCOPES:
+            raise ValueError(f"recycle_scope={self.recycle_scope!r}; choose from {', '.join(SCOPES)}")
+        if self.window_tokens > self.budget:
+            raise ValueError(
+                f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, more "
+                f"than budget={self.budget}; lower the window or raise the budget"
+            )
+        if self.step_cost is not None and (not self.step_cost or min(self.step_cost) <= 0):
+            raise ValueError("step_cost needs one positive time per step size")
+
+    @property
+    def active_sources(self) -> tuple[str, ...]:
+        """The sources in use: scope 'off' switches `recycle` off."""
+        return tuple(s for s in self.sources if s != "recycle" or self.recycle_scope != "off")
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of the root and the lookahead branch: c is the oldest row's column 0, so W(N-1), at least 1."""
+        return max(1, self.window * (self.ngram - 1)) if "jacobi" in self.sources else 1
+
+    @classmethod
+    def paper(cls, window: int, ngram: int, guesses: int, *, prompt: bool = False) -> LookaheadConfig:
+        """The paper's method alone: the window, its pool, and optionally 'prompt as reference'."""
+        sources = ("jacobi", "prompt") if prompt else ("jacobi",)
+        budget = max(1, (window + guesses) * (ngram - 1) + 1)
+        return cls(window, ngram, guesses, budget, sources)
+
+    @classmethod
+    def autoregressive(cls) -> LookaheadConfig:
+        """The empty tree: one token per step."""
+        return cls(window=0, guesses=0, budget=1, sources=())
+
+    @classmethod
+    def jacobi(cls, block: int = 16) -> LookaheadConfig:
+        """Jacobi decoding (Algorithm 1) on a block of this many future tokens."""
+        return cls(window=0, guesses=0, budget=_at_least("block", block, 1) + 1, sources=("fixed-point",))
+
+    @classmethod
+    def prompt_lookup(cls, tokens: int = 10, key: int = 2) -> LookaheadConfig:
+        """Prompt lookup as transformers does it: the oldest match of at most `key` tokens, one candidate."""
+        return cls(
+            window=0,
+            guesses=0,
+            budget=_at_least("tokens", tokens, 1) + 1,
+            sources=("suffix",),
+            suffix_key=key,
+            suffix_branches=1,
+            suffix_length=tokens,
+            suffix_oldest=True,
+        )
+
+    @classmethod
+    def for_method(cls, method: str, **overrides: Any) -> LookaheadConfig:
+        """The config of a method by name. Overrides that are None are left alone."""
+        given = {k: v for k, v in overrides.items() if v is not None}
+        if method == "lookahead":
+            return cls().adapted(**given)
+        makers = {
+            "autoregressive": cls.autoregressive,
+            "jacobi": cls.jacobi,
+            "prompt-lookup": cls.prompt_lookup,
+        }
+        if method not in makers:
+            raise ValueError(f"unknown method {method!r}; choose from {', '.join(METHODS)}")
+        if given:
+            name = next(iter(given))
+            raise ValueError(f"{name}={given[name]!r} belongs to method 'lookahead', not {method!r}; leave it out")
+        return makers[method]()
+
+    def adapted(self, **changes: Any) -> LookaheadConfig:
+        """A copy with these fields changed; a window left at its default gives way to a smaller budget."""
+        if "budget" in changes and "window" not in changes:
+            ngram = changes.get("ngram", self.ngram)
+            if ngram >= 2 and self.window * (ngram - 1) > changes["budget"] // 2:
+                changes["window"] = 0
+        if "window" in changes and "budget" not in changes:
+            needed = changes["window"] * (changes.get("ngram", self.ngram) - 1) + 1
+            changes["budget"] = max(self.budget, needed)
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a row's logits become its target token. `temperature` 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature={self.temperature} must be a number from 0 (greedy) up, such as 0.8")
+        _at_least("top_k", self.top_k, 0)
+        _at_least("seed", self.seed, 0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps every token)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be between 0 (keeps every token) and 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When a sequence ends: tested after every accepted token, inside a block too.
+
+    `max_length` is the model's context: prompt and output together never exceed it.
+    """
+
+    max_tokens: int = 256
+    eos_ids: frozenset[int] = frozenset()
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("max_tokens", self.max_tokens, 1)
+
+    def room(self, prompt_tokens: int) -> int:
+        """How many tokens may be generated after a prompt of this length."""
+        if self.max_length is None:
+            return self.max_tokens
+        return min(self.max_tokens, self.max_length - prompt_tokens)
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    return value
+
+
+def _repeated(names: Sequence[str]) -> str:
+    return next(n for i, n in enumerate(names) if n in names[:i])

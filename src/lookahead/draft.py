@@ -1,0 +1,162 @@
+"""One step's guesses: sources write candidates into a trie, the best ones are taken, best first.
+
+A candidate's score is the estimated probability that it is accepted: its own rate times its parent's score. So a child
+never scores above its parent, and taking candidates best-first takes every parent before its child. The expected
+number of accepted tokens of a step is 1 + the sum of the scores taken; given what a step of each size costs, the size
+that gives most tokens per second is known before the step is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate
+
+Row = tuple[int, ...]
+"""Likely successors of a token, best first, and then the bucket (probability level) of each: 2n small ints."""
+
+Table = tuple[list[float], list[int]]
+"""What the buckets of a row mean: the rate of each, and its origin."""
+
+Successors = Callable[[int, int, int], "tuple[Row, Table] | None"]
+"""The last three tokens of a path -> the row of the last one, if there is one, and the row's table."""
+
+CHAIN_MASS = 0.95
+"""The most probability that the chains at one node claim together; what is left over scales the row beside them."""
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The taken candidates, parents first. Parent 0 is the root, parent i + 1 is guess i."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    origins: list[int]
+    scores: list[float]
+
+
+class Draft:
+    """A trie of chains below the root, and a rule that continues any path with a row of likely successors.
+
+    Trie node 0 is the root; chains that share a prefix share nodes. `text` ends with the root token.
+    """
+
+    def __init__(self, text: Sequence[int], rates: list[float]) -> None:
+        self.root = text[-1]
+        self.before = text[-2] if len(text) > 1 else -1
+        self.before2 = text[-3] if len(text) > 2 else -1
+        self.rates = rates
+        self.successors: Successors | None = None
+        self._tokens = [self.root]
+        self._origins = [-1]
+        self._children: list[dict[int, int]] = [{}]
+
+    def chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
+        """Add a chain below the root. Where it runs along an earlier one, the likelier origin names the node."""
+        children, node_origins, rates = self._children, self._origins, self.rates
+        node = 0
+        for token, origin in zip(tokens, origins, strict=True):
+            below = children[node]
+            node = below.get(token, 0)
+            if not node:
+                node = below[token] = len(node_origins)
+                children.append({})
+                node_origins.append(origin)
+                self._tokens.append(token)
+            elif rates[origin] > rates[node_origins[node]]:
+                node_origins[node] = origin
+
+    def grow(self, room: int, max_depth: int, cost: Sequence[float] | None = None, base: int = 1) -> Guesses:
+        """Take at most `room` candidates, best first, none deeper than `max_depth`.
+
+        With `cost` (`cost[k]` is the time of a step of k + 1 tokens) only as many as give the best
+        (1 + sum of scores) / time, `base` tokens being in the step anyway.
+        """
+        # Entry 0 of each list is the root. Per taken node: its row of successors, what scales the row's rates, and its
+        # trie node (-1 outside the chains).
+        tokens, parents, depths, origins, scores, tries = [self.root], [-1], [0], [-1], [1.0], [0]
+        rows: list[tuple[Row, Table] | None] = []
+        weights: list[float] = []
+        # (-score, parent, index in the parent's row, or -1 for a chain; trie node of a chain)
+        heap: list[tuple[float, int, int, int]] = []
+        successors, children = self.successors, self._children
+        before, before2, token, score, depth, trie = self.before, self.before2, self.root, 1.0, 0, 0
+        node, last = 0, max(room, 0)
+        while node < last and max_depth:
+            # 1. The node taken last offers its chains' tokens and the best of its row.
+            found, weight = None, score
+            if depth < max_depth:
+                if successors is not None:
+                    found = successors(before2, before, token)
+                if trie >= 0 and children[trie]:
+                    weight = self._offer_chains(heap, node, trie, score, found)
+                if found is not None:
+                    row, table = found
+                    heappush(heap, (-weight * table[0][row[len(row) // 2]], node, 0, -1))
+            rows.append(found)
+            weights.append(weight)
+            # 2. Take the best candidate there is. Its next sibling of the row is a candidate from now on.
+            while heap:
+                negative, parent, index, trie = heap[0]
+                if index < 0:
+                    heappop(heap)
+                    token, origin = self._tokens[trie], self._origins[trie]
+                    break
+                row, (rates, row_origins) = rows[parent]  # type: ignore[misc]
+                half = len(row) // 2
+                token, origin = row[index], row_origins[row[half + index]]
+                index += 1
+                if index < half:
+                    heapreplace(heap, (-weights[parent] * rates[row[half + index]], parent, index, -1))
+                else:
+                    heappop(heap)
+                if tries[parent] < 0 or token not in children[tries[parent]]:
+                    break
+            else:
+                break
+            score, depth, before = -negative, depths[parent] + 1, tokens[parent]
+            before2 = tokens[parents[parent]] if parent else self.before
+            node += 1
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+            origins.append(origin)
+            scores.append(score)
+            tries.append(trie)
+        keep = len(tokens) if cost is None else _worth(scores, cost, base)
+        return Guesses(tokens[1:keep], parents[1:keep], depths[1:keep], origins[1:keep], scores[1:keep])
+
+    def _offer_chains(
+        self,
+        heap: list[tuple[float, int, int, int]],
+        node: int,
+        trie: int,
+        score: float,
+        found: tuple[Row, Table] | None,
+    ) -> float:
+        """Queue the chains' tokens below a taken node; return what is left of its score for the row beside them.
+
+        A token that the row names too takes the better of its two rates.
+        """
+        rates, origins = self.rates, self._origins
+        row, table = found if found is not None else ((), ([], []))
+        half = len(row) // 2
+        mass = 0.0
+        for token, child in self._children[trie].items():
+            rate = rates[origins[child]]
+            if token in row and (index := row.index(token)) < half:
+                bucket = row[half + index]
+                if table[0][bucket] > rate:
+                    rate, origins[child] = table[0][bucket], table[1][bucket]
+            mass += rate
+            heappush(heap, (-score * rate, node, -1, child))
+        return score * (1 - min(mass, CHAIN_MASS))
+
+
+def _worth(scores: Sequence[float], cost: Sequence[float], base: int) -> int:
+    """How many entries of `scores` (the root's 1.0 first, then best first) give most tokens per unit of time."""
+    last = len(cost) - 1
+    gains = [expected / cost[min(base - 1 + k, last)] for k, expected in enumerate(accumulate(scores))]
+    return gains.index(max(gains)) + 1

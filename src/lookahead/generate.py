@@ -1,0 +1,262 @@
+"""Text in, text out: `load()` a model, `generate()` or `stream()` with it. Every method runs on the one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lookahead import cost
+from lookahead.backends.eager import EagerBackend
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine import Engine
+from lookahead.hf import load_pretrained, stop_ids
+from lookahead.models import ModelError, cache_dir
+from lookahead.sequence import DecodingSequence
+from lookahead.sources import Warmth
+from lookahead.stats import Stats
+from lookahead.text import TextStream
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text (one user message), token ids, or chat messages."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length' or 'interrupted'."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats = field(repr=False)
+    method: str
+    config: LookaheadConfig = field(repr=False)
+
+
+class Piece(str):
+    """A piece of streamed text and `token_ids`, the accepted block that brought it."""
+
+    token_ids: list[int]
+
+    def __new__(cls, text: str, token_ids: list[int]) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.token_ids = token_ids
+        return piece
+
+
+class Request:
+    """One prompt on its way: the sequence, its text, its clock."""
+
+    def __init__(self, sequence: DecodingSequence, text: TextStream, method: str, begin: float) -> None:
+        self.sequence, self.text, self.method, self.begin = sequence, text, method, begin
+
+    def completion(self) -> Completion:
+        self.text.finish()
+        reason = self.sequence.finish_reason or "interrupted"
+        return Completion(
+            text=self.text.text,
+            token_ids=self.sequence.output,
+            finish_reason="stop" if self.text.stop is not None and reason != "eos" else reason,
+            stats=self.sequence.stats,
+            method=self.method,
+            config=self.sequence.config,
+        )
+
+
+class Stream(Iterator[Piece]):
+    """Pieces of one answer as they are accepted, a whole block at a time; then `completion` is there."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._completion: Completion | None = None
+        self._request = request
+        self._pieces = self._run(engine)
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer, once the stream is exhausted or closed."""
+        if self._completion is None:
+            raise RuntimeError("the answer is still being generated; exhaust the stream, or close() it")
+        return self._completion
+
+    def close(self) -> None:
+        """Stop early; `completion` then holds what was generated so far."""
+        self._pieces.close()
+        if self._completion is None:
+            self._completion = self._request.completion()
+
+    def _run(self, engine: Engine) -> Generator[Piece, None, None]:
+        request = self._request
+        engine.add(request.sequence)
+        waiting: list[int] = []
+        try:
+            while engine.running:
+                for accepted in step(engine, [request]):
+                    waiting += accepted.tokens
+                    ended = request.sequence.finish_reason is not None
+                    text = request.text.finish() if ended else request.text.take()
+                    if text:
+                        yield Piece(text, waiting)
+                        waiting = []
+        finally:
+            if request.sequence in engine.running:
+                engine.remove(request.sequence)
+            self._completion = request.completion()
+
+
+def step(engine: Engine, requests: Sequence[Request]) -> Any:
+    """One engine step; the clocks of the requests it moved are set."""
+    results = engine.step()
+    now = perf_counter()
+    begins = {request.sequence: request.begin for request in requests}
+    for result in results:
+        stats = result.sequence.stats
+        stats.seconds = now - begins[result.sequence]
+        stats.first_token_seconds = stats.first_token_seconds or stats.seconds
+    return results
+
+
+class LookaheadModel:
+    """A causal LM, its tokenizer and a backend. `default_config` is what suits the model on this machine."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, config: LookaheadConfig | None = None) -> None:
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.backend = EagerBackend(model)
+        self.device, self.dtype = self.backend.device, self.backend.dtype
+        self.default_config = config or LookaheadConfig()
+        self.warmth = Warmth()
+        self._stop_ids = stop_ids(model, tokenizer)
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
+        """One `Completion`, or a list of them for a list of prompts, which then share every forward pass.
+
+        Settings: `max_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, stop=(), raw=False,
+        method="lookahead", config=None`. `raw` leaves out the chat template. `method` is 'lookahead',
+        'autoregressive', 'jacobi' or 'prompt-lookup'; `config` a LookaheadConfig for 'lookahead'.
+        """
+        many = _is_batch(prompt)
+        prompts: Sequence[Any] = prompt if many else [prompt]
+        requests = [self._request(p, **settings) for p in prompts]
+        engine = Engine(self.backend)
+        try:
+            for request in requests:
+                engine.add(request.sequence)
+            while engine.running:
+                step(engine, requests)
+        finally:
+            for sequence in engine.running:
+                engine.remove(sequence)
+        completions = [request.completion() for request in requests]
+        return completions if many else completions[0]
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Stream:
+        """Text pieces as they are accepted; settings as for `generate`."""
+        return Stream(Engine(self.backend), self._request(prompt, **settings))
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
+        if isinstance(prompt, str):
+            if raw or not getattr(self.tokenizer, "chat_template", None):
+                ids = list(self.tokenizer(prompt)["input_ids"])
+            else:
+                return self.encode([{"role": "user", "content": prompt}])
+        elif prompt and isinstance(prompt[0], Mapping):
+            if not getattr(self.tokenizer, "chat_template", None):
+                raise ValueError(f"model {self.name!r} has no chat template; pass the prompt as text")
+            ids = list(
+                self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            )
+        else:
+            return self._check_ids(prompt)
+        bos = getattr(self.tokenizer, "lookahead_bos", None)
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def _check_ids(self, ids: Sequence[Any]) -> list[int]:
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < self.backend.vocab_size:
+                raise ValueError(f"token id {token!r} is not one of the model's 0 to {self.backend.vocab_size - 1}")
+        return list(ids)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        *,
+        method: str = "lookahead",
+        config: LookaheadConfig | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+    ) -> Request:
+        begin = perf_counter()
+        if config is None:
+            config = self.default_config if method == "lookahead" else LookaheadConfig.for_method(method)
+        elif method != "lookahead":
+            raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
+        text = TextStream(self.tokenizer, [stop] if isinstance(stop, str) else stop)
+        sequence = DecodingSequence(
+            self.encode(prompt, raw=raw),
+            config,
+            SamplingParams(temperature, top_k, top_p, min_p, seed),
+            StopRules(max_tokens, self._stop_ids, self.backend.max_length),
+            ends=text.push_token,
+            warmth=self.warmth,
+        )
+        return Request(sequence, text, method, begin)
+
+
+def load(
+    name: str | Path | tuple[Any, Any] | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    config: LookaheadConfig | None = None,
+    log: Callable[[str], None] | None = None,
+) -> LookaheadModel:
+    """A model ready to generate.
+
+    `name`: nothing (the embedded SmolLM2-135M-Instruct), a hub id, a folder, a `.gguf` file, or a (model, tokenizer)
+    pair. Without a `config` the cost of a step is measured for a moment (once per model and machine) and the default
+    fitted to it.
+    """
+    if isinstance(name, tuple):
+        model, tokenizer = name
+        label = getattr(model.config, "name_or_path", "") or type(model).__name__
+        model.eval()
+    else:
+        model, tokenizer, label = load_pretrained(name, dtype=dtype, device=device, log=log)
+    loaded = LookaheadModel(model, tokenizer, label, config)
+    if config is None:
+        shape = {k: v for k, v in model.config.to_dict().items() if isinstance(v, (int, float, str))}
+        shape.pop("_name_or_path", None)
+        identity = {"model": shape, "dtype": str(loaded.dtype), "device": _device_name(loaded.device)}
+        loaded.default_config = cost.suited(
+            loaded.default_config, cost.cached(loaded.backend, identity, cache_dir(), log)
+        )
+    return loaded
+
+
+def _device_name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
+
+
+def _is_batch(prompt: Any) -> bool:
+    """A list of texts, of token lists or of chats; one chat is a list of dicts, one token list a list of ints."""
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a prompt is text, chat messages or token ids, not {type(prompt).__name__}")
+    return bool(prompt) and not isinstance(prompt[0], (int, Mapping))
+
+
+__all__ = ["Completion", "LookaheadModel", "ModelError", "Piece", "Stream", "load"]

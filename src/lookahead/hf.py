@@ -1,0 +1,97 @@
+"""Loading: the embedded model, a hub name, a folder or a `.gguf` file -> a transformers model and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lookahead.models import EMBEDDED, ModelError, resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """'auto', 'cpu', 'cuda' or 'cuda:N' -> a device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ModelError(f"device {name!r} is not there; use cpu, or auto to take what there is")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> Any:
+    """'auto' is float32 on a CPU, where half precision is slow or 20 times slower, and elsewhere the model's own."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_pretrained(
+    name: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    log: Callable[[str], None] | None = None,
+) -> tuple[Any, Any, str]:
+    """Model in eval mode on its device, tokenizer, and the name it goes by.
+
+    `name` is None (the embedded model), a preset, a hub id, a folder or a `.gguf` file.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    label = str(name) if name is not None else EMBEDDED
+    place = pick_device(device)
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype, place)}
+    gguf = Path(label) if label.endswith(".gguf") else None
+    if gguf is not None:
+        if not gguf.is_file():
+            raise ModelError(f"no file {label!r}; give the path of a .gguf file")
+        source, options["gguf_file"] = str(gguf.parent), gguf.name
+    else:
+        source = resolve(label, log=log)
+    model: Any
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load model {label!r}: {first}") from error
+    if gguf is not None:
+        mend_gguf_tokenizer(tokenizer, model.config, gguf)
+    return model.to(place).eval(), tokenizer, label
+
+
+def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
+    """Let a GGUF's own facts win over the tokenizer made from it.
+
+    The tokenizer may carry the BOS as its EOS (transformers 5.17), and may not add a BOS although the file asks for
+    it (without one Gemma writes nonsense). `lookahead_bos` is what `generate.encode` puts in front then.
+    """
+    from gguf import GGUFReader
+
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    if eos is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    fields = GGUFReader(str(path)).fields
+    asks = fields.get("tokenizer.ggml.add_bos_token")
+    bos = fields.get("tokenizer.ggml.bos_token_id")
+    if asks is not None and bos is not None and bool(asks.contents()):
+        tokenizer.lookahead_bos = int(bos.contents())
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token id that ends an answer, as model, generation config and tokenizer say."""
+    ids: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(holder, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
+    return frozenset(ids)

@@ -1,0 +1,67 @@
+"""Logits -> target tokens: argmax, or one draw by inverse CDF with the position's uniform.
+
+The paper's Algorithm 4 tries the guesses one by one, renormalising after each refusal. With deterministic guesses
+that is the same law as drawing x once from P and accepting x iff some live guess proposes it. So a target is one
+draw, and as the uniform belongs to the *output position*, the same seed gives the same tokens whatever the tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from lookahead.config import SamplingParams
+
+NO_DRAW = -1.0
+"""In place of a uniform: take the argmax. The window's rows are always greedy, as in the paper's section 3.2."""
+
+
+def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """[R, V] logits -> [R, V] float64 probabilities after temperature, top-k, top-p and min-p, in that order."""
+    scores = logits.double() / params.temperature
+    if 0 < params.top_k < scores.shape[-1]:
+        kth = scores.topk(params.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.softmax(dim=-1)
+        outside = probs.cumsum(dim=-1) - probs >= params.top_p
+        scores = scores.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), -torch.inf)
+    probs = scores.softmax(dim=-1)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), 0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[R, V] probabilities and [R] uniforms in [0, 1) -> [R] tokens: the first whose CDF exceeds the uniform."""
+    cdf = probs.cumsum(dim=-1)
+    threshold = (uniforms * cdf[:, -1])[:, None]
+    tokens = torch.searchsorted(cdf, threshold, right=True)[:, 0]
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
+    return torch.minimum(tokens, last)
+
+
+def pick(logits: torch.Tensor, params: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:
+    """[R, V] logits -> [R] target tokens; `uniforms[r]` is row r's uniform, or NO_DRAW for the argmax."""
+    greedy = logits.argmax(dim=-1)
+    drawn = [r for r, u in enumerate(uniforms) if u != NO_DRAW]
+    if params.greedy or not drawn:
+        return greedy
+    rows = torch.tensor(drawn, device=logits.device)
+    u = torch.tensor([uniforms[r] for r in drawn], dtype=torch.float64, device=logits.device)
+    return greedy.index_copy(0, rows, draw(distribution(logits[rows], params), u))
+
+
+LEVELS = 16
+"""Probability levels kept with a recycled row: the last one is everything below 2^-7.5."""
+
+
+def top_rows(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, V] logits -> [R, count] likeliest tokens, best first, and their levels: p in (2^-(l+1)/2, 2^-l/2]."""
+    values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    log2 = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)) / math.log(2)
+    return ids, (-2 * log2).clamp_(0, LEVELS - 1).to(ids.dtype)

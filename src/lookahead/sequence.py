@@ -1,0 +1,163 @@
+"""One request's state: tokens, window, sources, uniforms. It proposes a step's tree and absorbs its targets.
+
+A sequence knows nothing of tensors or text, and a backend nothing of windows or pools; the engine joins the two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.draft import Draft
+from lookahead.sampling import NO_DRAW
+from lookahead.sources import Outcome, Warmth, build, source_of, wants_top
+from lookahead.stats import Stats
+from lookahead.tree import TokenTree, window_layout
+from lookahead.verify import accept, cut
+from lookahead.window import Window
+
+
+@dataclass(slots=True)
+class Targets:
+    """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
+
+    A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`).
+    """
+
+    targets: list[int]
+    top: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class DecodingSequence:
+    """Prompt and output of one request, and all that lookahead decoding remembers about it.
+
+    `ends` is asked after every accepted token and may end the sequence (stop strings live there). `warmth` is shared
+    state of the loaded model; without it, or with scope 'request', the sequence starts cold.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        config: LookaheadConfig | None = None,
+        sampling: SamplingParams | None = None,
+        rules: StopRules | None = None,
+        ends: Callable[[int], bool] | None = None,
+        warmth: Warmth | None = None,
+    ) -> None:
+        self.config = config or LookaheadConfig()
+        self.sampling = sampling or SamplingParams()
+        self.rules = rules or StopRules()
+        if not prompt:
+            raise ValueError("the prompt has no tokens; give at least one")
+        self.room = self.rules.room(len(prompt))
+        if self.room < 1:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and the model's context holds {self.rules.max_length}; "
+                "shorten the prompt"
+            )
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(prompt)
+        self.ends = ends
+        self.finish_reason: str | None = None
+        self.stats = Stats(prompt_tokens=len(prompt))
+        self.wants_top = wants_top(self.config)
+        shared = warmth is not None and self.config.recycle_scope == "model"
+        self._warmth = warmth if warmth is not None and shared else Warmth()
+        self._uniforms: list[float] = []
+        self._random = random.Random(self.sampling.seed)
+        width = self.config.window if "jacobi" in self.config.sources else 0
+        self._window = Window(width, self.config.ngram, self.tokens, random.Random(0))
+        self._sources = build(self.config, self._warmth)
+        for source in self._sources:
+            source.start(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    def propose(self) -> TokenTree:
+        """The next step's tree: the root, the window, and the best guesses the budget has room for."""
+        config, window = self.config, self._window
+        left = self.room - self.stats.generated_tokens
+        # A guess at depth d is followed by one more token, so deeper than left - 1 cannot count. A window that would
+        # reach past the context is left out: its last column stands W + N - 3 positions after the root.
+        limit = self.rules.max_length
+        fits = limit is None or len(self.tokens) + window.width + config.ngram - 3 <= limit
+        width = window.width if fits and left > 1 else 0
+        layout = window_layout(width, config.ngram)
+
+        root = self.tokens[-1]
+        draft = Draft(self.tokens, self._warmth.calibration.rates)
+        for source in self._sources:
+            source.propose(self.tokens, draft)
+        guesses = draft.grow(config.budget - layout.size, left - 1, config.step_cost, layout.size)
+
+        shift = layout.size - 1
+        size = layout.size + len(guesses.tokens)
+        newest = layout.newest if config.ngram > 2 else layout.newest[1:]
+        return TokenTree(
+            tokens=[root, *(window.flat() if width else ()), *guesses.tokens],
+            parents=[*layout.parents, *[p + shift if p else 0 for p in guesses.parents]],
+            depths=[*layout.depths, *guesses.depths],
+            rows=[0, *newest, *range(layout.size, size)],
+            branch=layout.size,
+            width=width,
+            origins=guesses.origins,
+        )
+
+    def uniforms(self, tree: TokenTree) -> list[float]:
+        """One per needed row: that of the output position the row predicts; the window's rows are greedy."""
+        if self.sampling.greedy:
+            return []
+        generated = self.stats.generated_tokens
+        deepest = max((tree.depths[node] for node in tree.rows if node == 0 or node >= tree.branch), default=0)
+        while len(self._uniforms) <= generated + deepest:
+            self._uniforms.append(self._random.random())
+        return [
+            self._uniforms[generated + tree.depths[node]] if node == 0 or node >= tree.branch else NO_DRAW
+            for node in tree.rows
+        ]
+
+    def absorb(self, tree: TokenTree, result: Targets) -> tuple[list[int], list[int]]:
+        """Accept what the targets confirm, learn from the rest. Returns (accepted tokens, their tree nodes).
+
+        The last accepted token is the new root; it has no node yet, so there is one node fewer than tokens.
+        """
+        # 1. Verify, and cut at the first token that ends the sequence.
+        path, tokens = accept(tree, result.targets)
+        count, self.finish_reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
+        tokens, path = tokens[:count], path[: count - 1]
+        root = self.tokens[-1]
+        self.tokens += tokens
+        origins = [tree.origins[node - tree.branch] for node in path]
+        self.stats.count_step(len(tree), count, [source_of(origin) for origin in origins])
+        if self.finish_reason is not None:
+            for source in self._sources:
+                source.finish()
+            return tokens, path
+
+        # 2. Calibrate: every guess whose parent was accepted was right or wrong.
+        self._calibrate(tree, path, tokens)
+
+        # 3. Collect the window's n-grams and roll it.
+        ngrams: list[tuple[int, ...]] = []
+        if tree.width:
+            first = 1 if self.config.ngram > 2 else 0
+            new = result.targets[first : first + tree.width]
+            ngrams = self._window.ngrams(root, new)
+            self._window.roll(new)
+        outcome = Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams)
+        for source in self._sources:
+            source.absorb(outcome)
+        return tokens, path
+
+    def _calibrate(self, tree: TokenTree, path: list[int], tokens: list[int]) -> None:
+        learn = self._warmth.calibration.learn
+        after = dict(zip([0, *path], tokens, strict=True))
+        branch, all_tokens = tree.branch, tree.tokens
+        for i, parent in enumerate(tree.parents[branch:]):
+            target = after.get(parent)
+            if target is not None:
+                learn(tree.origins[i], all_tokens[branch + i] == target)

@@ -1,0 +1,111 @@
+"""`recycle`: the top-8 of rows computed anyway, kept per token and grown best-first into the rest of the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lookahead.draft import Draft, Row, Table
+from lookahead.sampling import LEVELS
+from lookahead.sources.base import BUCKETS, SOURCE_NAMES, Calibration, Outcome
+
+TOP = 8
+"""Successors kept per row."""
+
+SHIFT = 21
+"""Bits per token in a key: room for two million ids."""
+
+LIMIT = 300_000
+"""Rows kept for a model before the oldest go; about 100 MB."""
+
+ORIGINS = list(range(BUCKETS * len(SOURCE_NAMES)))
+
+Memory = dict[int, Row]
+"""The last one, two or three tokens, packed into an int -> what the model found likely after them."""
+
+
+class RecycleSource:
+    """Each computed row tells what the model finds likely after its token; that is a draft model for free.
+
+    A row is kept under its last three, its last two and its last token, newest wins; the longest known key answers.
+    The request's own rows are asked first, then `shared`, what earlier requests of the model left there; at its end the
+    request leaves its own. With no `shared` memory (scope 'request') nothing outlives the request.
+
+    Privacy: shared rows hold likely continuations of other requests' text. They can never reach an output, but they
+    change how *fast* a text that resembles them is generated, and whoever can measure that can guess at them. A server
+    that mixes users should keep the scope at 'request'.
+    """
+
+    # By probability level of the kept row. Rates seen at the end of 20 MT-Bench and 20 HumanEval answers of the
+    # embedded model, averaged; keys of three, two and one tokens.
+    PRIORS = (
+        (0.80, 0.50, 0.38, 0.28, 0.18, 0.12, 0.10, 0.08, 0.05, 0.03, 0.025, 0.02, 0.015, 0.01, 0.005, 0.003),
+        (0.70, 0.36, 0.27, 0.17, 0.10, 0.08, 0.07, 0.06, 0.03, 0.02, 0.015, 0.01, 0.007, 0.006, 0.003, 0.002),
+        (0.34, 0.24, 0.15, 0.12, 0.09, 0.07, 0.06, 0.05, 0.05, 0.01, 0.015, 0.01, 0.005, 0.004, 0.003, 0.002),
+    )
+
+    def __init__(self, shared: Memory | None, calibration: Calibration) -> None:
+        self.memory: Memory = {}
+        self.shared = shared
+        self.calibration = calibration
+        own = [rate for rates in self.PRIORS for rate in rates]
+        self.origin = calibration.prior("recycle", own + own)
+
+    def start(self, prompt: Sequence[int]) -> None:
+        pass
+
+    def propose(self, text: list[int], draft: Draft) -> None:
+        first, rates = self.origin, self.calibration.rates
+        own3, own2, own1, shared3, shared2, shared1 = (
+            (rates[start : start + LEVELS], ORIGINS[start : start + LEVELS])
+            for start in range(first, first + 6 * LEVELS, LEVELS)
+        )
+        own = self.memory.get
+        shared = (self.shared if self.shared is not None else {}).get
+
+        def successors(before2: int, before: int, token: int) -> tuple[Row, Table] | None:
+            two = before + 1 << SHIFT | token
+            three = before2 + 1 << 2 * SHIFT | two
+            if row := own(three):
+                return row, own3
+            if row := own(two):
+                return row, own2
+            if row := shared(three):
+                return row, shared3
+            if row := shared(two):
+                return row, shared2
+            if row := own(token):
+                return row, own1
+            if row := shared(token):
+                return row, shared1
+            return None
+
+        draft.successors = successors
+
+    def absorb(self, outcome: Outcome) -> None:
+        tree, memory = outcome.tree, self.memory
+        tokens, parents = tree.tokens, tree.parents
+        root = len(outcome.text) - len(outcome.accepted) - 1
+        before = outcome.text[root - 1] if root else -1
+        before2 = outcome.text[root - 2] if root > 1 else -1
+        for node, row in zip(tree.rows, outcome.top, strict=True):
+            token, parent = tokens[node], parents[node]
+            if parent > 0:
+                two = tokens[parent] + 1 << SHIFT | token
+                three = tokens[parents[parent]] + 1 << 2 * SHIFT | two
+            elif parent == 0:
+                two = tokens[0] + 1 << SHIFT | token
+                three = before + 1 << 2 * SHIFT | two
+            else:
+                two = before + 1 << SHIFT | token
+                three = before2 + 1 << 2 * SHIFT | two
+            memory[three] = memory[two] = memory[token] = row
+
+    def finish(self) -> None:
+        """Leave the request's rows to the model. Refreshed ones count as new, so that the oldest go first."""
+        if self.shared is None:
+            return
+        for key, row in self.memory.items():
+            self.shared.pop(key, None)
+            self.shared[key] = row
+        while len(self.shared) > LIMIT:
+            del self.shared[next(iter(self.shared))]

@@ -1,0 +1,78 @@
+"""The documents say what the code does: figures are drawn from it, and the files they name exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+HOW = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def figures() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("docs_figures", DOCS / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_figures_are_what_the_code_draws(figures: ModuleType) -> None:
+    old = [path.name for path in figures.stale()]
+    assert not old, f"{', '.join(old)} out of date; run: python docs/figures.py"
+
+
+def test_check_notices_a_changed_and_a_missing_figure(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    assert figures.main() == 0
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+    assert figures.main() == 0
+    (tmp_path / "tree.svg").write_text("<svg/>", encoding="utf-8")
+    (tmp_path / "mask.svg").unlink()
+    assert figures.main() == 1
+    said = capsys.readouterr().err
+    assert "tree.svg" in said
+    assert "mask.svg" in said
+    assert "window.svg" not in said
+
+
+def test_figures_are_well_formed_and_stay_on_their_card(figures: ModuleType) -> None:
+    for path, svg in figures.figures().items():
+        root = ElementTree.fromstring(svg)
+        width, height = float(root.attrib["width"]), float(root.attrib["height"])
+        for element in root.iter():
+            x, y = float(element.get("x", 0)), float(element.get("y", 0))
+            right, bottom = x + float(element.get("width", 0)), y + float(element.get("height", 0))
+            assert min(x, y) >= 0, path.name
+            assert right <= width, path.name
+            assert bottom <= height, path.name
+
+
+def test_every_file_of_the_code_map_exists() -> None:
+    _, _, code_map = HOW.partition("## Where in the code")
+    named = re.findall(r"`([\w./-]+/[\w./-]+)`", code_map)
+    assert len(named) >= 10
+    missing = [name for name in named if not (ROOT / name).is_file()]
+    assert not missing
+
+
+def test_every_image_and_link_of_the_page_exists() -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", HOW)
+    assert {"img/window.svg", "img/tree.svg", "img/mask.svg"} <= set(targets)
+    missing = [target for target in targets if not (DOCS / target).is_file()]
+    assert not missing

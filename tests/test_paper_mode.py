@@ -1,0 +1,133 @@
+"""Paper mode of the engine against Algorithm 2: the same tokens, in the same steps, for any W, N and G.
+
+No tensors: a stand-in for the backend asks a toy model about the path of every needed row.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.reference import Model, argmax, autoregressive, lookahead
+from lookahead.sampling import draw, pick
+from lookahead.sequence import DecodingSequence, Targets
+from lookahead.sources.pool import NGramPool
+from lookahead.tree import TokenTree
+from lookahead.window import Window
+from test_reference import settings_of_a_text, toy_model
+
+
+def rows_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> list[list[float]]:
+    """The model's distribution after each needed row: it sees the text and the row's path, nothing else."""
+    distributions = []
+    for row in tree.rows:
+        path, node = [], row
+        while node >= 0:
+            path.insert(0, tree.tokens[node])
+            node = tree.parents[node]
+        assert len(path) == tree.depths[row] + 1
+        distributions.append(model(sequence.tokens[:-1] + path))
+    return distributions
+
+
+def decode(sequence: DecodingSequence, model: Model) -> list[int]:
+    """Run the sequence to its end. Returns how many tokens each step accepted."""
+    accepted = []
+    while sequence.finish_reason is None:
+        tree = sequence.propose()
+        assert len(tree) <= sequence.config.budget
+        distributions = rows_of(sequence, tree, model)
+        if sequence.sampling.greedy:
+            targets = [argmax(P) for P in distributions]
+        else:
+            logits = torch.tensor(distributions, dtype=torch.float64).log()
+            targets = pick(logits, sequence.sampling, sequence.uniforms(tree)).tolist()
+        tokens, nodes = sequence.absorb(tree, Targets(targets))
+        assert [tree.tokens[node] for node in nodes] == tokens[:-1]
+        accepted.append(len(tokens))
+    return accepted
+
+
+@settings(max_examples=500, deadline=None)
+@given(settings_of_a_text(), st.integers(0, 8), st.integers(2, 6), st.integers(0, 8), st.booleans())
+@example((toy_model(6, 3, order=1), [1, 2], 24), 0, 2, 0, False)
+@example((toy_model(6, 3, order=1), [1, 2], 24), 1, 2, 1, False)
+@example((toy_model(6, 3, order=1), [1], 24), 8, 6, 8, True)
+@example((toy_model(6, 3, order=2), [1, 2, 1, 2, 1, 2], 24), 0, 3, 1, True)
+def test_paper_mode_is_algorithm_2(text, W, N, G, prompt_as_reference):
+    model, prompt, m = text
+    config = LookaheadConfig.paper(W, N, G, prompt=prompt_as_reference)
+    sequence = DecodingSequence(prompt, config, rules=StopRules(max_tokens=m))
+    accepted = decode(sequence, model)
+
+    rng = random.Random(0)
+    expected = lookahead(prompt, model, W, N, G, m, rng=rng, on_skip="keep", prompt_as_reference=prompt_as_reference)
+    assert sequence.output == expected.tokens == autoregressive(prompt, model, m)
+    assert accepted == expected.accepted
+    assert sequence.stats.steps == expected.steps
+
+
+def agrees(model: Model, prompt: list[int], W: int, N: int, G: int, m: int, **pool: bool) -> bool:
+    """Whether engine and reference accept the same tokens in the same steps."""
+    config = LookaheadConfig.paper(W, N, G, prompt=pool.get("prompt_as_reference", False))
+    sequence = DecodingSequence(prompt, config, rules=StopRules(max_tokens=m))
+    accepted = decode(sequence, model)
+    expected = lookahead(prompt, model, W, N, G, m, rng=random.Random(0), on_skip="keep", **pool)
+    assert expected.steps < m, "nothing was guessed right, so nothing is compared"
+    return (sequence.output, accepted) == (expected.tokens, expected.accepted)
+
+
+@pytest.mark.parametrize("prompt_as_reference", [False, True])
+def test_a_long_text(prompt_as_reference):
+    """Long enough for the pool to forget: more than G n-grams begin with each token."""
+    model = toy_model(12, seed=4)
+    assert agrees(model, [5, 0, 7, 7], 6, 3, 3, 200, prompt_as_reference=prompt_as_reference)
+
+
+ADD, LOOKUP = NGramPool.add, NGramPool.lookup
+
+
+def keep_duplicates_old(pool: NGramPool, ngram: tuple[int, ...], feeder: str) -> None:
+    if ngram[1:] not in pool.lookup(ngram[0]):
+        ADD(pool, ngram, feeder)
+
+
+ENGINE_BUGS = {
+    "the window never rolls": (Window, "roll", lambda self, new: None),
+    "the first place is stale": (
+        Window,
+        "ngrams",
+        lambda self, root, new: list(zip(*self.rows, new, strict=True)),
+    ),
+    "fewer than G guesses": (NGramPool, "lookup", lambda self, *key: LOOKUP(self, *key)[:2]),
+    "an n-gram found again stays old": (NGramPool, "add", keep_duplicates_old),
+}
+
+
+@pytest.mark.parametrize("bug", ENGINE_BUGS)
+def test_a_wrong_engine_is_caught(bug, monkeypatch):
+    """The steps' sizes are a sharp measure: a slip that leaves every token right still shows in them."""
+    text = toy_model(5, seed=4), [2, 0, 4, 4], 6, 3, 3, 200
+    assert agrees(*text)
+    monkeypatch.setattr(*ENGINE_BUGS[bug])
+    assert not agrees(*text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(settings_of_a_text(), st.integers(0, 8), st.integers(2, 6), st.integers(0, 8), st.integers(0, 99))
+def test_sampling_is_autoregressive_with_the_same_uniforms(text, W, N, G, seed):
+    model, prompt, m = text
+    config = LookaheadConfig.paper(W, N, G, prompt=True)
+    sequence = DecodingSequence(prompt, config, SamplingParams(temperature=1.0, seed=seed), StopRules(max_tokens=m))
+    decode(sequence, model)
+
+    rng, expected = random.Random(seed), list(prompt)
+    for _ in range(m):
+        probs = torch.tensor([model(expected)], dtype=torch.float64)
+        expected += draw(probs, torch.tensor([rng.random()], dtype=torch.float64)).tolist()
+    assert sequence.tokens == expected
