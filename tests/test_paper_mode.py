@@ -1,6 +1,6 @@
 """Paper mode of the engine against Algorithm 2: the same tokens, in the same steps, for any W, N and G.
 
-No tensors: a stand-in for the backend asks a toy model about the path of every needed row.
+No weights: a stand-in for the backend asks a toy model about the path of every needed row.
 """
 
 from __future__ import annotations
@@ -13,44 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.reference import Model, argmax, autoregressive, lookahead
-from lookahead.sampling import draw, pick
-from lookahead.sequence import DecodingSequence, Targets
+from lookahead.reference import Model, autoregressive, lookahead
+from lookahead.sampling import draw
+from lookahead.sequence import DecodingSequence
 from lookahead.sources.pool import NGramPool
-from lookahead.tree import TokenTree
 from lookahead.window import Window
-from test_reference import settings_of_a_text, toy_model
-
-
-def rows_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> list[list[float]]:
-    """The model's distribution after each needed row: it sees the text and the row's path, nothing else."""
-    distributions = []
-    for row in tree.rows:
-        path, node = [], row
-        while node >= 0:
-            path.insert(0, tree.tokens[node])
-            node = tree.parents[node]
-        assert len(path) == tree.depths[row] + 1
-        distributions.append(model(sequence.tokens[:-1] + path))
-    return distributions
-
-
-def decode(sequence: DecodingSequence, model: Model) -> list[int]:
-    """Run the sequence to its end. Returns how many tokens each step accepted."""
-    accepted = []
-    while sequence.finish_reason is None:
-        tree = sequence.propose()
-        assert len(tree) <= sequence.config.budget
-        distributions = rows_of(sequence, tree, model)
-        if sequence.sampling.greedy:
-            targets = [argmax(P) for P in distributions]
-        else:
-            logits = torch.tensor(distributions, dtype=torch.float64).log()
-            targets = pick(logits, sequence.sampling, sequence.uniforms(tree)).tolist()
-        tokens, nodes = sequence.absorb(tree, Targets(targets))
-        assert [tree.tokens[node] for node in nodes] == tokens[:-1]
-        accepted.append(len(tokens))
-    return accepted
+from toy import decode, settings_of_a_text, toy_model
 
 
 @settings(max_examples=500, deadline=None)

@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -33,32 +33,7 @@ from lookahead.reference import (
 from lookahead.sampling import draw, pick
 from lookahead.tree import TokenTree
 from lookahead.verify import accept
-
-
-def toy_model(vocabulary: int, seed: int, order: int | None = None, sharpness: float = 1.5) -> Model:
-    """A random but fixed function from the last `order` tokens (None: from all) to a distribution.
-
-    A short memory makes greedy text fall into a cycle, so that guesses are accepted.
-    """
-
-    @cache
-    def distribution(context: tuple[int, ...]) -> list[float]:
-        rng = random.Random(repr((seed, vocabulary, context)))
-        return norm([math.exp(sharpness * rng.gauss(0, 1)) for _ in range(vocabulary)])
-
-    def model(tokens: Sequence[int]) -> list[float]:
-        return list(distribution(tuple(tokens if order is None else tokens[-order:])))
-
-    return model
-
-
-@st.composite
-def settings_of_a_text(draw: st.DrawFn) -> tuple[Model, list[int], int]:
-    """A toy model, a prompt in its vocabulary, and a number of tokens to generate."""
-    vocabulary = draw(st.integers(5, 12))
-    model = toy_model(vocabulary, draw(st.integers(0, 999)), draw(st.sampled_from([1, 2, 3, None])))
-    prompt = draw(st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=12))
-    return model, prompt, draw(st.integers(1, 24))
+from toy import settings_of_a_text, toy_model
 
 
 @settings(max_examples=250, deadline=None)

@@ -44,9 +44,14 @@ class LookaheadConfig:
         _at_least("suffix_key", self.suffix_key, 1)
         _at_least("suffix_branches", self.suffix_branches, 1)
         _at_least("suffix_length", self.suffix_length, 1)
-        unknown = [s for s in self.sources if s not in SOURCES]
-        if unknown and self.sources != ("fixed-point",):
+        if isinstance(self.sources, str):
+            raise ValueError(f"sources={self.sources!r} must be a list of names, such as [{self.sources!r}]")
+        object.__setattr__(self, "sources", tuple(self.sources))
+        unknown = [s for s in self.sources if s not in (*SOURCES, "fixed-point")]
+        if unknown:
             raise ValueError(f"unknown source {unknown[0]!r}; choose from {', '.join(SOURCES)}")
+        if "fixed-point" in self.sources and len(self.sources) > 1:
+            raise ValueError(f"source 'fixed-point' stands alone; drop it, or {', '.join(self.sources)} without it")
         if len(set(self.sources)) != len(self.sources):
             raise ValueError(f"sources name {_repeated(self.sources)!r} twice; name each once")
         if self.recycle_scope not in SCOPES:
@@ -56,8 +61,10 @@ class LookaheadConfig:
                 f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, more "
                 f"than budget={self.budget}; lower the window or raise the budget"
             )
-        if self.step_cost is not None and (not self.step_cost or min(self.step_cost) <= 0):
-            raise ValueError("step_cost needs one positive time per step size")
+        if self.step_cost is not None:
+            bad = [t for t in self.step_cost if not 0 < t < math.inf]
+            if bad or not self.step_cost:
+                raise ValueError(f"step_cost needs positive times, one per step size, not {bad[0] if bad else 'none'}")
 
     @property
     def active_sources(self) -> tuple[str, ...]:
@@ -73,7 +80,9 @@ class LookaheadConfig:
     def paper(cls, window: int, ngram: int, guesses: int, *, prompt: bool = False) -> LookaheadConfig:
         """The paper's method alone: the window, its pool, and optionally 'prompt as reference'."""
         sources = ("jacobi", "prompt") if prompt else ("jacobi",)
-        budget = max(1, (window + guesses) * (ngram - 1) + 1)
+        for name, value, least in (("window", window, 0), ("ngram", ngram, 2), ("guesses", guesses, 0)):
+            _at_least(name, value, least)
+        budget = (window + guesses) * (ngram - 1) + 1
         return cls(window, ngram, guesses, budget, sources)
 
     @classmethod
@@ -120,9 +129,11 @@ class LookaheadConfig:
 
     def adapted(self, **changes: Any) -> LookaheadConfig:
         """A copy with these fields changed; a window left at its default gives way to a smaller budget."""
+        for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
+            _at_least(name, changes.get(name, least), least)
         if "budget" in changes and "window" not in changes:
             ngram = changes.get("ngram", self.ngram)
-            if ngram >= 2 and self.window * (ngram - 1) > changes["budget"] // 2:
+            if self.window * (ngram - 1) > changes["budget"] // 2:
                 changes["window"] = 0
         if "window" in changes and "budget" not in changes:
             needed = changes["window"] * (changes.get("ngram", self.ngram) - 1) + 1
@@ -141,6 +152,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} must be a number")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature={self.temperature} must be a number from 0 (greedy) up, such as 0.8")
         _at_least("top_k", self.top_k, 0)

@@ -13,8 +13,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -37,26 +36,35 @@ class StepCost:
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError(f"a step cost needs one time per size, not {len(self.seconds)} for {len(self.sizes)}")
+        if not all(0 < taken < float("inf") for taken in self.seconds):
+            raise ValueError(f"a step cost needs positive times, not {self.seconds}")
+
     def table(self, budget: int) -> tuple[float, ...]:
-        """Entry k is the time of a step of k + 1 tokens: straight lines between the measured sizes, never falling."""
-        times, best = [], 0.0
+        """Entry k is the time of a step of k + 1 tokens: straight lines between the measured sizes, never falling.
+
+        Where a smaller step was measured slower than a larger one it was disturbed, and the larger one's time stands.
+        """
+        seconds = [min(self.seconds[i:]) for i in range(len(self.seconds))]
+        times = []
         for size in range(1, budget + 1):
-            best = max(best, self._at(size))
-            times.append(best)
+            i = next((i for i, s in enumerate(self.sizes) if s >= size), len(self.sizes) - 1)
+            if i == 0:
+                times.append(seconds[0] * max(1.0, size / self.sizes[0]))
+                continue
+            slope = (seconds[i] - seconds[i - 1]) / (self.sizes[i] - self.sizes[i - 1])
+            times.append(seconds[i] + slope * (size - self.sizes[i]))
         return tuple(times)
 
-    def _at(self, size: int) -> float:
-        sizes, seconds = self.sizes, self.seconds
-        if size <= sizes[0] or len(sizes) == 1:
-            return seconds[0] * max(1.0, size / sizes[0])
-        i = next((i for i, s in enumerate(sizes) if s >= size), len(sizes) - 1)
-        slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
-        return seconds[i] + slope * (size - sizes[i])
 
+def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4) -> StepCost:
+    """Time real steps: a root with a chain of guesses behind a short prefix. A few seconds on a CPU.
 
-def measure(backend: Backend, sizes: Sequence[int] = SIZES, repeats: int = 5) -> StepCost:
-    """Time real steps: a root with a chain of guesses behind a short prefix. A few seconds on a CPU."""
-    context = backend.max_length or PREFIX + max(sizes) + (repeats + 1) * len(sizes)
+    Every round runs all sizes, and the best round counts: a busy neighbour slows some of them, never speeds one up.
+    """
+    context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
     prefix = min(PREFIX, context // 4)
     slot = backend.open()
 
@@ -68,21 +76,22 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, repeats: int = 5) ->
         backend.commit([(slot, ())])
         return taken
 
-    kept: list[int] = []
-    times: list[float] = []
+    best = dict.fromkeys(sizes, float("inf"))
     try:
         step(1, trail=[1] * prefix)
-        for size in sizes:
-            if backend.length(slot) + repeats + 1 + size > context and kept:
-                break
-            step(size)
-            times.append(median(step(size) for _ in range(repeats)))
-            kept.append(size)
-            if times[-1] > HOPELESS * times[0]:
-                break
+        for number in range(rounds + 1):
+            for size in sizes:
+                if backend.length(slot) + size > context:
+                    break
+                taken = step(size)
+                if number:  # the first round is the warm-up
+                    best[size] = min(best[size], taken)
+                if best[size] > HOPELESS * best[sizes[0]]:
+                    break
     finally:
         backend.close(slot)
-    return StepCost(tuple(kept), tuple(times))
+    found = {size: taken for size, taken in best.items() if taken < float("inf")} or {1: 1.0}
+    return StepCost(tuple(found), tuple(found.values()))
 
 
 def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
@@ -123,9 +132,10 @@ def cached(
     cost = measure(backend)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"sizes": cost.sizes, "seconds": cost.seconds, "of": facts}, file)
-        os.replace(file.name, path)
+        with TemporaryDirectory(dir=path.parent) as folder_of_parts:
+            part = Path(folder_of_parts) / path.name
+            part.write_text(json.dumps({"sizes": cost.sizes, "seconds": cost.seconds, "of": facts}))
+            os.replace(part, path)
     except OSError:
         pass
     return cost

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import GEN_CLOSED, getgeneratorstate
+from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -69,9 +71,9 @@ class Stream(Iterator[Piece]):
     """Pieces of one answer as they are accepted, a whole block at a time; then `completion` is there."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self._completion: Completion | None = None
         self._request = request
-        self._pieces = self._run(engine)
+        self._pieces = _pieces(engine, request)
+        self._completion: Completion | None = None
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -79,33 +81,34 @@ class Stream(Iterator[Piece]):
     @property
     def completion(self) -> Completion:
         """The whole answer, once the stream is exhausted or closed."""
-        if self._completion is None:
+        if getgeneratorstate(self._pieces) != GEN_CLOSED:
             raise RuntimeError("the answer is still being generated; exhaust the stream, or close() it")
+        if self._completion is None:
+            self._completion = self._request.completion()
         return self._completion
 
     def close(self) -> None:
         """Stop early; `completion` then holds what was generated so far."""
         self._pieces.close()
-        if self._completion is None:
-            self._completion = self._request.completion()
 
-    def _run(self, engine: Engine) -> Generator[Piece, None, None]:
-        request = self._request
-        engine.add(request.sequence)
-        waiting: list[int] = []
-        try:
-            while engine.running:
-                for accepted in step(engine, [request]):
-                    waiting += accepted.tokens
-                    ended = request.sequence.finish_reason is not None
-                    text = request.text.finish() if ended else request.text.take()
-                    if text:
-                        yield Piece(text, waiting)
-                        waiting = []
-        finally:
-            if request.sequence in engine.running:
-                engine.remove(request.sequence)
-            self._completion = request.completion()
+
+def _pieces(engine: Engine, request: Request) -> Generator[Piece, None, None]:
+    """Step one request to its end. Every accepted token is in a piece; the last piece may have no text."""
+    sequence = request.sequence
+    engine.add(sequence)
+    waiting: list[int] = []
+    try:
+        while engine.running:
+            for accepted in step(engine, [request]):
+                waiting += accepted.tokens
+                ended = sequence.finish_reason is not None
+                text = request.text.finish() if ended else request.text.take()
+                if text or ended:
+                    yield Piece(text, waiting)
+                    waiting = []
+    finally:
+        if sequence in engine.running:
+            engine.remove(sequence)
 
 
 def step(engine: Engine, requests: Sequence[Request]) -> Any:
@@ -129,7 +132,7 @@ class LookaheadModel:
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.default_config = config or LookaheadConfig()
         self.warmth = Warmth()
-        self._stop_ids = stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids(model, tokenizer)
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
         """One `Completion`, or a list of them for a list of prompts, which then share every forward pass.
@@ -154,32 +157,36 @@ class LookaheadModel:
         return completions if many else completions[0]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
-        """Text pieces as they are accepted; settings as for `generate`."""
+        """Text pieces of one answer as they are accepted; settings as for `generate`."""
+        if _is_batch(prompt):
+            raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
         return Stream(Engine(self.backend), self._request(prompt, **settings))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
-        if isinstance(prompt, str):
-            if raw or not getattr(self.tokenizer, "chat_template", None):
-                ids = list(self.tokenizer(prompt)["input_ids"])
-            else:
-                return self.encode([{"role": "user", "content": prompt}])
-        elif prompt and isinstance(prompt[0], Mapping):
-            if not getattr(self.tokenizer, "chat_template", None):
+        template = getattr(self.tokenizer, "chat_template", None)
+        if isinstance(prompt, str) and (raw or not template):
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        elif isinstance(prompt, str):
+            return self.encode([{"role": "user", "content": prompt}])
+        elif _all(prompt, Integral):
+            return self._check_ids(prompt)
+        elif _all(prompt, Mapping):
+            if not template:
                 raise ValueError(f"model {self.name!r} has no chat template; pass the prompt as text")
             ids = list(
                 self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
             )
         else:
-            return self._check_ids(prompt)
+            raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r:.60}")
         bos = getattr(self.tokenizer, "lookahead_bos", None)
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def _check_ids(self, ids: Sequence[Any]) -> list[int]:
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < self.backend.vocab_size:
+            if not 0 <= token < self.backend.vocab_size:
                 raise ValueError(f"token id {token!r} is not one of the model's 0 to {self.backend.vocab_size - 1}")
-        return list(ids)
+        return [int(token) for token in ids]
 
     def _request(
         self,
@@ -193,7 +200,7 @@ class LookaheadModel:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         raw: bool = False,
     ) -> Request:
         begin = perf_counter()
@@ -201,12 +208,12 @@ class LookaheadModel:
             config = self.default_config if method == "lookahead" else LookaheadConfig.for_method(method)
         elif method != "lookahead":
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
-        text = TextStream(self.tokenizer, [stop] if isinstance(stop, str) else stop)
+        text = TextStream(self.tokenizer, [stop] if isinstance(stop, str) else stop or ())
         sequence = DecodingSequence(
             self.encode(prompt, raw=raw),
             config,
             SamplingParams(temperature, top_k, top_p, min_p, seed),
-            StopRules(max_tokens, self._stop_ids, self.backend.max_length),
+            StopRules(max_tokens, self.stop_ids, self.backend.max_length),
             ends=text.push_token,
             warmth=self.warmth,
         )
@@ -250,13 +257,14 @@ def _device_name(device: Any) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
 
 
+def _all(prompt: Any, kind: type) -> bool:
+    """A sequence, empty ones included, of nothing but this."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(x, kind) for x in prompt)
+
+
 def _is_batch(prompt: Any) -> bool:
     """A list of texts, of token lists or of chats; one chat is a list of dicts, one token list a list of ints."""
-    if isinstance(prompt, str):
-        return False
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"a prompt is text, chat messages or token ids, not {type(prompt).__name__}")
-    return bool(prompt) and not isinstance(prompt[0], (int, Mapping))
+    return bool(prompt) and _all(prompt, Sequence) and not isinstance(prompt, str)
 
 
 __all__ = ["Completion", "LookaheadModel", "ModelError", "Piece", "Stream", "load"]

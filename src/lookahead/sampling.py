@@ -15,12 +15,13 @@ import torch
 from lookahead.config import SamplingParams
 
 NO_DRAW = -1.0
-"""In place of a uniform: take the argmax. The window's rows are always greedy, as in the paper's section 3.2."""
+"""In place of a uniform: take the argmax. The window's own rows are greedy, as in the paper's section 3.2."""
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """[R, V] logits -> [R, V] float64 probabilities after temperature, top-k, top-p and min-p, in that order."""
-    scores = logits.double() / params.temperature
+    scores = logits.double()
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / params.temperature
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

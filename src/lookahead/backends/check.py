@@ -23,22 +23,41 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 def check_supported(model: Any) -> None:
     """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask."""
-    config = model.config
-    kind = getattr(config, "model_type", type(model).__name__)
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    config = model.config.get_text_config(decoder=True)
 
     def refuse(reason: str) -> None:
         raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
 
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; lookahead decodes causal language models")
     if getattr(model, "_is_stateful", False):
         refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        refuse("its local attention counts places in the cache, not positions")
+    if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
+        refuse("its attention is biased by place in the cache (ALiBi), not by position")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
     if others:
         refuse(f"its {others[0]} layers do not read a K/V cache by position")
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):
         refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
+
+
+def context_length(config: Any) -> int | None:
+    """The most positions the model can be decoded exactly on; None when its config names no limit.
+
+    Longrope models take their rotary factors from the furthest position of a pass, for all its tokens: one far guess
+    would change the near ones. Below their original context nothing changes, so that is the limit.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        return min(x for x in (limit, original) if x is not None)
+    return limit
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.check import check_supported, layer_shapes, probe
+from lookahead.backends.check import check_supported, context_length, layer_shapes, probe
 from lookahead.backends.kv import KVBuffer, StepCache
 from lookahead.sampling import pick, top_rows
 from lookahead.sequence import Targets
@@ -33,10 +33,11 @@ class EagerBackend:
         self.model = model
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
-        self.max_length: int | None = getattr(model.config, "max_position_embeddings", None)
-        self.vocab_size: int = model.config.vocab_size
+        config = model.config.get_text_config(decoder=True)
+        self.max_length = context_length(config)
+        self.vocab_size: int = config.vocab_size
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._windows = sliding_windows(model.config)
+        self._windows = sliding_windows(config)
         self._buffer = KVBuffer(layer_shapes(model))
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}

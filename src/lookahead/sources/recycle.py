@@ -26,9 +26,10 @@ Memory = dict[int, Row]
 class RecycleSource:
     """Each computed row tells what the model finds likely after its token; that is a draft model for free.
 
-    A row is kept under its last three, its last two and its last token, newest wins; the longest known key answers.
-    The request's own rows are asked first, then `shared`, what earlier requests of the model left there; at its end the
-    request leaves its own. With no `shared` memory (scope 'request') nothing outlives the request.
+    A row is kept under its last three, its last two and its last token, newest wins. Keys of three and two tokens are
+    asked first, in the request's own rows and then in `shared`, what earlier requests of the model left there; one
+    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.) At
+    its end the request leaves its rows to `shared`; with no `shared` memory (scope 'request') nothing outlives it.
 
     Privacy: shared rows hold likely continuations of other requests' text. They can never reach an output, but they
     change how *fast* a text that resembles them is generated, and whoever can measure that can guess at them. A server

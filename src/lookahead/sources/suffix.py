@@ -15,8 +15,8 @@ class SuffixSource:
     """Continuations of the longest earlier matches of the text's end.
 
     The paper's pool is keyed by one token, which it names as its weakness; here the match decides. Matches are ranked
-    by length (up to `key` tokens), then newest first; `oldest` keeps the first place found for the longest key instead,
-    as transformers' prompt lookup does. A token deep in a continuation counts as matched that much longer.
+    by length (up to `key` tokens), then newest first, or `oldest` first, as transformers' prompt lookup has it. A token
+    deep in a continuation counts as matched that much longer.
     """
 
     # By matched length, 1 up; the last is "12 or more". Rates seen on MT-Bench and HumanEval texts.
@@ -54,16 +54,12 @@ class SuffixSource:
         """(matched length, end of the match) of the earlier places to continue from, best first."""
         last = text[-1]
         ends = self._pairs.get((text[-2], last)) if len(text) > 1 and self.key > 1 else None
-        if self.oldest:
-            if ends:
-                return [(2, ends[0])]
-            ends = self._ones.get(last)
-            return [(1, ends[0])] if ends else []
         if not ends:
             ends = self._ones.get(last, [])
-            return [(1, end) for end in ends[: -self.branches - 1 : -1]]
+            places = ends[: self.branches] if self.oldest else ends[: -self.branches - 1 : -1]
+            return [(1, end) for end in places]
         found = []
-        for end in ends[: -SCAN - 1 : -1]:
+        for end in ends if self.oldest else ends[: -SCAN - 1 : -1]:
             matched = 2
             while matched < self.key and matched <= end and text[end - matched] == text[-1 - matched]:
                 matched += 1

@@ -1,0 +1,98 @@
+"""A tiny random Llama and a byte-level BPE tokenizer that fits it: no download, fp32, the same in every run.
+
+The weights are wide (`initializer_range` 0.3), so that no two logits are within rounding of each other and greedy
+outputs can be compared token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lookahead import LookaheadConfig
+
+EOS = "<|end|>"
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog and then the other fox jumps too",
+    "once more the dog and the fox; once more the café, the naïve façade and 中文",
+    "def fox(dog): return [dog for _ in range(10)]  # the end of the fox",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SETTINGS = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
+"""Small enough for a CPU, and every source at work."""
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, so that tokens may end inside a character; with an EOS and a chat template."""
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    special = [EOS, "<|user|>", "<|assistant|>", "<|system|>"]
+    bare.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, special_tokens=special, show_progress=False))
+    made = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token=EOS)
+    made.add_special_tokens({"additional_special_tokens": special[1:]})
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Any]:
+    """A tiny Llama with these config fields changed; the same weights for the same fields."""
+
+    def make(**changes: Any) -> Any:
+        torch.manual_seed(7)
+        fields = {
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        return LlamaForCausalLM(LlamaConfig(**{**fields, **changes})).float().eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model: Callable[..., Any]) -> Any:
+    """Shared by all tests: do not change it, make another one."""
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def settings() -> LookaheadConfig:
+    return SETTINGS
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[Any, Sequence[int], int], list[int]]:
+    """Greedy tokens by transformers itself: (model, prompt ids, most new tokens) -> new ids, the EOS included."""
+
+    def generate(model: Any, ids: Sequence[int], count: int) -> list[int]:
+        prompt = torch.tensor([list(ids)], device=model.device)
+        eos = model.generation_config.eos_token_id
+        pad = eos[0] if isinstance(eos, list) else eos
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0 if pad is None else pad,
+        )
+        return output[0, len(ids) :].tolist()
+
+    return generate

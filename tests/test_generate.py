@@ -1,0 +1,455 @@
+"""The Python interface on a tiny random model: every form of prompt, every ending, always the same tokens."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lookahead
+from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece, cost
+from lookahead.config import METHODS
+
+Plain = Callable[[Any, list[int], int], list[int]]
+
+PROMPTS = ("the fox", "once more", "a dog and a fox jumps over the naïve café", "end")
+CHAT = [{"role": "system", "content": "be lazy"}, {"role": "user", "content": "jump"}]
+TOKENS = 32
+READABLE = "the fox"  # its greedy output has no broken character
+
+
+@pytest.fixture
+def lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
+    """Loaded afresh, so that nothing is warm."""
+    return lookahead.load((model, tokenizer), config=settings)
+
+
+def open_slots(lm: LookaheadModel) -> int:
+    return len(lm.backend._row)
+
+
+# Loading
+
+
+def test_load_measures_the_cost_of_a_step_once(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    measured = []
+    measure = cost.measure
+
+    def counted(backend: Any) -> cost.StepCost:
+        measured.append(backend)
+        return measure(backend, (1, 2, 8))
+
+    monkeypatch.setattr(cost, "measure", counted)
+    log: list[str] = []
+    first = lookahead.load((make_model(), tokenizer), log=log.append)
+    assert len(measured) == 1
+    assert len(log) == 1
+    assert len(list((tmp_path / "step-cost").iterdir())) == 1
+
+    second = lookahead.load((make_model(), tokenizer), log=log.append)
+    assert len(measured) == 1
+    assert len(log) == 1
+    assert second.default_config == first.default_config
+
+    lookahead.load((make_model(hidden_size=64), tokenizer))  # another model has another cost
+    assert len(measured) == 2
+    assert second.generate("fox", max_tokens=9).token_ids == first.generate("fox", max_tokens=9).token_ids
+
+
+def test_a_given_config_is_taken_as_it_is(
+    model: Any, tokenizer: Any, settings: LookaheadConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "measure", lambda backend: pytest.fail("measured although a config was given"))
+    lm = lookahead.load((model, tokenizer), config=settings)
+    assert lm.generate("fox", max_tokens=1).config is settings
+
+
+# Exactness and forms of the prompt
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_equals_transformers(lm: LookaheadModel, model: Any, plain: Plain, prompt: str) -> None:
+    done = lm.generate(prompt, max_tokens=TOKENS)
+    assert isinstance(done, Completion)
+    assert done.token_ids == plain(model, lm.encode(prompt), TOKENS)
+    assert done.text == lm.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+    assert done.finish_reason == "length"
+    assert done.method == "lookahead"
+    assert done.stats.generated_tokens == len(done.token_ids) == TOKENS
+    assert done.stats.prompt_tokens == len(lm.encode(prompt))
+    assert done.stats.steps < TOKENS  # blocks were accepted, so the test is about them
+    assert done.stats.seconds >= done.stats.first_token_seconds > 0
+
+
+def test_text_is_one_user_message_unless_raw(lm: LookaheadModel, model: Any, plain: Plain) -> None:
+    bare = lm.tokenizer("the fox")["input_ids"]
+    assert lm.encode("the fox") == lm.encode([{"role": "user", "content": "the fox"}])
+    assert lm.encode("the fox", raw=True) == bare != lm.encode("the fox")
+    assert lm.generate("the fox", raw=True, max_tokens=9).token_ids == plain(model, bare, 9)
+
+
+@pytest.mark.parametrize("form", ["text", "ids", "chat"])
+def test_batch_equals_one_at_a_time(lm: LookaheadModel, model: Any, plain: Plain, form: str) -> None:
+    forms: dict[str, list[Any]] = {
+        "text": list(PROMPTS),
+        "ids": [lm.encode(p) for p in PROMPTS],
+        "chat": [CHAT, CHAT[1:], [*CHAT, {"role": "assistant", "content": "no"}, CHAT[1]]],
+    }
+    prompts = forms[form]
+    assert len({len(lm.encode(p)) for p in prompts}) > 1
+    batch = lm.generate(prompts, max_tokens=TOKENS)
+    assert isinstance(batch, list)
+    for prompt, done in zip(prompts, batch, strict=True):
+        assert done.token_ids == plain(model, lm.encode(prompt), TOKENS)
+        alone = lm.generate(prompt, max_tokens=TOKENS)
+        assert (alone.text, alone.token_ids, alone.finish_reason) == (done.text, done.token_ids, done.finish_reason)
+    assert open_slots(lm) == 0
+
+
+def test_batch_of_one_is_a_list(lm: LookaheadModel) -> None:
+    assert [type(c) for c in lm.generate(["fox"], max_tokens=2)] == [Completion]
+    assert type(lm.generate([5, 6, 7], max_tokens=2)) is Completion
+    assert type(lm.generate(CHAT, max_tokens=2)) is Completion
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_greedy_tokens(lm: LookaheadModel, model: Any, plain: Plain, method: str) -> None:
+    done = lm.generate(list(PROMPTS), max_tokens=TOKENS, method=method)
+    assert [c.token_ids for c in done] == [plain(model, lm.encode(p), TOKENS) for p in PROMPTS]
+    assert {c.method for c in done} == {method}
+    if method == "autoregressive":
+        assert {c.stats.steps for c in done} == {TOKENS}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}])
+def test_a_seed_gives_the_same_tokens_by_every_method(lm: LookaheadModel, options: dict[str, Any]) -> None:
+    prompts = list(PROMPTS[:3])
+    common = {"max_tokens": 24, "temperature": 0.8, "seed": 3, **options}
+    expected = [lm.generate(p, method="autoregressive", **common).token_ids for p in prompts]
+    for method in METHODS:
+        batch = lm.generate(prompts, method=method, **common)
+        assert [c.token_ids for c in batch] == expected
+        assert [lm.generate(p, method=method, **common).token_ids for p in prompts] == expected
+    assert [lm.generate(p, max_tokens=24).token_ids for p in prompts] != expected  # it was not greedy
+
+
+def test_seeds_differ(lm: LookaheadModel) -> None:
+    outputs = {tuple(lm.generate("fox", max_tokens=16, temperature=1.0, seed=s).token_ids) for s in range(5)}
+    assert len(outputs) == 5
+
+
+# Streams
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_stream_joins_to_the_completion(lm: LookaheadModel, prompt: str, method: str) -> None:
+    stream = lm.stream(prompt, max_tokens=TOKENS, method=method)
+    with pytest.raises(RuntimeError, match="still being generated"):
+        _ = stream.completion
+    pieces = list(stream)
+    done = stream.completion
+    assert all(type(piece) is Piece and piece for piece in pieces)
+    assert "".join(pieces) == done.text
+    assert [t for piece in pieces for t in piece.token_ids] == done.token_ids
+    assert done.token_ids == lm.generate(prompt, max_tokens=TOKENS, method=method).token_ids
+    assert len(pieces) <= done.stats.steps
+
+
+def test_a_piece_is_a_whole_block(lm: LookaheadModel) -> None:
+    lm.generate(READABLE, max_tokens=TOKENS)  # warm, for longer blocks
+    stream = lm.stream(READABLE, max_tokens=TOKENS)
+    sizes = []
+    for steps, piece in enumerate(stream, start=1):  # every token of this answer has text, so every step has a piece
+        sizes.append(len(piece.token_ids))
+        assert stream._request.sequence.stats.steps == steps
+    assert max(sizes) >= 3
+    assert sum(sizes) == TOKENS
+
+
+@pytest.mark.parametrize("method", ["lookahead", "autoregressive"])
+def test_only_tokens_without_text_are_in_no_piece(lm: LookaheadModel, method: str) -> None:
+    """An EOS that is accepted by itself brings no text, hence no piece."""
+    for settings in ({"max_tokens": 60}, {"stop": [" qu", "ceo"]}):
+        for prompt in ("the café", READABLE):
+            stream = lm.stream(prompt, method=method, **{"max_tokens": TOKENS, **settings})
+            pieces = list(stream)
+            done = stream.completion
+            streamed = [t for piece in pieces for t in piece.token_ids]
+            assert "".join(pieces) == done.text
+            assert streamed == done.token_ids[: len(streamed)]
+            if done.finish_reason == "eos":
+                assert done.token_ids[len(streamed) :] in ([], [lm.tokenizer.eos_token_id])
+
+
+def test_close_interrupts_and_frees_the_slot(lm: LookaheadModel, model: Any, plain: Plain) -> None:
+    stream = lm.stream("the fox", max_tokens=TOKENS)
+    first = [next(stream), next(stream)]
+    assert open_slots(lm) == 1
+    stream.close()
+    assert open_slots(lm) == 0
+    done = stream.completion
+    assert done.finish_reason == "interrupted"
+    assert done.token_ids == [t for piece in first for t in piece.token_ids]
+    assert done.text == "".join(first)
+    assert list(stream) == []
+    stream.close()
+    assert stream.completion is done
+    assert lm.generate("end", max_tokens=TOKENS).token_ids == plain(model, lm.encode("end"), TOKENS)
+
+
+def test_close_before_the_first_piece(lm: LookaheadModel) -> None:
+    stream = lm.stream("the fox")
+    stream.close()
+    assert (stream.completion.text, stream.completion.token_ids) == ("", [])
+    assert stream.completion.finish_reason == "interrupted"
+    assert list(stream) == []
+    assert open_slots(lm) == 0
+
+
+def test_close_after_the_end_changes_nothing(lm: LookaheadModel) -> None:
+    stream = lm.stream("the fox", max_tokens=4)
+    list(stream)
+    stream.close()
+    assert stream.completion.finish_reason == "length"
+
+
+def test_an_abandoned_stream_frees_its_slot(lm: LookaheadModel, model: Any, plain: Plain) -> None:
+    stream = lm.stream("the fox", max_tokens=TOKENS)
+    next(stream)
+    assert open_slots(lm) == 1
+    del stream
+    gc.collect()
+    assert open_slots(lm) == 0
+    assert lm.generate("end", max_tokens=TOKENS).token_ids == plain(model, lm.encode("end"), TOKENS)
+
+
+def test_an_error_in_the_model_frees_every_slot(lm: LookaheadModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(inputs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(lm.backend, "step", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        lm.generate(list(PROMPTS))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(lm.stream("fox"))
+    assert open_slots(lm) == 0
+
+
+def test_interleaved_streams_are_exact(lm: LookaheadModel, model: Any, plain: Plain) -> None:
+    streams = [lm.stream(p, max_tokens=8 + 12 * i) for i, p in enumerate(PROMPTS[:3])]
+    for third in (0, 1, 2, 2, 1):
+        next(streams[third])
+    assert lm.generate("end", max_tokens=9).token_ids == plain(model, lm.encode("end"), 9)
+    live = list(streams)
+    while live:
+        live = [stream for stream in live if next(stream, None) is not None]
+    for i, (stream, prompt) in enumerate(zip(streams, PROMPTS, strict=False)):
+        assert stream.completion.token_ids == plain(model, lm.encode(prompt), 8 + 12 * i)
+    assert open_slots(lm) == 0
+
+
+# Endings
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_stop_string_at_every_position(lm: LookaheadModel, size: int) -> None:
+    """The expected ending comes from the whole output alone: the first token after which the text has the stop."""
+    whole = lm.generate(READABLE, max_tokens=TOKENS)
+    text, tokens = whole.text, whole.token_ids
+    assert "\ufffd" not in text
+    growing = [lm.tokenizer.decode(tokens[:n], skip_special_tokens=True) for n in range(1, len(tokens) + 1)]
+    inside = 0
+    for start in range(len(text) - size + 1):
+        stop = text[start : start + size]
+        count = next(n for n, part in enumerate(growing, start=1) if stop in part)
+        stream = lm.stream(READABLE, max_tokens=TOKENS, stop=[stop])
+        pieces = list(stream)
+        done = stream.completion
+        assert done.token_ids == tokens[:count]
+        assert done.text == "".join(pieces) == text[: text.index(stop)]
+        assert done.finish_reason == "stop"
+        inside += done.stats.steps < count
+    assert inside > len(text) // 4  # many of them ended inside, or after, an accepted block
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:3])
+def test_stop_strings_equal_autoregressive(lm: LookaheadModel, prompt: str) -> None:
+    text = lm.generate(prompt, max_tokens=TOKENS).text
+    sweep = [[text[i : i + 1 + i % 5]] for i in range(0, len(text), 4)]
+    several = [[text[i + 3 : i + 9], text[i : i + 4], "never"] for i in range(0, len(text) - 9, 9)]
+    for stop in [*sweep, *several, ["never"]]:
+        ours = lm.generate(prompt, max_tokens=TOKENS, stop=stop)
+        other = lm.generate(prompt, max_tokens=TOKENS, stop=stop, method="autoregressive")
+        assert (ours.text, ours.token_ids, ours.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+        assert not any(s in ours.text for s in stop)
+
+
+def test_a_single_stop_string_needs_no_list(lm: LookaheadModel) -> None:
+    stop = lm.generate(READABLE, max_tokens=TOKENS).text[5:7]
+    alone, listed = (lm.generate(READABLE, max_tokens=TOKENS, stop=s) for s in (stop, [stop]))
+    assert (alone.text, alone.token_ids, alone.finish_reason) == (listed.text, listed.token_ids, "stop")
+
+
+def test_the_prompt_does_not_match_a_stop_string(lm: LookaheadModel) -> None:
+    assert lm.generate("the fox", max_tokens=4, stop=["the fox", "x"]).finish_reason == "length"
+
+
+def test_eos_at_every_offset_of_a_block(
+    make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain
+) -> None:
+    model = make_model()
+    lm = lookahead.load((model, tokenizer), config=settings)
+    own = tokenizer.eos_token_id
+    offsets = set()
+    for prompt in PROMPTS[:2]:
+        ids = lm.encode(prompt)
+        whole = lm.generate(prompt, max_tokens=TOKENS).token_ids
+        for place, token in enumerate(whole):
+            if token in whole[:place]:
+                continue
+            model.generation_config.eos_token_id = [own, token]
+            ended = lookahead.load((model, tokenizer), config=settings)
+            ended.warmth = lm.warmth  # for longer blocks
+            stream = ended.stream(prompt, max_tokens=TOKENS)
+            pieces = list(stream)
+            done = stream.completion
+            other = ended.generate(prompt, max_tokens=TOKENS, method="autoregressive")
+            assert done.token_ids == other.token_ids == plain(model, ids, TOKENS) == whole[: place + 1]
+            assert done.finish_reason == other.finish_reason == "eos"
+            assert done.text == other.text
+            streamed = [t for piece in pieces for t in piece.token_ids]
+            offsets.add(len(pieces[-1].token_ids) if streamed == done.token_ids else 1)
+    assert offsets >= {1, 2, 3}  # EOS came first, second and third in its block
+
+
+def test_several_eos_ids_in_a_batch(
+    make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain
+) -> None:
+    model = make_model()
+    lm = lookahead.load((model, tokenizer), config=settings)
+    picked = [done.token_ids[i] for i, done in zip((3, 11, 17), lm.generate(list(PROMPTS[:3])), strict=True)]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *picked]
+    lm = lookahead.load((model, tokenizer), config=settings)
+    batch = lm.generate(list(PROMPTS), max_tokens=TOKENS)
+    assert [c.token_ids for c in batch] == [plain(model, lm.encode(p), TOKENS) for p in PROMPTS]
+    assert len({len(c.token_ids) for c in batch}) > 1  # they left at different times
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
+    whole = lm.generate(READABLE, max_tokens=TOKENS).token_ids
+    for count in range(1, TOKENS):
+        done = lm.generate(READABLE, max_tokens=count, method=method)
+        assert done.token_ids == whole[:count]
+        assert done.finish_reason == "length"
+
+
+@pytest.mark.parametrize("context", [24, 25, 31])
+def test_context_full(
+    make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain, context: int
+) -> None:
+    model = make_model(max_position_embeddings=context)
+    lm = lookahead.load((model, tokenizer), config=settings)
+    ids = lm.encode("the fox", raw=True)
+    for method in METHODS:
+        done = lm.generate(ids, max_tokens=256, method=method)
+        assert done.token_ids == plain(model, ids, context - len(ids))
+        assert len(done.token_ids) == context - len(ids)
+        assert done.finish_reason == "length"
+    almost = (ids * context)[: context - 1]
+    assert lm.generate(almost).token_ids == plain(model, almost, 1)
+    for size in (context, context + 1):
+        with pytest.raises(ValueError, match=rf"prompt has {size} tokens .* context holds {context}; shorten"):
+            lm.generate((ids * context)[:size])
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([3, 9999], {}, "token id 9999 .* 0 to 119"),
+        ([3, -1], {}, "token id -1"),
+        ([3, "fox"], {}, "a prompt is text, chat messages or token ids"),
+        ([3, 4.0], {}, "a prompt is text, chat messages or token ids"),
+        ([], {}, "no tokens"),
+        ("", {"raw": True}, "no tokens"),
+        ("fox", {"method": "guess"}, "unknown method 'guess'; choose from lookahead, autoregressive"),
+        ("fox", {"method": "jacobi", "config": LookaheadConfig()}, "belongs to method 'lookahead', not 'jacobi'"),
+        ("fox", {"max_tokens": 0}, "max_tokens=0"),
+        ("fox", {"temperature": -1.0}, r"temperature=-1\.0"),
+        ("fox", {"top_p": 0.0}, r"top_p=0\.0"),
+        ("fox", {"seed": -3}, "seed=-3"),
+        ("fox", {"stop": [""]}, "non-empty str, got ''"),
+    ],
+)
+def test_mistakes_are_named(lm: LookaheadModel, call: str, prompt: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(lm, call)(prompt, **settings)
+    assert open_slots(lm) == 0
+
+
+@pytest.mark.parametrize("prompt", [42, None, {"role": "user", "content": "fox"}, {3, 4}])
+def test_wrong_type_of_prompt(lm: LookaheadModel, prompt: Any) -> None:
+    with pytest.raises(ValueError, match=rf"text, chat messages or token ids, not {re.escape(repr(prompt))}"):
+        lm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("call", "prompt"),
+    [("stream", 42), ("stream", None), ("stream", {"role": "user", "content": "fox"}), ("generate", [4.0, 5.0])],
+)
+def test_wrong_type_of_prompt_elsewhere(lm: LookaheadModel, call: str, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="text, chat messages or token ids"):
+        getattr(lm, call)(prompt)
+
+
+def test_a_batch_is_not_streamed(lm: LookaheadModel) -> None:
+    with pytest.raises(ValueError, match="one prompt"):
+        lm.stream(["the fox", "end"])
+
+
+def test_one_bad_prompt_of_a_batch(lm: LookaheadModel) -> None:
+    with pytest.raises(ValueError, match="token id 9999"):
+        lm.generate([[3, 4], [5, 9999]])
+    assert open_slots(lm) == 0
+
+
+def test_chat_needs_a_template(model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    lm = lookahead.load((model, bare), config=settings)
+    with pytest.raises(ValueError, match=r"model 'LlamaForCausalLM' has no chat template"):
+        lm.generate(CHAT)
+    assert lm.encode("the fox") == bare("the fox")["input_ids"]
+
+
+# What a loaded model remembers
+
+
+def test_recycle_scope_model_learns_between_requests(model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
+    lm = lookahead.load((model, tokenizer), config=replace(settings, sources=("recycle",), budget=64))
+    first, second = (lm.generate("once more", max_tokens=TOKENS) for _ in range(2))
+    assert second.token_ids == first.token_ids
+    assert second.stats.steps < first.stats.steps
+
+
+@pytest.mark.parametrize("scope", ["request", "off"])
+def test_other_recycle_scopes_start_cold(model: Any, tokenizer: Any, settings: LookaheadConfig, scope: str) -> None:
+    lm = lookahead.load((model, tokenizer), config=replace(settings, recycle_scope=scope))
+    runs = [lm.generate("once more", max_tokens=TOKENS) for _ in range(3)]
+    assert len({tuple(run.token_ids) for run in runs}) == 1
+    assert len({run.stats.steps for run in runs}) == 1
+    assert ("recycle" in runs[0].stats.accepted_by_source) == (scope == "request")

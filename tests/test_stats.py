@@ -1,0 +1,33 @@
+"""The counters, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lookahead.stats import Stats
+
+
+def test_nothing_happened_yet() -> None:
+    stats = Stats(prompt_tokens=7)
+    assert (stats.compression, stats.tokens_per_second, stats.tokens_per_step) == (0.0, 0.0, 0.0)
+    assert (stats.accepted_by_depth, stats.accepted_by_source) == ([], {})
+
+
+def test_steps_add_up() -> None:
+    stats = Stats(prompt_tokens=7)
+    stats.count_step(20, 1, [])
+    stats.count_step(30, 4, ["suffix", "suffix", "recycle"])
+    stats.count_step(10, 2, ["jacobi"])
+    stats.seconds = 0.5
+    assert (stats.steps, stats.step_tokens, stats.generated_tokens) == (3, 60, 7)
+    assert stats.accepted_by_depth == [2, 1, 1]
+    assert stats.accepted_by_source == {"suffix": 2, "recycle": 1, "jacobi": 1}
+    assert stats.compression == pytest.approx(7 / 3)
+    assert stats.tokens_per_step == pytest.approx(20)
+    assert stats.tokens_per_second == pytest.approx(14)
+
+
+def test_counters_belong_to_one_request() -> None:
+    first, second = Stats(), Stats()
+    first.count_step(3, 2, ["prompt"])
+    assert (second.accepted_by_depth, second.accepted_by_source) == ([], {})
