@@ -7,7 +7,6 @@ a change of the layout changes the figures, and `--check` tells when the files w
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ def offset(depth: int) -> str:
 def window_figure() -> str:
     """One step's window, the n-gram of one column, and the window after it has rolled."""
     layout = window_layout(W, N)
-    window: Any = Window(W, N, [0], random.Random(0))  # any: it holds cells here, not token ids
+    window: Any = Window(W, N, [0])  # any: it holds cells here, not token ids
     window.rows = [[Cell(str(layout.depths[r * W + j]), ROWS[r]) for j in range(W)] for r in range(N - 1)]
     root, accepted = Cell("c", BLUE), Cell("c'", BLUE)
     new = [Cell(str(layout.depths[node] + 1), TEAL) for node in layout.newest]

@@ -207,3 +207,10 @@ def test_adapting_validates_and_changes_nothing_else() -> None:
     for change in ({"ngram": 1, "budget": 8}, {"window": -1}, {"budget": 0}, {"window": 40.5}):
         with pytest.raises(ValueError, match="must be a whole number"):
             config.adapted(**change)
+
+
+def test_a_size_that_is_asked_for_is_taken_at_its_word() -> None:
+    config = LookaheadConfig(window=0, step_cost=(1.0, 2.0, 3.0))
+    assert config.adapted(budget=16).step_cost is None
+    assert config.adapted(guesses=3).step_cost is None
+    assert config.adapted(sources=("suffix",)).step_cost == (1.0, 2.0, 3.0)

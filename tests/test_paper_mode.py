@@ -13,12 +13,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.reference import Model, autoregressive, lookahead
+from lookahead.reference import Model, Result, autoregressive, lookahead
 from lookahead.sampling import draw
 from lookahead.sequence import DecodingSequence
 from lookahead.sources.pool import NGramPool
 from lookahead.window import Window
 from toy import decode, settings_of_a_text, toy_model
+
+
+def reference(prompt: list[int], model: Model, W: int, N: int, G: int, m: int, **pool: bool) -> Result:
+    """Algorithm 2 with the engine's two choices: where the window starts, and that skipped tokens leave it as it is."""
+    start = Window(W, N, prompt).rows
+    return lookahead(prompt, model, W, N, G, m, rng=random.Random(0), on_skip="keep", start=start, **pool)
 
 
 @settings(max_examples=500, deadline=None)
@@ -33,8 +39,7 @@ def test_paper_mode_is_algorithm_2(text, W, N, G, prompt_as_reference):
     sequence = DecodingSequence(prompt, config, rules=StopRules(max_tokens=m))
     accepted = decode(sequence, model)
 
-    rng = random.Random(0)
-    expected = lookahead(prompt, model, W, N, G, m, rng=rng, on_skip="keep", prompt_as_reference=prompt_as_reference)
+    expected = reference(prompt, model, W, N, G, m, prompt_as_reference=prompt_as_reference)
     assert sequence.output == expected.tokens == autoregressive(prompt, model, m)
     assert accepted == expected.accepted
     assert sequence.stats.steps == expected.steps
@@ -45,7 +50,7 @@ def agrees(model: Model, prompt: list[int], W: int, N: int, G: int, m: int, **po
     config = LookaheadConfig.paper(W, N, G, prompt=pool.get("prompt_as_reference", False))
     sequence = DecodingSequence(prompt, config, rules=StopRules(max_tokens=m))
     accepted = decode(sequence, model)
-    expected = lookahead(prompt, model, W, N, G, m, rng=random.Random(0), on_skip="keep", **pool)
+    expected = reference(prompt, model, W, N, G, m, **pool)
     assert expected.steps < m, "nothing was guessed right, so nothing is compared"
     return (sequence.output, accepted) == (expected.tokens, expected.accepted)
 

@@ -128,7 +128,10 @@ class LookaheadConfig:
         return makers[method]()
 
     def adapted(self, **changes: Any) -> LookaheadConfig:
-        """A copy with these fields changed; a window left at its default gives way to a smaller budget."""
+        """A copy with these fields changed; a window left at its default gives way to a smaller budget.
+
+        A size that is asked for is taken at its word: naming one of W, N, G or K leaves the step cost out.
+        """
         for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
             _at_least(name, changes.get(name, least), least)
         if "budget" in changes and "window" not in changes:
@@ -138,6 +141,8 @@ class LookaheadConfig:
         if "window" in changes and "budget" not in changes:
             needed = changes["window"] * (changes.get("ngram", self.ngram) - 1) + 1
             changes["budget"] = max(self.budget, needed)
+        if {"window", "ngram", "guesses", "budget"} & set(changes):
+            changes.setdefault("step_cost", None)
         return replace(self, **changes)
 
 

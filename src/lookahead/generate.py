@@ -10,6 +10,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from lookahead import cost
 from lookahead.backends.eager import EagerBackend
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -251,9 +253,7 @@ def load(
     return loaded
 
 
-def _device_name(device: Any) -> str:
-    import torch
-
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
 
 

@@ -170,6 +170,7 @@ def lookahead(
     verification: Verification = greedy_verification,
     on_skip: Literal["random", "keep"] = "random",
     prompt_as_reference: bool = False,
+    start: Sequence[Sequence[int]] | None = None,
 ) -> Result:
     """Algorithm 2, lookahead decoding: m tokens after the prompt.
 
@@ -178,6 +179,8 @@ def lookahead(
     Iteration i stands for the i-th token, and is skipped when an earlier one accepted it (lines 7-9). The
     paper then pushes a random row into the window (`on_skip="random"`). `"keep"` leaves the window as it is,
     so that it moves a row per step. The engine does that: rows a few places off accept more than random ones.
+
+    `start` gives the window's first rows, oldest first, instead of random ones (line 4).
 
     `prompt_as_reference` also feeds the pool the n-grams of the prompt (section 5.4) and, like the engine, of
     the output.
@@ -206,7 +209,7 @@ def lookahead(
 
     result = Result()
     o = result.tokens  # line 3
-    w = [random_row() for _ in range(N - 1)]  # line 4; oldest row first
+    w = [random_row() for _ in range(N - 1)] if start is None else [list(row) for row in start]  # line 4; oldest first
     if prompt_as_reference:
         for k in range(len(prompt) - N + 1):
             add_to_pool(tuple(prompt[k : k + N]))

@@ -68,7 +68,7 @@ class DecodingSequence:
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
-        self._window = Window(width, self.config.ngram, self.tokens, random.Random(0))
+        self._window = Window(width, self.config.ngram, self.tokens)
         self._sources = build(self.config, self._warmth)
         for source in self._sources:
             source.start(self.tokens)
