@@ -185,13 +185,13 @@ def test_the_window_is_weighed_with_the_new_ngram() -> None:
     assert LookaheadConfig().adapted(budget=64, ngram=9) == LookaheadConfig(window=0, ngram=9, budget=64)
 
 
-@pytest.mark.parametrize(("window", "budget"), [(0, 128), (5, 128), (31, 128), (32, 129), (40, 161)])
+@pytest.mark.parametrize(("window", "budget"), [(0, 128), (5, 128), (23, 128), (24, 129), (40, 193)])
 def test_the_budget_grows_for_a_large_window(window: int, budget: int) -> None:
     assert LookaheadConfig().adapted(window=window) == LookaheadConfig(window=window, budget=budget)
 
 
 def test_the_budget_grows_with_the_new_ngram() -> None:
-    assert LookaheadConfig().adapted(window=20, ngram=11).budget == 201
+    assert LookaheadConfig().adapted(window=20, ngram=11).budget == 281
 
 
 def test_a_window_and_a_budget_that_were_both_asked_for_stand_or_fall() -> None:
@@ -203,7 +203,7 @@ def test_a_window_and_a_budget_that_were_both_asked_for_stand_or_fall() -> None:
 def test_adapting_validates_and_changes_nothing_else() -> None:
     config = LookaheadConfig(guesses=3, recycle_scope="request", sources=("jacobi", "suffix"))
     assert config.adapted() == config
-    assert config.adapted(window=40) == LookaheadConfig(40, 5, 3, 161, ("jacobi", "suffix"), "request")
+    assert config.adapted(window=40) == LookaheadConfig(40, 5, 3, 173, ("jacobi", "suffix"), "request")
     for change in ({"ngram": 1, "budget": 8}, {"window": -1}, {"budget": 0}, {"window": 40.5}):
         with pytest.raises(ValueError, match="must be a whole number"):
             config.adapted(**change)
@@ -212,5 +212,7 @@ def test_adapting_validates_and_changes_nothing_else() -> None:
 def test_a_size_that_is_asked_for_is_taken_at_its_word() -> None:
     config = LookaheadConfig(window=0, step_cost=(1.0, 2.0, 3.0))
     assert config.adapted(budget=16).step_cost is None
-    assert config.adapted(guesses=3).step_cost is None
-    assert config.adapted(sources=("suffix",)).step_cost == (1.0, 2.0, 3.0)
+    assert config.adapted(window=3).step_cost is None
+    assert config.adapted(guesses=3, sources=("suffix",)).step_cost == (1.0, 2.0, 3.0)
+    assert config.adapted(sources=("suffix",)).window == 0
+    assert config.adapted(sources=("jacobi",)).window == LookaheadConfig().window

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece, cost
@@ -453,3 +454,31 @@ def test_other_recycle_scopes_start_cold(model: Any, tokenizer: Any, settings: L
     assert len({tuple(run.token_ids) for run in runs}) == 1
     assert len({run.stats.steps for run in runs}) == 1
     assert ("recycle" in runs[0].stats.accepted_by_source) == (scope == "request")
+
+
+def test_tensors_and_arrays_of_ids(lm: LookaheadModel) -> None:
+    ids = lm.encode("the fox")
+    expected = lm.generate(ids, max_tokens=8).token_ids
+    assert lm.generate(torch.tensor(ids), max_tokens=8).token_ids == expected
+    assert [done.token_ids for done in lm.generate(torch.tensor([ids, ids]), max_tokens=8)] == [expected] * 2
+    assert list(lm.stream(torch.tensor(ids), max_tokens=8))
+
+
+def test_without_a_seed_every_answer_is_its_own(lm: LookaheadModel) -> None:
+    done = lm.generate(["the fox"] * 3, temperature=2.0, max_tokens=16)
+    assert len({tuple(one.token_ids) for one in done}) == 3
+    again = lm.generate("the fox", temperature=2.0, max_tokens=16, seed=done[0].seed)
+    assert again.token_ids == done[0].token_ids
+
+
+def test_an_unknown_setting_names_the_near_one(lm: LookaheadModel) -> None:
+    for call in (lm.generate, lm.stream):
+        with pytest.raises(TypeError, match="unknown setting 'max_new_tokens'; did you mean 'max_tokens'"):
+            call("the fox", max_new_tokens=3)
+
+
+def test_messages_that_the_template_refuses(model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match="refuses these messages: no system role"):
+        lookahead.load((model, strict), config=settings).encode("the fox")

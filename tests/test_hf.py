@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.hf import load_pretrained, mend_gguf_tokenizer, pick_device, pick_dtype, stop_ids
+from lookahead.hf import load_pretrained, mend_gguf_tokenizer, pick_device, pick_dtype, stop_ids, unheeded
 from lookahead.models import ModelError
 
 CPU = torch.device("cpu")
@@ -148,11 +148,13 @@ def test_devices_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     [
         (None, None, None, set()),
         (2, None, None, {2}),
-        ([2, 3], 4, 5, {2, 3, 4, 5}),
-        (0, (0, 7), 7, {0, 7}),
+        ([2, 3], 4, 5, {2, 3}),
+        (0, (0, 7), 7, {0}),
+        (None, (0, 7), 5, {0, 7}),
+        (None, None, 5, {5}),
     ],
 )
-def test_stop_ids_are_the_union(generation: Any, config: Any, tokenizer: Any, expected: set[int]) -> None:
+def test_stop_ids(generation: Any, config: Any, tokenizer: Any, expected: set[int]) -> None:
     model = SimpleNamespace(
         generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=config)
     )
@@ -226,3 +228,10 @@ def test_bos_comes_first_exactly_once(model: Any, tokenizer: Any, settings: Look
 def test_no_bos_unless_asked_for(model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
     lm = lookahead.load((model, tokenizer), config=settings)
     assert lm.encode("the fox", raw=True) == tokenizer("the fox")["input_ids"]
+
+
+def test_settings_that_are_not_applied_are_named() -> None:
+    asks = SimpleNamespace(repetition_penalty=1.1, no_repeat_ngram_size=0, suppress_tokens=[4])
+    assert unheeded(SimpleNamespace(generation_config=asks)) == ["repetition_penalty=1.1", "suppress_tokens=[4]"]
+    assert unheeded(SimpleNamespace(generation_config=SimpleNamespace(repetition_penalty=1.0))) == []
+    assert unheeded(SimpleNamespace()) == []

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.config import LookaheadConfig
+from lookahead.models import ModelError
 
 if TYPE_CHECKING:
+    from lookahead.backends.check import UnsupportedModelError
     from lookahead.generate import Completion, LookaheadModel, Piece, Stream, load
 
 __version__ = "0.1.0"
@@ -19,9 +21,10 @@ __all__ = [
     "Completion",
     "LookaheadConfig",
     "LookaheadModel",
+    "ModelError",
     "Piece",
-    "SamplingParams",
     "Stream",
+    "UnsupportedModelError",
     "__version__",
     "load",
 ]

@@ -130,7 +130,8 @@ class LookaheadConfig:
     def adapted(self, **changes: Any) -> LookaheadConfig:
         """A copy with these fields changed; a window left at its default gives way to a smaller budget.
 
-        A size that is asked for is taken at its word: naming one of W, N, G or K leaves the step cost out.
+        What is asked for is taken at its word: naming W or K leaves the step cost out, and naming the source `jacobi`
+        gives it a window.
         """
         for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
             _at_least(name, changes.get(name, least), least)
@@ -138,10 +139,12 @@ class LookaheadConfig:
             ngram = changes.get("ngram", self.ngram)
             if self.window * (ngram - 1) > changes["budget"] // 2:
                 changes["window"] = 0
+        elif "jacobi" in changes.get("sources", ()) and not self.window:
+            changes.setdefault("window", type(self).window)
         if "window" in changes and "budget" not in changes:
-            needed = changes["window"] * (changes.get("ngram", self.ngram) - 1) + 1
-            changes["budget"] = max(self.budget, needed)
-        if {"window", "ngram", "guesses", "budget"} & set(changes):
+            branches = changes["window"] + changes.get("guesses", self.guesses)
+            changes["budget"] = max(self.budget, branches * (changes.get("ngram", self.ngram) - 1) + 1)
+        if {"window", "budget"} & set(changes):
             changes.setdefault("step_cost", None)
         return replace(self, **changes)
 

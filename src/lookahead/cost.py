@@ -19,12 +19,15 @@ from typing import Any
 
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.sources import TOP
 from lookahead.tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PREFIX = 96
 FLAT = 1.3
 """A step of the whole budget that costs at most this many times a step of one token: guesses are free, take all."""
+PATIENCE = 6.0
+"""Seconds after which no further round begins."""
 HOPELESS = 5.0
 """Sizes beyond a step this many times as dear as one token are not measured: they never pay."""
 
@@ -71,7 +74,7 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4) -> 
     def step(size: int, trail: Sequence[int] = ()) -> float:
         tree = TokenTree([1] * size, list(range(-1, size - 1)), list(range(size)), list(range(size)))
         begin = perf_counter()
-        backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=8 if size > 1 else 0)])
+        backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=TOP if size > 1 else 0)])
         taken = perf_counter() - begin
         backend.commit([(slot, ())])
         return taken
@@ -79,9 +82,12 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4) -> 
     best = dict.fromkeys(sizes, float("inf"))
     try:
         step(1, trail=[1] * prefix)
+        begin = perf_counter()
         for number in range(rounds + 1):
+            if number > 1 and perf_counter() - begin > PATIENCE:
+                break
             for size in sizes:
-                if backend.length(slot) + size > context:
+                if backend.length(slot) + size > context or (not number and perf_counter() - begin > PATIENCE / 2):
                     break
                 taken = step(size)
                 if number:  # the first round is the warm-up
@@ -116,7 +122,7 @@ def cached(
     """
     facts = {
         **identity,
-        "machine": platform.processor() or platform.machine(),
+        "machine": processor(),
         "cores": os.cpu_count(),
         "version": 1,
     }
@@ -139,3 +145,12 @@ def cached(
     except OSError:
         pass
     return cost
+
+
+def processor() -> str:
+    """The CPU's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import GEN_CLOSED, getgeneratorstate
+from difflib import get_close_matches
+from inspect import GEN_CLOSED, getgeneratorstate, signature
 from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from lookahead import cost
+from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine import Engine
-from lookahead.hf import load_pretrained, stop_ids
-from lookahead.models import ModelError, cache_dir
+from lookahead.engine import Accepted, Engine
+from lookahead.hf import load_pretrained, stop_ids, unheeded
+from lookahead.models import cache_dir
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
 from lookahead.stats import Stats
@@ -37,6 +41,7 @@ class Completion:
     stats: Stats = field(repr=False)
     method: str
     config: LookaheadConfig = field(repr=False)
+    seed: int
 
 
 class Piece(str):
@@ -66,6 +71,7 @@ class Request:
             stats=self.sequence.stats,
             method=self.method,
             config=self.sequence.config,
+            seed=self.sequence.sampling.seed,
         )
 
 
@@ -113,7 +119,7 @@ def _pieces(engine: Engine, request: Request) -> Generator[Piece, None, None]:
             engine.remove(sequence)
 
 
-def step(engine: Engine, requests: Sequence[Request]) -> Any:
+def step(engine: Engine, requests: Sequence[Request]) -> list[Accepted]:
     """One engine step; the clocks of the requests it moved are set."""
     results = engine.step()
     now = perf_counter()
@@ -139,13 +145,15 @@ class LookaheadModel:
     def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
         """One `Completion`, or a list of them for a list of prompts, which then share every forward pass.
 
-        Settings: `max_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, stop=(), raw=False,
-        method="lookahead", config=None`. `raw` leaves out the chat template. `method` is 'lookahead',
-        'autoregressive', 'jacobi' or 'prompt-lookup'; `config` a LookaheadConfig for 'lookahead'.
+        Settings: `max_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, stop=(), raw=False,
+        method="lookahead", config=None`. Without a `seed` every answer draws its own; `raw` leaves out the chat
+        template; `method` is 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'; `config` a LookaheadConfig
+        for 'lookahead'.
         """
+        prompt = _plain(prompt)
         many = _is_batch(prompt)
         prompts: Sequence[Any] = prompt if many else [prompt]
-        requests = [self._request(p, **settings) for p in prompts]
+        requests = [self._request(p, **_known(settings)) for p in prompts]
         engine = Engine(self.backend)
         try:
             for request in requests:
@@ -160,13 +168,15 @@ class LookaheadModel:
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
         """Text pieces of one answer as they are accepted; settings as for `generate`."""
+        prompt = _plain(prompt)
         if _is_batch(prompt):
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        return Stream(Engine(self.backend), self._request(prompt, **settings))
+        return Stream(Engine(self.backend), self._request(prompt, **_known(settings)))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
         template = getattr(self.tokenizer, "chat_template", None)
+        prompt = _plain(prompt)
         if isinstance(prompt, str) and (raw or not template):
             ids = list(self.tokenizer(prompt)["input_ids"])
         elif isinstance(prompt, str):
@@ -176,9 +186,14 @@ class LookaheadModel:
         elif _all(prompt, Mapping):
             if not template:
                 raise ValueError(f"model {self.name!r} has no chat template; pass the prompt as text")
-            ids = list(
-                self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
-            )
+            try:
+                ids = list(
+                    self.tokenizer.apply_chat_template(
+                        prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                    )
+                )
+            except TemplateError as error:
+                raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
         else:
             raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r:.60}")
         bos = getattr(self.tokenizer, "lookahead_bos", None)
@@ -201,7 +216,7 @@ class LookaheadModel:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop: str | Sequence[str] | None = (),
         raw: bool = False,
     ) -> Request:
@@ -214,7 +229,7 @@ class LookaheadModel:
         sequence = DecodingSequence(
             self.encode(prompt, raw=raw),
             config,
-            SamplingParams(temperature, top_k, top_p, min_p, seed),
+            SamplingParams(temperature, top_k, top_p, min_p, new_seed() if seed is None else seed),
             StopRules(max_tokens, self.stop_ids, self.backend.max_length),
             ends=text.push_token,
             warmth=self.warmth,
@@ -237,24 +252,49 @@ def load(
     fitted to it.
     """
     if isinstance(name, tuple):
+        if (dtype, device) != ("auto", "auto"):
+            raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
         model, tokenizer = name
         label = getattr(model.config, "name_or_path", "") or type(model).__name__
         model.eval()
     else:
         model, tokenizer, label = load_pretrained(name, dtype=dtype, device=device, log=log)
     loaded = LookaheadModel(model, tokenizer, label, config)
+    if log is not None and (ignored := unheeded(model)):
+        log(f"note: the model's generation config asks for {', '.join(ignored)}, which is not applied")
     if config is None:
         shape = {k: v for k, v in model.config.to_dict().items() if isinstance(v, (int, float, str))}
         shape.pop("_name_or_path", None)
         identity = {"model": shape, "dtype": str(loaded.dtype), "device": _device_name(loaded.device)}
+        identity["torch"] = torch.__version__
         loaded.default_config = cost.suited(
             loaded.default_config, cost.cached(loaded.backend, identity, cache_dir(), log)
         )
     return loaded
 
 
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, when `_request` takes all of them."""
+    known = signature(LookaheadModel._request).parameters
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            raise TypeError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return settings
+
+
+def new_seed() -> int:
+    """A seed that nobody chose."""
+    return random.SystemRandom().getrandbits(31)
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
+
+
+def _plain(prompt: Any) -> Any:
+    """Tensors and arrays of token ids as lists."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
 def _all(prompt: Any, kind: type) -> bool:
@@ -267,4 +307,4 @@ def _is_batch(prompt: Any) -> bool:
     return bool(prompt) and _all(prompt, Sequence) and not isinstance(prompt, str)
 
 
-__all__ = ["Completion", "LookaheadModel", "ModelError", "Piece", "Stream", "load"]
+__all__ = ["Completion", "LookaheadModel", "Piece", "Stream", "UnsupportedModelError", "load"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from lookahead.models import EMBEDDED, ModelError, resolve
 
@@ -48,7 +49,7 @@ def load_pretrained(
 
     `name` is None (the embedded model), a preset, a hub id, a folder or a `.gguf` file.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     label = str(name) if name is not None else EMBEDDED
     place = pick_device(device)
@@ -58,18 +59,22 @@ def load_pretrained(
         if not gguf.is_file():
             raise ModelError(f"no file {label!r}; give the path of a .gguf file")
         source, options["gguf_file"] = str(gguf.parent), gguf.name
+        options["quantization_config"] = GgufConfig(dequantize=True)
     else:
         source = resolve(label, log=log)
     model: Any
+    if log is not None:
+        log(f"loading {label} on {place} ...")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError) as error:
+        model.to(place)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot load model {label!r}: {first}") from error
     if gguf is not None:
         mend_gguf_tokenizer(tokenizer, model.config, gguf)
-    return model.to(place).eval(), tokenizer, label
+    return model.eval(), tokenizer, label
 
 
 def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
@@ -91,9 +96,26 @@ def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token id that ends an answer, as model, generation config and tokenizer say."""
-    ids: set[int] = set()
+    """The token ids that end an answer: as `generate` has it, the generation config's; else the first others named."""
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(holder, "eos_token_id", None)
-        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
-    return frozenset(ids)
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
+    return frozenset()
+
+
+def unheeded(model: Any) -> list[str]:
+    """Settings of the model's generation config that would change `generate`'s greedy output and are not applied."""
+    neutral = {
+        "repetition_penalty": (None, 1.0),
+        "no_repeat_ngram_size": (None, 0),
+        "bad_words_ids": (None,),
+        "suppress_tokens": (None,),
+        "begin_suppress_tokens": (None,),
+        "forced_bos_token_id": (None,),
+        "forced_eos_token_id": (None,),
+        "sequence_bias": (None,),
+    }
+    config = getattr(model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in neutral}
+    return [f"{name}={value}" for name, value in found.items() if value not in neutral[name]]

@@ -55,7 +55,7 @@ class DecodingSequence:
         if self.room < 1:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens and the model's context holds {self.rules.max_length}; "
-                "shorten the prompt"
+                "shorten the prompt or the conversation"
             )
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)

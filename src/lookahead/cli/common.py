@@ -28,6 +28,7 @@ class Completion(Protocol):
     stats: Stats
     method: str
     config: LookaheadConfig
+    seed: int
 
 
 class Stream(Protocol):
@@ -109,6 +110,11 @@ class Verbs(TyperGroup):
             if host.debug:
                 raise
             host.fail(error)
+            raise typer.Exit(USAGE) from error
+        except RuntimeError as error:
+            if host.debug or type(error).__name__ != "OutOfMemoryError":
+                raise
+            host.fail(f"the device's memory is full: {str(error).splitlines()[0]}; use a smaller model or --device cpu")
             raise typer.Exit(USAGE) from error
         except KeyboardInterrupt as stopped:
             host.say("interrupted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -64,7 +65,9 @@ class Settings:
         float,
         _option("Sampling", "--min-p", help="Drop tokens less likely than this share of the likeliest."),
     ] = 0.0
-    seed: Annotated[int, _option("Sampling", "--seed", help="The same seed draws the same text.")] = 0
+    seed: Annotated[
+        int | None, _option("Sampling", "--seed", help="The same seed draws the same text; without one, a new one.")
+    ] = None
 
     def load(self, host: Host) -> Model:
         """The model, after everything that can be wrong without it was looked at: loading may take long."""
@@ -73,10 +76,8 @@ class Settings:
         if not DEVICE.fullmatch(self.device):
             raise ValueError(f"--device does not know {self.device!r}: choose from auto, cpu, cuda, cuda:N")
         changes = self.changes()
-        if self.method == "lookahead":  # the model's own n-gram length is not known yet, and 2 allows the most
-            changes = {"ngram": 2, **changes}
         LookaheadConfig.for_method(self.method, **changes)
-        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed or 0)
         StopRules(self.max_tokens)
         if "" in (self.stop or ()):
             raise ValueError("--stop is empty: give the text to end before, or leave it out")
@@ -106,7 +107,7 @@ class Settings:
             "top_k": self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
-            "seed": self.seed,
+            "seed": random.SystemRandom().getrandbits(31) if self.seed is None else self.seed,
             "stop": tuple(unescape(stop) for stop in self.stop or ()),
         }
 

@@ -15,7 +15,7 @@ SHIFT = 21
 """Bits per token in a key: room for two million ids."""
 
 LIMIT = 300_000
-"""Rows kept for a model before the oldest go; about 100 MB."""
+"""Keys kept, for a request and for a model, before the oldest go; about 100 MB each."""
 
 ORIGINS = list(range(BUCKETS * len(SOURCE_NAMES)))
 
@@ -100,6 +100,7 @@ class RecycleSource:
                 two = before + 1 << SHIFT | token
                 three = before2 + 1 << 2 * SHIFT | two
             memory[three] = memory[two] = memory[token] = row
+        forget(memory)
 
     def finish(self) -> None:
         """Leave the request's rows to the model. Refreshed ones count as new, so that the oldest go first."""
@@ -108,5 +109,10 @@ class RecycleSource:
         for key, row in self.memory.items():
             self.shared.pop(key, None)
             self.shared[key] = row
-        while len(self.shared) > LIMIT:
-            del self.shared[next(iter(self.shared))]
+        forget(self.shared)
+
+
+def forget(memory: Memory) -> None:
+    """Let the oldest keys go beyond the limit."""
+    while len(memory) > LIMIT:
+        del memory[next(iter(memory))]

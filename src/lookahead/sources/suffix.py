@@ -25,9 +25,9 @@ class SuffixSource:
     def __init__(
         self,
         calibration: Calibration,
-        key: int = 8,
+        key: int = 12,
         branches: int = 4,
-        length: int = 10,
+        length: int = 16,
         oldest: bool = False,
     ) -> None:
         self.key, self.branches, self.length, self.oldest = key, branches, length, oldest
