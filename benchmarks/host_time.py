@@ -12,7 +12,8 @@ import statistics
 import time
 
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.sequence import DecodingSequence, Targets
+from lookahead.sequence import DecodingSequence
+from lookahead.tree import Targets
 
 VOCABULARY = 49152
 

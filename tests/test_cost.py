@@ -16,7 +16,7 @@ from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.cost import FLAT, HOPELESS, SIZES, StepCost, cached, measure, suited
 from lookahead.draft import Draft
-from lookahead.sequence import Targets
+from lookahead.tree import Targets
 
 Times = Callable[[int], float]
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.sequence import DecodingSequence, Targets
-from lookahead.tree import TokenTree, dense_visibility, packed_visibility, visibility, window_layout
+from lookahead.sequence import DecodingSequence
+from lookahead.tree import Targets, TokenTree, dense_visibility, packed_visibility, visibility, window_layout
 
 Place = tuple[Any, ...]
 ROOT: Place = ("c",)

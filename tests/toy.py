@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lookahead.reference import Model, argmax, norm
 from lookahead.sampling import pick, top_rows
-from lookahead.sequence import DecodingSequence, Targets
+from lookahead.sequence import DecodingSequence
 from lookahead.sources import TOP
-from lookahead.tree import TokenTree
+from lookahead.tree import Targets, TokenTree
 
 
 def toy_model(vocabulary: int, seed: int, order: int | None = None, sharpness: float = 1.5) -> Model:

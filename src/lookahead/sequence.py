@@ -7,27 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.draft import Draft
 from lookahead.sampling import NO_DRAW
 from lookahead.sources import Outcome, Warmth, build, source_of, wants_top
 from lookahead.stats import Stats
-from lookahead.tree import TokenTree, window_layout
+from lookahead.tree import Targets, TokenTree, window_layout
 from lookahead.verify import accept, cut
 from lookahead.window import Window
-
-
-@dataclass(slots=True)
-class Targets:
-    """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
-
-    A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`).
-    """
-
-    targets: list[int]
-    top: list[tuple[int, ...]] = field(default_factory=list)
 
 
 class DecodingSequence:

@@ -44,6 +44,17 @@ class TokenTree:
         return len(self.tokens)
 
 
+@dataclass(slots=True)
+class Targets:
+    """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
+
+    A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`).
+    """
+
+    targets: list[int]
+    top: list[tuple[int, ...]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class WindowLayout:
     """Where the lookahead branch of a (W, N) window stands in the tree."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lookahead.config import SamplingParams
-from lookahead.sequence import Targets
-from lookahead.tree import TokenTree
+from lookahead.tree import Targets, TokenTree
 
 
 @dataclass(slots=True)

@@ -13,8 +13,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length, layer_shapes, probe
 from lookahead.backends.kv import KVBuffer, StepCache
 from lookahead.sampling import pick, top_rows
-from lookahead.sequence import Targets
-from lookahead.tree import dense_visibility
+from lookahead.tree import Targets, dense_visibility
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, so that the mask of a long prompt stays small."""
