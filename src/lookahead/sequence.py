@@ -127,7 +127,9 @@ class DecodingSequence:
             return tokens, path
 
         # 2. Calibrate: every guess whose parent was accepted was right or wrong.
-        self._calibrate(tree, path, tokens)
+        for parent, target in zip([0, *path], tokens, strict=True):
+            for guess in tree.guesses_below(parent):
+                self._warmth.calibration.learn(tree.origins[guess - tree.branch], tree.tokens[guess] == target)
 
         # 3. Collect the window's n-grams and roll it.
         ngrams: list[tuple[int, ...]] = []
@@ -140,12 +142,3 @@ class DecodingSequence:
         for source in self._sources:
             source.absorb(outcome)
         return tokens, path
-
-    def _calibrate(self, tree: TokenTree, path: list[int], tokens: list[int]) -> None:
-        learn = self._warmth.calibration.learn
-        after = dict(zip([0, *path], tokens, strict=True))
-        branch, all_tokens = tree.branch, tree.tokens
-        for i, parent in enumerate(tree.parents[branch:]):
-            target = after.get(parent)
-            if target is not None:
-                learn(tree.origins[i], all_tokens[branch + i] == target)

@@ -15,7 +15,7 @@ its depth. Parents always stand before their children.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -42,6 +42,16 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def guesses_below(self, parent: int) -> Iterator[int]:
+        """The guesses right below a node."""
+        node = max(parent, self.branch - 1)
+        try:
+            while True:
+                node = self.parents.index(parent, node + 1)
+                yield node
+        except ValueError:
+            return
 
 
 @dataclass(slots=True)

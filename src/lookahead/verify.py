@@ -16,27 +16,14 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     """
     first_guess = len(tree.rows) - (len(tree) - tree.branch)
     path: list[int] = []
+    tokens = [targets[0]]
     node: int | None = 0
-    tokens: list[int] = []
     while node is not None:
-        tokens.append(targets[first_guess + node - tree.branch if node else 0])
-        node = _guess(tree, node, tokens[-1])
+        node = next((guess for guess in tree.guesses_below(node) if tree.tokens[guess] == tokens[-1]), None)
         if node is not None:
             path.append(node)
+            tokens.append(targets[first_guess + node - tree.branch])
     return path, tokens
-
-
-def _guess(tree: TokenTree, parent: int, token: int) -> int | None:
-    """The guess of this token right below this node, if there is one."""
-    node = max(parent, tree.branch - 1)
-    parents, tokens = tree.parents, tree.tokens
-    try:
-        while True:
-            node = parents.index(parent, node + 1)
-            if tokens[node] == token:
-                return node
-    except ValueError:
-        return None
 
 
 def cut(
