@@ -11,16 +11,13 @@ from lookahead.sources.base import BUCKETS, SOURCE_NAMES, Calibration, Outcome
 TOP = 8
 """Successors kept per row."""
 
-SHIFT = 21
-"""Bits per token in a key: room for two million ids."""
-
 LIMIT = 300_000
 """Keys kept, for a request and for a model, before the oldest go; about 100 MB each."""
 
 ORIGINS = list(range(BUCKETS * len(SOURCE_NAMES)))
 
-Memory = dict[int, Row]
-"""The last one, two or three tokens, packed into an int -> what the model found likely after them."""
+Memory = dict[int | tuple[int, int] | tuple[int, int, int], Row]
+"""The last token, or the last two or three -> what the model found likely after them."""
 
 
 class RecycleSource:
@@ -64,15 +61,13 @@ class RecycleSource:
         shared = (self.shared if self.shared is not None else {}).get
 
         def successors(before2: int, before: int, token: int) -> tuple[Row, Table] | None:
-            two = before + 1 << SHIFT | token
-            three = before2 + 1 << 2 * SHIFT | two
-            if row := own(three):
+            if row := own((before2, before, token)):
                 return row, own3
-            if row := own(two):
+            if row := own((before, token)):
                 return row, own2
-            if row := shared(three):
+            if row := shared((before2, before, token)):
                 return row, shared3
-            if row := shared(two):
+            if row := shared((before, token)):
                 return row, shared2
             if row := own(token):
                 return row, own1
@@ -91,15 +86,12 @@ class RecycleSource:
         for node, row in zip(tree.rows, outcome.top, strict=True):
             token, parent = tokens[node], parents[node]
             if parent > 0:
-                two = tokens[parent] + 1 << SHIFT | token
-                three = tokens[parents[parent]] + 1 << 2 * SHIFT | two
+                one, two = tokens[parent], tokens[parents[parent]]
             elif parent == 0:
-                two = tokens[0] + 1 << SHIFT | token
-                three = before + 1 << 2 * SHIFT | two
+                one, two = tokens[0], before
             else:
-                two = before + 1 << SHIFT | token
-                three = before2 + 1 << 2 * SHIFT | two
-            memory[three] = memory[two] = memory[token] = row
+                one, two = before, before2
+            memory[two, one, token] = memory[one, token] = memory[token] = row
         forget(memory)
 
     def finish(self) -> None:
