@@ -138,7 +138,7 @@ def test_a_text_fed_block_by_block_is_the_text_fed_at_once(
 
 def test_the_window_feeds_the_same_pool_under_its_own_name() -> None:
     calibration, pool = Calibration(), NGramPool(4)
-    prompt, jacobi = PromptSource(pool, calibration, 3), JacobiSource(pool, calibration)
+    prompt, jacobi = PromptSource(pool, calibration, 3), JacobiSource(pool, calibration, 3)
     prompt.start([7, 1, 2, 7, 3, 4])
     jacobi.start([7, 1, 2, 7, 3, 4])
     step = outcome([7, 1, 2, 7, 3, 4, 7], 1, [(7, 5, 6), (7, 1, 2), (8, 8, 8)])
@@ -156,7 +156,7 @@ def test_the_window_feeds_the_same_pool_under_its_own_name() -> None:
 def test_an_ngram_of_the_text_is_fed_once() -> None:
     """What the window found since then is not taken back."""
     calibration, pool = Calibration(), NGramPool(4)
-    prompt, jacobi = PromptSource(pool, calibration, 3), JacobiSource(pool, calibration)
+    prompt, jacobi = PromptSource(pool, calibration, 3), JacobiSource(pool, calibration, 3)
     prompt.start([7, 1, 2])
     jacobi.feed([(7, 1, 2)])
     prompt.absorb(outcome([7, 1, 2, 7], 1))
@@ -166,7 +166,7 @@ def test_an_ngram_of_the_text_is_fed_once() -> None:
 def test_a_guess_is_scored_by_its_depth() -> None:
     """One origin per depth, and the last prior stands for all deeper ones."""
     calibration, pool = Calibration(), NGramPool(1)
-    source = JacobiSource(pool, calibration)
+    source = JacobiSource(pool, calibration, 7)
     source.absorb(outcome([1, 9], 1, [(9, 1, 2, 3, 4, 5, 6)]))
     draft = Recorder([1, 9], calibration)
     source.propose([1, 9], draft)

@@ -30,7 +30,7 @@ def build(config: LookaheadConfig, warmth: Warmth) -> list[Source]:
             calibration, config.suffix_key, config.suffix_branches, config.suffix_length, config.suffix_oldest
         ),
         "prompt": lambda: PromptSource(pool, calibration, config.ngram),
-        "jacobi": lambda: JacobiSource(pool, calibration),
+        "jacobi": lambda: JacobiSource(pool, calibration, config.ngram),
         "recycle": lambda: RecycleSource(shared, calibration),
         "fixed-point": lambda: FixedPointSource(calibration, config.budget - 1),
     }

@@ -40,17 +40,18 @@ class _PoolSource:
     # By depth, given that the parent was right.
     PRIORS = (0.12, 0.35, 0.45, 0.5)
 
-    def __init__(self, pool: NGramPool, calibration: Calibration) -> None:
+    def __init__(self, pool: NGramPool, calibration: Calibration, ngram: int) -> None:
         self.pool = pool
-        self.origin = calibration.prior(self.feeder, self.PRIORS)
+        self.ngram = ngram
+        self.origin, last = calibration.prior(self.feeder, self.PRIORS), len(self.PRIORS) - 1
+        self.origins = [self.origin + min(depth, last) for depth in range(ngram - 1)]
 
     def start(self, prompt: Sequence[int]) -> None:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:
-        last = len(self.PRIORS) - 1
         for ngram in self.pool.lookup(text[-1], self.feeder):
-            draft.chain(ngram, [self.origin + min(depth, last) for depth in range(len(ngram))])
+            draft.chain(ngram, self.origins)
 
     def absorb(self, outcome: Outcome) -> None:
         self.feed(outcome.ngrams)
@@ -73,10 +74,6 @@ class PromptSource(_PoolSource):
     """Every n-gram of the prompt, and of the output as it grows."""
 
     feeder = "prompt"
-
-    def __init__(self, pool: NGramPool, calibration: Calibration, ngram: int) -> None:
-        super().__init__(pool, calibration)
-        self.ngram = ngram
 
     def start(self, prompt: Sequence[int]) -> None:
         self._feed_text(prompt, 0)

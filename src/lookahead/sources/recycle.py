@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 from lookahead.draft import Draft, Row, Table
 from lookahead.sampling import LEVELS
-from lookahead.sources.base import BUCKETS, SOURCE_NAMES, Calibration, Outcome
+from lookahead.sources.base import Calibration, Outcome
 
 TOP = 8
 """Successors kept per row."""
 
 LIMIT = 300_000
 """Keys kept, for a request and for a model, before the oldest go; about 100 MB each."""
-
-ORIGINS = list(range(BUCKETS * len(SOURCE_NAMES)))
 
 Memory = dict[int | tuple[int, int] | tuple[int, int, int], Row]
 """The last token, or the last two or three -> what the model found likely after them."""
@@ -47,16 +45,17 @@ class RecycleSource:
         self.calibration = calibration
         own = [rate for rates in self.PRIORS for rate in rates]
         self.origin = calibration.prior("recycle", own + own)
+        starts = range(self.origin, self.origin + 6 * LEVELS, LEVELS)
+        self.origins = [list(range(start, start + LEVELS)) for start in starts]
 
     def start(self, prompt: Sequence[int]) -> None:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:
-        first, rates = self.origin, self.calibration.rates
-        own3, own2, own1, shared3, shared2, shared1 = (
-            (rates[start : start + LEVELS], ORIGINS[start : start + LEVELS])
-            for start in range(first, first + 6 * LEVELS, LEVELS)
-        )
+        rates = self.calibration.rates
+        own3, own2, own1, shared3, shared2, shared1 = [
+            (rates[origins[0] : origins[-1] + 1], origins) for origins in self.origins
+        ]
         own = self.memory.get
         shared = (self.shared if self.shared is not None else {}).get
 

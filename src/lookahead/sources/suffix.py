@@ -31,7 +31,8 @@ class SuffixSource:
         oldest: bool = False,
     ) -> None:
         self.key, self.branches, self.length, self.oldest = key, branches, length, oldest
-        self.origin = calibration.prior("suffix", (1e-9, *self.PRIORS[1:]))
+        self.origin, last = calibration.prior("suffix", (1e-9, *self.PRIORS[1:])), len(self.PRIORS) - 1
+        self.origins = [self.origin + min(matched, last) for matched in range(key + length)]
         self._ones: dict[int, list[int]] = {}
         self._pairs: dict[tuple[int, int], list[int]] = {}
         self._indexed = 0
@@ -71,7 +72,6 @@ class SuffixSource:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:
-        last = len(self.PRIORS) - 1
         for matched, end in self.matches(text):
             tokens = text[end + 1 : end + 1 + self.length]
-            draft.chain(tokens, [self.origin + min(matched + d, last) for d in range(len(tokens))])
+            draft.chain(tokens, self.origins[matched : matched + len(tokens)])
