@@ -41,7 +41,7 @@ class Window:
         When a step accepts a > 1 tokens the columns could move a - 1 places to the left, so that every guess keeps its
         position, with something new on the right; or, to the letter of Algorithm 2 (lines 7-9), a - 1 random rows could
         enter. Both throw trajectories away. Keeping all columns leaves each guess a - 1 positions further right than it
-        was made for, and that is better: rotary attention cares about order, and what a column yields is an n-gram
+        was made for, and that accepts more; probably because what a column yields is an n-gram
         that will be used wherever its first token turns up. S on 20 prompts each, paper mode (5,15,15), embedded
         model, fp32, random start (`benchmarks/acceptance.py` holds the alternatives):
 

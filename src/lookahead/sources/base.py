@@ -57,7 +57,7 @@ class Source(Protocol):
 class Calibration:
     """Per origin, the estimated probability that such a guess is right, given that its parent is.
 
-    Starts from priors (measured on the embedded model, see each source) and follows the text: an average whose memory
+    Starts from priors (see each source: some measured, some guessed) and follows the text: an average whose memory
     is at most the last `1 / FLOOR` trials of the origin.
     """
 

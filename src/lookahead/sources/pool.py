@@ -37,7 +37,7 @@ class _PoolSource:
     """Proposes the n-grams that its feeder put into the pool."""
 
     feeder: str
-    # By depth, given that the parent was right.
+    # By depth, given that the parent was right. Starting guesses; the calibration moves them.
     PRIORS = (0.12, 0.35, 0.45, 0.5)
 
     def __init__(self, pool: NGramPool, calibration: Calibration, ngram: int) -> None:

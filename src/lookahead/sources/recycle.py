@@ -12,7 +12,7 @@ TOP = 8
 """Successors kept per row."""
 
 LIMIT = 300_000
-"""Keys kept, for a request and for a model, before the oldest go; about 100 MB each."""
+"""Keys kept, for a request and for a model, before the oldest go; an estimated 100 MB each."""
 
 Memory = dict[int | tuple[int, int] | tuple[int, int, int], Row]
 """The last token, or the last two or three -> what the model found likely after them."""
@@ -23,7 +23,7 @@ class RecycleSource:
 
     A row is kept under its last three, its last two and its last token, newest wins. Keys of three and two tokens are
     asked first, in the request's own rows and then in `shared`, what earlier requests of the model left there; one
-    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.) At
+    token alone is the last resort. (Own pairs before shared triples: S 3.94 on 20 MT-Bench prompts, the other way round 3.78.) At
     its end the request leaves its rows to `shared`; with no `shared` memory (scope 'request') nothing outlives it.
 
     Privacy: shared rows hold likely continuations of other requests' text. They can never reach an output, but they
@@ -31,8 +31,8 @@ class RecycleSource:
     that mixes users should keep the scope at 'request'.
     """
 
-    # By probability level of the kept row. Rates seen at the end of 20 MT-Bench and 20 HumanEval answers of the
-    # embedded model, averaged; keys of three, two and one tokens.
+    # By probability level of the kept row, for keys of three, two and one tokens. The last two are the rates reached
+    # after 20 MT-Bench and 20 HumanEval answers of the embedded model; the first is a guess somewhat above the second.
     PRIORS = (
         (0.80, 0.50, 0.38, 0.28, 0.18, 0.12, 0.10, 0.08, 0.05, 0.03, 0.025, 0.02, 0.015, 0.01, 0.005, 0.003),
         (0.70, 0.36, 0.27, 0.17, 0.10, 0.08, 0.07, 0.06, 0.03, 0.02, 0.015, 0.01, 0.007, 0.006, 0.003, 0.002),
