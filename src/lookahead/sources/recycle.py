@@ -23,7 +23,7 @@ class RecycleSource:
 
     A row is kept under its last three, its last two and its last token, newest wins. Keys of three and two tokens are
     asked first, in the request's own rows and then in `shared`, what earlier requests of the model left there; one
-    token alone is the last resort. (Own pairs before shared triples: S 3.94 on 20 MT-Bench prompts, the other way round 3.78.) At
+    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.) At
     its end the request leaves its rows to `shared`; with no `shared` memory (scope 'request') nothing outlives it.
 
     Privacy: shared rows hold likely continuations of other requests' text. They can never reach an output, but they
