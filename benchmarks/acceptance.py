@@ -35,6 +35,7 @@ from lookahead.engine import Engine
 from lookahead.generate import LookaheadModel
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
+from lookahead.verify import Verdict
 
 Make = Callable[..., DecodingSequence]
 
@@ -48,15 +49,15 @@ class ShiftedWindow(DecodingSequence):
 
     refill = "random"
 
-    def absorb(self, tree: Any, result: Any) -> tuple[list[int], list[int]]:
-        tokens, path = super().absorb(tree, result)
-        free = len(tokens) - 1
+    def absorb(self, tree: Any, result: Any, verdict: Verdict | None = None) -> Verdict:
+        verdict = super().absorb(tree, result, verdict)
+        free = len(verdict.tokens) - 1
         if tree.width and free:
             window = self._window
             window.rows = [
                 (row[free:] + self.fill(row[-1], min(free, len(row))))[: window.width] for row in window.rows
             ]
-        return tokens, path
+        return verdict
 
     def fill(self, before: int, count: int) -> list[int]:
         rng = random.Random(len(self.tokens))
@@ -85,12 +86,12 @@ class PoolRefill(ShiftedWindow):
 class LiteralWindow(ShiftedWindow):
     """Algorithm 2, lines 7-9: every token accepted beyond the first puts a random row into the window."""
 
-    def absorb(self, tree: Any, result: Any) -> tuple[list[int], list[int]]:
-        tokens, path = DecodingSequence.absorb(self, tree, result)
+    def absorb(self, tree: Any, result: Any, verdict: Verdict | None = None) -> Verdict:
+        verdict = DecodingSequence.absorb(self, tree, result, verdict)
         if tree.width:
-            for _ in tokens[1:]:
-                self._window.roll(self.fill(tokens[-1], self._window.width))
-        return tokens, path
+            for _ in verdict.tokens[1:]:
+                self._window.roll(self.fill(verdict.tokens[-1], self._window.width))
+        return verdict
 
 
 def rows() -> Iterator[tuple[str, LookaheadConfig, Make, bool]]:

@@ -15,10 +15,12 @@ from lookahead.models import ModelError
 if TYPE_CHECKING:
     from lookahead.backends.check import UnsupportedModelError
     from lookahead.generate import Completion, LookaheadModel, Piece, Stream, load
+    from lookahead.hook import Decoding, decoding
 
 __version__ = "0.1.0"
 __all__ = [
     "Completion",
+    "Decoding",
     "LookaheadConfig",
     "LookaheadModel",
     "ModelError",
@@ -26,12 +28,17 @@ __all__ = [
     "Stream",
     "UnsupportedModelError",
     "__version__",
+    "decoding",
     "load",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch and transformers is imported when it is first asked for, so that the command starts fast."""
+    if name in ("Decoding", "decoding"):
+        from lookahead import hook
+
+        return getattr(hook, name)
     if name in __all__:
         from lookahead import generate
 

@@ -17,6 +17,8 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.sources import TOP
@@ -111,6 +113,21 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
         return config
     window = config.window if table[config.window_tokens - 1] <= 1.1 * table[0] else 0
     return replace(config, window=window, step_cost=table)
+
+
+def fitted(
+    config: LookaheadConfig,
+    backend: Any,
+    facts: dict[str, Any],
+    folder: Path,
+    log: Callable[[str], None] | None = None,
+) -> LookaheadConfig:
+    """The config for a model, told by the `facts` of its config, on this machine; its curve is kept in `folder`."""
+    shape = {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"}
+    device = backend.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
+    identity = {"model": shape, "dtype": str(backend.dtype), "device": name, "torch": torch.__version__}
+    return suited(config, cached(backend, identity, folder, log))
 
 
 def cached(

@@ -1,14 +1,16 @@
-"""The engine steps one or many sequences through one backend: propose, one forward pass, absorb, commit."""
+"""The engine steps one or many sequences through one backend: propose, one forward pass, verify, commit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from lookahead.backends.base import Backend, StepInput
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import TOP
+from lookahead.tree import Targets
+from lookahead.verify import Verdict
 
 
 @dataclass(slots=True)
@@ -19,24 +21,47 @@ class Accepted:
     tokens: list[int]
 
 
+@dataclass(slots=True)
+class Ran:
+    """One sequence's part of a step that ran: what went in, what came out."""
+
+    sequence: DecodingSequence
+    item: StepInput
+    result: Targets
+
+
+Judge = Callable[[Sequence[Ran]], list[Verdict]]
+"""Verifies all sequences of a step together, from their logits (see `walk`)."""
+
+
 class Engine:
     """Continuous batching with ragged acceptance: sequences join and leave between steps.
 
     Every sequence has its own config, sampling and stop rules. A newcomer's first step carries its prompt and runs by
     itself (padding the others to a prompt's length would cost more); from then on it shares the batch's forward pass.
+    A `judge` verifies in place of the sequences themselves. `leaving` is told of every sequence that leaves, and its
+    slot, while the backend still holds its K/V.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        judge: Judge | None = None,
+        leaving: Callable[[DecodingSequence, int], None] | None = None,
+    ) -> None:
+        self.backend, self.judge, self.leaving = backend, judge, leaving
         self._slots: dict[DecodingSequence, int] = {}
 
-    def add(self, sequence: DecodingSequence) -> None:
-        """Let a sequence take part from the next step on."""
-        self._slots[sequence] = self.backend.open()
+    def add(self, sequence: DecodingSequence, slot: int | None = None) -> None:
+        """Let a sequence take part from the next step on; `slot` may hold the K/V of its first tokens already."""
+        self._slots[sequence] = self.backend.open() if slot is None else slot
 
     def remove(self, sequence: DecodingSequence) -> None:
         """Let a sequence leave before it has finished."""
-        self.backend.close(self._slots.pop(sequence))
+        slot = self._slots.pop(sequence)
+        if self.leaving is not None:
+            self.leaving(sequence, slot)
+        self.backend.close(slot)
 
     @property
     def running(self) -> list[DecodingSequence]:
@@ -44,42 +69,45 @@ class Engine:
 
     def step(self) -> list[Accepted]:
         """One decoding step of every running sequence. Finished ones leave."""
-        newcomers = [s for s, slot in self._slots.items() if not self.backend.length(slot)]
+        # 1. Propose, and one forward pass: over those that go on together, over each newcomer by itself.
+        newcomers = [s for s in self._slots if self.backend.length(self._slots[s]) < len(s.tokens) - 1]
         others = [s for s in self._slots if s not in newcomers]
-        results = []
+        ran: list[Ran] = []
         for group in [*([s] for s in newcomers), others]:
             if group:
-                results += self._step(group)
-        for result in results:
-            if result.sequence.finish_reason is not None:
-                self.remove(result.sequence)
-        return results
+                ran += self._forward(group)
+        # 2. Verify and absorb: each sequence accepts what it can, and learns.
+        begin = perf_counter()
+        verdicts = self.judge(ran) if self.judge is not None else [None] * len(ran)
+        accepted = [
+            (one, one.sequence.absorb(one.item.tree, one.result, verdict))
+            for one, verdict in zip(ran, verdicts, strict=True)
+        ]
+        absorbed = perf_counter()
+        # 3. Commit: the accepted tokens' K/V move next to the prefix. Finished sequences leave.
+        self.backend.commit([(one.item.slot, verdict.path) for one, verdict in accepted])
+        done = perf_counter()
+        for one, verdict in accepted:
+            one.sequence.stats.absorb_seconds += (absorbed - begin) / len(ran)
+            one.sequence.stats.forward_seconds += done - absorbed
+            if verdict.finish_reason is not None:
+                self.remove(one.sequence)
+        return [Accepted(one.sequence, verdict.tokens) for one, verdict in accepted]
 
-    def _step(self, group: Sequence[DecodingSequence]) -> list[Accepted]:
-        # 1. Propose: each sequence's tree.
+    def _forward(self, group: Sequence[DecodingSequence]) -> list[Ran]:
+        """Propose each sequence's tree and run all of them in one pass."""
         begin = perf_counter()
         inputs = []
         for sequence in group:
             slot, tree = self._slots[sequence], sequence.propose()
             trail = sequence.tokens[self.backend.length(slot) : -1]
             top = TOP if sequence.wants_top else 0
-            inputs.append(StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top))
-        # 2. One forward pass over all of them.
+            uniforms = sequence.uniforms(tree)
+            inputs.append(StepInput(slot, trail, tree, sequence.sampling, uniforms, top, self.judge is not None))
         proposed = perf_counter()
-        targets = self.backend.step(inputs)
+        results = self.backend.step(inputs)
         ran = perf_counter()
-        # 3. Absorb: each sequence accepts what it can, and learns.
-        results, paths = [], []
-        for sequence, item, result in zip(group, inputs, targets, strict=True):
-            tokens, path = sequence.absorb(item.tree, result)
-            results.append(Accepted(sequence, tokens))
-            paths.append((item.slot, path))
-        absorbed = perf_counter()
-        # 4. Commit: the accepted tokens' K/V move next to the prefix.
-        self.backend.commit(paths)
-        done = perf_counter()
         for sequence in group:
             sequence.stats.propose_seconds += (proposed - begin) / len(group)
-            sequence.stats.forward_seconds += ran - proposed + done - absorbed
-            sequence.stats.absorb_seconds += (absorbed - ran) / len(group)
-        return results
+            sequence.stats.forward_seconds += ran - proposed
+        return [Ran(*parts) for parts in zip(group, inputs, results, strict=True)]

@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 
 from lookahead import cost
@@ -263,12 +262,8 @@ def load(
     if log is not None and (ignored := unheeded(model)):
         log(f"note: the model's generation config asks for {', '.join(ignored)}, which is not applied")
     if config is None:
-        shape = {k: v for k, v in model.config.to_dict().items() if isinstance(v, (int, float, str))}
-        shape.pop("_name_or_path", None)
-        identity = {"model": shape, "dtype": str(loaded.dtype), "device": _device_name(loaded.device)}
-        identity["torch"] = torch.__version__
-        loaded.default_config = cost.suited(
-            loaded.default_config, cost.cached(loaded.backend, identity, cache_dir(), log)
+        loaded.default_config = cost.fitted(
+            loaded.default_config, loaded.backend, model.config.to_dict(), cache_dir(), log
         )
     return loaded
 
@@ -286,10 +281,6 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
 def new_seed() -> int:
     """A seed that nobody chose."""
     return random.SystemRandom().getrandbits(31)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
 
 
 def _plain(prompt: Any) -> Any:

@@ -14,7 +14,7 @@ from lookahead.sampling import NO_DRAW
 from lookahead.sources import Outcome, Warmth, build, source_of, wants_top
 from lookahead.stats import Stats
 from lookahead.tree import Targets, TokenTree, window_layout
-from lookahead.verify import accept, cut
+from lookahead.verify import Verdict, accept, cut
 from lookahead.window import Window
 
 
@@ -108,23 +108,26 @@ class DecodingSequence:
             for node in tree.rows
         ]
 
-    def absorb(self, tree: TokenTree, result: Targets) -> tuple[list[int], list[int]]:
-        """Accept what the targets confirm, learn from the rest. Returns (accepted tokens, their tree nodes).
-
-        The last accepted token is the new root; it has no node yet, so there is one node fewer than tokens.
-        """
-        # 1. Verify, and cut at the first token that ends the sequence.
+    def verify(self, tree: TokenTree, result: Targets) -> Verdict:
+        """Accept what the targets confirm, cut at the first token that ends the sequence."""
         path, tokens = accept(tree, result.targets)
-        count, self.finish_reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
-        tokens, path = tokens[:count], path[: count - 1]
+        count, reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
+        return Verdict(path[: count - 1], tokens[:count], reason)
+
+    def absorb(self, tree: TokenTree, result: Targets, verdict: Verdict | None = None) -> Verdict:
+        """Take the accepted tokens, learn from the rest. Without a verdict the sequence verifies by itself."""
+        # 1. Verify.
+        verdict = verdict or self.verify(tree, result)
+        path, tokens = verdict.path, verdict.tokens
+        self.finish_reason = verdict.finish_reason
         root = self.tokens[-1]
         self.tokens += tokens
         origins = [tree.origins[node - tree.branch] for node in path]
-        self.stats.count_step(len(tree), count, [source_of(origin) for origin in origins])
+        self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins])
         if self.finish_reason is not None:
             for source in self._sources:
                 source.finish()
-            return tokens, path
+            return verdict
 
         # 2. Calibrate: every guess whose parent was accepted was right or wrong.
         for parent, target in zip([0, *path], tokens, strict=True):
@@ -141,4 +144,4 @@ class DecodingSequence:
         outcome = Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams)
         for source in self._sources:
             source.absorb(outcome)
-        return tokens, path
+        return verdict

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,10 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def row(self, node: int) -> int:
+        """Where the root or a guess stands in `rows`."""
+        return node - len(self) + len(self.rows) if node else 0
+
     def guesses_below(self, parent: int) -> Iterator[int]:
         """The guesses right below a node."""
         node = max(parent, self.branch - 1)
@@ -59,10 +64,12 @@ class Targets:
     """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
 
     A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`).
+    `logits` are the rows themselves, [len(rows), V] on the backend's device, for who asked for them (`walk.Walk`).
     """
 
     targets: list[int]
     top: list[tuple[int, ...]] = field(default_factory=list)
+    logits: Any = None
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lookahead.config import StopRules
 from lookahead.tree import TokenTree
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a step gives a sequence: the accepted guesses' nodes, the accepted tokens, and why it ends, if it does.
+
+    The last accepted token is the new root; it has no node yet, so there is one node fewer than tokens.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    finish_reason: str | None = None
 
 
 def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -14,16 +27,19 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     `targets` aligns with `tree.rows`. Returns the accepted guesses' nodes and the accepted tokens: those guesses
     and the target after the last of them, so one token more than nodes, and never fewer than one.
     """
-    first_guess = len(tree.rows) - (len(tree) - tree.branch)
     path: list[int] = []
     tokens = [targets[0]]
-    node: int | None = 0
+    node = guess_for(tree, 0, tokens[0])
     while node is not None:
-        node = next((guess for guess in tree.guesses_below(node) if tree.tokens[guess] == tokens[-1]), None)
-        if node is not None:
-            path.append(node)
-            tokens.append(targets[first_guess + node - tree.branch])
+        path.append(node)
+        tokens.append(targets[tree.row(node)])
+        node = guess_for(tree, node, tokens[-1])
     return path, tokens
+
+
+def guess_for(tree: TokenTree, node: int, token: int) -> int | None:
+    """The guess below a node that equals the token, if there is one."""
+    return next((guess for guess in tree.guesses_below(node) if tree.tokens[guess] == token), None)
 
 
 def cut(

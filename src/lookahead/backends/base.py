@@ -16,6 +16,7 @@ class StepInput:
 
     `trail` are the tokens before the tree's root that are not cached yet: the prompt, on the first step; else nothing.
     `uniforms` align with `tree.rows` (empty for greedy); `top` is how many likeliest tokens to return per row.
+    With `logits` the result holds the rows' logits, too.
     """
 
     slot: int
@@ -24,6 +25,7 @@ class StepInput:
     sampling: SamplingParams
     uniforms: Sequence[float]
     top: int = 0
+    logits: bool = False
 
 
 class Backend(Protocol):

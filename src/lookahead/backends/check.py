@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,19 +46,41 @@ def check_supported(model: Any) -> None:
         refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
 
 
-def context_length(config: Any) -> int | None:
-    """The most positions the model can be decoded exactly on; None when its config names no limit.
+@dataclass(frozen=True)
+class PositionLimit:
+    """The most positions a model can be decoded exactly on, and why; None when nothing limits them.
 
-    Longrope models take their rotary factors from the furthest position of a pass, for all its tokens: one far guess
-    would change the near ones. Below their original context nothing changes, so that is the limit.
+    A `hard` limit must be known to hold before the first token: beyond it the tokens would differ, not fail.
+    """
+
+    positions: int | None
+    reason: str = ""
+    hard: bool = False
+
+
+def position_limit(config: Any) -> PositionLimit:
+    """Rotary positions go on for ever, and a table of positions has an end.
+
+    Longrope and dynamic rotary factors follow the furthest position of a pass, for all its tokens: one far guess would
+    change the near ones. Below the original context nothing changes, so that is their limit.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None)
-        return min(x for x in (limit, original) if x is not None)
-    return limit
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = part.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = part.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            known = [x for x in (limit, original) if x is not None]
+            return PositionLimit(min(known) if known else None, f"{kind} rotary factors", hard=True)
+    return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
+
+
+def context_length(config: Any) -> int | None:
+    """The context: the most positions the model was made for and can be decoded exactly on, if its config says."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    exact = position_limit(config).positions
+    return limit if exact is None else exact
 
 
 @torch.inference_mode()

@@ -27,7 +27,15 @@ class EagerBackend:
     their row's own end on commit.
     """
 
-    def __init__(self, model: Any, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        verify: bool = True,
+        shapes: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        """`shapes` are `layer_shapes(model)`, where they are known already; `verify=False` leaves out the probe."""
         check_supported(model)
         self.model = model
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -37,7 +45,8 @@ class EagerBackend:
         self.vocab_size: int = config.vocab_size
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows = sliding_windows(config)
-        self._buffer = KVBuffer(layer_shapes(model))
+        self._prefill_chunk = prefill_chunk
+        self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._last: dict[int, tuple[int, int]] = {}  # slot -> (place of the root in the last step, length after it)
@@ -88,6 +97,22 @@ class EagerBackend:
             self._buffer.move(self._row[slot], kept, length - 1)
             self._length[slot] = length + len(path)
 
+    @torch.inference_mode()
+    def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Fill a slot with the K/V of a sequence's first `length` tokens that were computed elsewhere.
+
+        `layers` holds keys and values [heads, n, dim] of the last n of them; a sliding layer needs no more than its
+        window.
+        """
+        self._buffer.reserve(len(self._row), length)
+        for layer, (keys, values) in enumerate(layers):
+            self._buffer.write(self._row[slot], layer, length - keys.shape[1], keys, values)
+        self._length[slot] = length
+
+    def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of a slot's K/V: per layer, keys and values [heads, length, dim]."""
+        return [self._buffer.read(self._row[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
+
     def _neighbours(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
         """The inputs in runs of neighbouring buffer rows; nearly always one run, so one forward pass."""
         runs: list[list[StepInput]] = []
@@ -100,8 +125,9 @@ class EagerBackend:
 
     def _prefill(self, item: StepInput) -> None:
         """Cache a long trail chunk by chunk, leaving less than a chunk of it to the step itself."""
-        while len(item.trail) > PREFILL_CHUNK:
-            chunk, item.trail = item.trail[:PREFILL_CHUNK], item.trail[PREFILL_CHUNK:]
+        size = self._prefill_chunk
+        while len(item.trail) > size:
+            chunk, item.trail = item.trail[:size], item.trail[size:]
             start, row = self._length[item.slot], self._row[item.slot]
             self._buffer.reserve(len(self._row), start + len(chunk))
             positions = np.arange(start, start + len(chunk))[None]
@@ -202,7 +228,7 @@ class EagerBackend:
             columns += top_rows(logits, item.top)
         packed = torch.cat(columns, dim=1).tolist()
         top = [tuple(row[1:]) for row in packed] if item.top else []
-        return Targets([row[0] for row in packed], top)
+        return Targets([row[0] for row in packed], top, logits if item.logits else None)
 
 
 def sliding_windows(config: Any) -> dict[str, int | None]:

@@ -52,6 +52,22 @@ class KVBuffer:
                 new[:, :old_rows, :, :old_capacity] = old
                 tensors[i] = new
 
+    @property
+    def layers(self) -> int:
+        return len(self.place)
+
+    def write(self, row: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put a layer's keys and values [heads, n, dim] at `start` of a row."""
+        group, index = self.place[layer]
+        self.keys[group][index, row, :, start : start + keys.shape[1]] = keys
+        self.values[group][index, row, :, start : start + values.shape[1]] = values
+
+    def read(self, row: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a layer's first `length` keys and values of a row, [heads, length, dim]."""
+        group, index = self.place[layer]
+        keys, values = self.keys[group][index, row, :, :length], self.values[group][index, row, :, :length]
+        return keys.clone(), values.clone()
+
     def move(self, row: int, source: Sequence[int], target: int) -> None:
         """Copy the tokens at `source` to `target`, `target` + 1, ... within a row."""
         if list(source) == list(range(target, target + len(source))):
