@@ -482,3 +482,58 @@ def test_messages_that_the_template_refuses(model: Any, tokenizer: Any, settings
     strict.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="refuses these messages: no system role"):
         lookahead.load((model, strict), config=settings).encode("the fox")
+
+
+ASKED = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[25], [103, 29]],
+    "suppress_tokens": [25, 29],
+    "begin_suppress_tokens": [103],
+    "forced_eos_token_id": 2,
+    "sequence_bias": [[[12], 50.0]],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_generation_config_of_a_model_is_heeded(
+    name: str, make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Any
+) -> None:
+    """Greedy output is `model.generate`'s, so what the model's own generation config asks for applies."""
+    model = make_model()
+    ids = tokenizer("the quick brown fox and the lazy dog")["input_ids"]
+    before = plain(model, ids, 40)
+    setattr(model.generation_config, name, ASKED[name])
+    lm = lookahead.load((model, tokenizer), config=settings)
+    assert plain(model, ids, 40) != before
+    assert lm.generate(ids, max_tokens=40).token_ids == plain(model, ids, 40)
+    assert sum((piece.token_ids for piece in lm.stream(ids, max_tokens=40)), []) == plain(model, ids, 40)
+    sampled = {
+        method: [
+            c.token_ids for c in lm.generate([ids, ids[:3]], max_tokens=40, temperature=0.8, seed=3, method=method)
+        ]
+        for method in ("lookahead", "autoregressive")
+    }
+    assert sampled["lookahead"] == sampled["autoregressive"]
+
+
+def test_a_penalty_of_one_draws_as_no_penalty(make_model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
+    """The token-by-token walk and the backend's own draws use the same uniforms."""
+    ids = tokenizer("the quick brown fox")["input_ids"]
+    plain_lm = lookahead.load((make_model(), tokenizer), config=settings)
+    walked = make_model()
+    walked.generation_config.sequence_bias = [[[3], 0.0]]
+    lm = lookahead.load((walked, tokenizer), config=settings)
+    for seed in range(3):
+        options = {"max_tokens": 40, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": seed}
+        assert lm.generate(ids, **options).token_ids == plain_lm.generate(ids, **options).token_ids
+
+
+def test_load_tells_what_the_generation_config_asks_for(
+    make_model: Any, tokenizer: Any, settings: LookaheadConfig
+) -> None:
+    model = make_model()
+    model.generation_config.repetition_penalty = 1.2
+    lines: list[str] = []
+    lookahead.load((model, tokenizer), config=settings, log=lines.append)
+    assert lines == ["note: the model's generation config asks for repetition_penalty=1.2, which is applied"]

@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.hf import load_pretrained, mend_gguf_tokenizer, pick_device, pick_dtype, stop_ids, unheeded
+from lookahead.hf import asked_for, load_pretrained, mend_gguf_tokenizer, pick_device, pick_dtype, stop_ids
 from lookahead.models import ModelError
 
 CPU = torch.device("cpu")
@@ -230,8 +230,8 @@ def test_no_bos_unless_asked_for(model: Any, tokenizer: Any, settings: Lookahead
     assert lm.encode("the fox", raw=True) == tokenizer("the fox")["input_ids"]
 
 
-def test_settings_that_are_not_applied_are_named() -> None:
+def test_settings_of_the_generation_config_that_change_greedy_output() -> None:
     asks = SimpleNamespace(repetition_penalty=1.1, no_repeat_ngram_size=0, suppress_tokens=[4])
-    assert unheeded(SimpleNamespace(generation_config=asks)) == ["repetition_penalty=1.1", "suppress_tokens=[4]"]
-    assert unheeded(SimpleNamespace(generation_config=SimpleNamespace(repetition_penalty=1.0))) == []
-    assert unheeded(SimpleNamespace()) == []
+    assert asked_for(SimpleNamespace(generation_config=asks)) == {"repetition_penalty": 1.1, "suppress_tokens": [4]}
+    assert asked_for(SimpleNamespace(generation_config=SimpleNamespace(repetition_penalty=1.0))) == {}
+    assert asked_for(SimpleNamespace()) == {}

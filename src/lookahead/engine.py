@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from lookahead.backends.base import Backend, StepInput
+from lookahead.config import SamplingParams
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import TOP
 from lookahead.tree import Targets
@@ -32,6 +33,10 @@ class Ran:
 
 Judge = Callable[[Sequence[Ran]], list[Verdict]]
 """Verifies all sequences of a step together, from their logits (see `walk`)."""
+
+
+GREEDY = SamplingParams()
+"""Where a judge chooses the tokens, the backend's targets are only hints for the window and the sources."""
 
 
 class Engine:
@@ -76,16 +81,21 @@ class Engine:
         for group in [*([s] for s in newcomers), others]:
             if group:
                 ran += self._forward(group)
+        return self.settle(ran)
+
+    def settle(self, ran: Sequence[Ran], *, commit: bool = True) -> list[Accepted]:
+        """The rest of a step that ran. Without `commit` it had no guesses, and its root's K/V is in place already."""
         # 2. Verify and absorb: each sequence accepts what it can, and learns.
         begin = perf_counter()
-        verdicts = self.judge(ran) if self.judge is not None else [None] * len(ran)
+        verdicts: Sequence[Verdict | None] = [None] * len(ran) if self.judge is None else self.judge(ran)
         accepted = [
             (one, one.sequence.absorb(one.item.tree, one.result, verdict))
             for one, verdict in zip(ran, verdicts, strict=True)
         ]
         absorbed = perf_counter()
         # 3. Commit: the accepted tokens' K/V move next to the prefix. Finished sequences leave.
-        self.backend.commit([(one.item.slot, verdict.path) for one, verdict in accepted])
+        if commit:
+            self.backend.commit([(one.item.slot, verdict.path) for one, verdict in accepted])
         done = perf_counter()
         for one, verdict in accepted:
             one.sequence.stats.absorb_seconds += (absorbed - begin) / len(ran)
@@ -102,8 +112,10 @@ class Engine:
             slot, tree = self._slots[sequence], sequence.propose()
             trail = sequence.tokens[self.backend.length(slot) : -1]
             top = TOP if sequence.wants_top else 0
-            uniforms = sequence.uniforms(tree)
-            inputs.append(StepInput(slot, trail, tree, sequence.sampling, uniforms, top, self.judge is not None))
+            if self.judge is None:
+                inputs.append(StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top))
+            else:
+                inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
         proposed = perf_counter()
         results = self.backend.step(inputs)
         ran = perf_counter()

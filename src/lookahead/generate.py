@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 
 from lookahead import cost
@@ -19,12 +20,13 @@ from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine import Accepted, Engine
-from lookahead.hf import load_pretrained, stop_ids, unheeded
+from lookahead.hf import asked_for, load_pretrained, processors, stop_ids
 from lookahead.models import cache_dir
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
 from lookahead.stats import Stats
 from lookahead.text import TextStream
+from lookahead.walk import Rule, Walks, uniform_draw
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (one user message), token ids, or chat messages."""
@@ -153,7 +155,7 @@ class LookaheadModel:
         many = _is_batch(prompt)
         prompts: Sequence[Any] = prompt if many else [prompt]
         requests = [self._request(p, **_known(settings)) for p in prompts]
-        engine = Engine(self.backend)
+        engine = self._engine(requests)
         try:
             for request in requests:
                 engine.add(request.sequence)
@@ -170,7 +172,8 @@ class LookaheadModel:
         prompt = _plain(prompt)
         if _is_batch(prompt):
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        return Stream(Engine(self.backend), self._request(prompt, **_known(settings)))
+        request = self._request(prompt, **_known(settings))
+        return Stream(self._engine([request]), request)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
@@ -197,6 +200,20 @@ class LookaheadModel:
             raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r:.60}")
         bos = getattr(self.tokenizer, "lookahead_bos", None)
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def _engine(self, requests: Sequence[Request]) -> Engine:
+        """An engine for these requests. What the model's generation config asks for is applied token by token."""
+        if not asked_for(self.model):
+            return Engine(self.backend)
+        walks = Walks()
+        for request in requests:
+            sequence, sampling = request.sequence, request.sequence.sampling
+            rule = Rule(
+                processors=processors(self.model, len(sequence.tokens), sequence.rules.max_tokens, self.stop_ids),
+                draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling),
+            )
+            walks.add([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
+        return Engine(self.backend, walks)
 
     def _check_ids(self, ids: Sequence[Any]) -> list[int]:
         for token in ids:
@@ -259,8 +276,9 @@ def load(
     else:
         model, tokenizer, label = load_pretrained(name, dtype=dtype, device=device, log=log)
     loaded = LookaheadModel(model, tokenizer, label, config)
-    if log is not None and (ignored := unheeded(model)):
-        log(f"note: the model's generation config asks for {', '.join(ignored)}, which is not applied")
+    if log is not None and (asked := asked_for(model)):
+        named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
+        log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
         loaded.default_config = cost.fitted(
             loaded.default_config, loaded.backend, model.config.to_dict(), cache_dir(), log

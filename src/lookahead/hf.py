@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,18 +104,37 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def unheeded(model: Any) -> list[str]:
-    """Settings of the model's generation config that would change `generate`'s greedy output and are not applied."""
-    neutral = {
+def asked_for(model: Any) -> dict[str, Any]:
+    """Settings of the model's generation config that change greedy output, too, as `generate` orders them."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        "sequence_bias": (None,),
         "repetition_penalty": (None, 1.0),
         "no_repeat_ngram_size": (None, 0),
         "bad_words_ids": (None,),
-        "suppress_tokens": (None,),
-        "begin_suppress_tokens": (None,),
         "forced_bos_token_id": (None,),
         "forced_eos_token_id": (None,),
-        "sequence_bias": (None,),
+        "suppress_tokens": (None,),
+        "begin_suppress_tokens": (None,),
     }
     config = getattr(model, "generation_config", None)
     found = {name: getattr(config, name, None) for name in neutral}
-    return [f"{name}={value}" for name, value in found.items() if value not in neutral[name]]
+    return {name: value for name, value in found.items() if value not in neutral[name]}
+
+
+def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
+    """The logits processors that `generate` would make of the model's own generation config; None without any."""
+    from transformers import LogitsProcessorList
+    from transformers.generation import logits_process as made
+
+    device = model.get_input_embeddings().weight.device
+    makers: dict[str, Callable[[Any], Any]] = {
+        "sequence_bias": made.SequenceBiasLogitsProcessor,
+        "repetition_penalty": made.RepetitionPenaltyLogitsProcessor,
+        "no_repeat_ngram_size": made.NoRepeatNGramLogitsProcessor,
+        "bad_words_ids": lambda ids: made.NoBadWordsLogitsProcessor(ids, torch.tensor(sorted(stop), device=device)),
+        "forced_bos_token_id": made.ForcedBOSTokenLogitsProcessor,
+        "forced_eos_token_id": lambda ids: made.ForcedEOSTokenLogitsProcessor(prompt_tokens + max_tokens, ids, device),
+        "suppress_tokens": lambda ids: made.SuppressTokensLogitsProcessor(ids, device),
+        "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
+    }
+    return LogitsProcessorList([makers[name](value) for name, value in asked_for(model).items()]) or None

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from lookahead.config import SamplingParams
 from lookahead.engine import Ran
-from lookahead.sampling import draw
+from lookahead.sampling import distribution, draw
 from lookahead.sequence import DecodingSequence
-from lookahead.verify import Verdict, guess_for
+from lookahead.verify import Verdict, cut, guess_for
 
 Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(token ids [B, L], scores [B, V]) -> scores [B, V], as transformers' `LogitsProcessorList`."""
@@ -39,7 +40,8 @@ Standing = dict[int, tuple[Ran, int]]
 class Rule:
     """From logits to tokens to the end. Without `processors` and `draw` a target is the logits' argmax.
 
-    `pad` follows the end of a row while others go on; without it a row goes on, too, until all have met `criteria`.
+    `criteria` end rows beside the sequence's own stop rules. `pad` follows the end of a row while others go on; without
+    it a row goes on, too, until all have met `criteria`.
     """
 
     processors: Processors | None = None
@@ -83,11 +85,10 @@ class Walk:
             for row, (one, node) in at.items():
                 verdict, sequence = verdicts[row], one.sequence
                 verdict.tokens.append(tokens[row])
-                if ended[row]:
-                    verdict.finish_reason = "stop"
-                elif sequence.stats.generated_tokens + len(verdict.tokens) >= sequence.room:
-                    verdict.finish_reason = "length"
-                else:
+                generated = sequence.stats.generated_tokens + len(verdict.tokens) - 1
+                _, reason = cut(tokens[row : row + 1], generated, sequence.room, sequence.rules, sequence.ends)
+                verdict.finish_reason = reason or ("stop" if ended[row] else None)
+                if verdict.finish_reason is None:
                     guesses[row] = one, guess_for(one.item.tree, node, tokens[row])
             # 3. Go on to the guesses that equal them, as long as every row has one.
             at = {row: (one, node) for row, (one, node) in guesses.items() if node is not None}
@@ -146,12 +147,15 @@ class Walks:
         return [verdicts[one.sequence] for one in ran]
 
 
-def uniform_draw(seed: int) -> Draw:
-    """Draws for one row by inverse CDF, from the same uniforms as `SamplingParams(seed=seed)`: one per position."""
+def uniform_draw(seed: int, params: SamplingParams | None = None) -> Draw:
+    """Draws for one row by inverse CDF, one uniform per output position: the same uniforms as a sequence's own.
+
+    With `params` the scores go through their temperature, top-k, top-p and min-p first.
+    """
     uniforms = random.Random(seed)
 
     def choose(scores: torch.Tensor) -> torch.Tensor:
         uniform = torch.tensor([uniforms.random()], dtype=torch.float64, device=scores.device)
-        return draw(scores.double().softmax(dim=-1), uniform)
+        return draw(distribution(scores, params or SamplingParams(temperature=1.0)), uniform)
 
     return choose

@@ -1,15 +1,9 @@
-"""`custom_generate=lookahead.decoding(...)`: the decoding loop that `model.generate` calls in place of its own.
-
-`generate` has by then read every argument: it hands over the prompt, the logits processors, the stopping criteria and
-the generation config. What is left is to decode, with the same result as one token per step would give.
-"""
+"""One call of `generate`, decoded: a sequence per row, the engine's steps, and the output in transformers' terms."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -17,78 +11,19 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead import cost
+from lookahead.backends.base import StepInput
 from lookahead.backends.check import layer_shapes, position_limit, probe
 from lookahead.backends.eager import PREFILL_CHUNK, EagerBackend
-from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine import Accepted, Engine
+from lookahead.config import LookaheadConfig, StopRules
+from lookahead.engine import Accepted, Engine, Ran
 from lookahead.hook import caches
-from lookahead.hook.arguments import Dropped, Rows, dropped_arguments, refuse_unsupported, rows_of
+from lookahead.hook.arguments import Rows
 from lookahead.hook.rules import Plan
 from lookahead.models import cache_dir
+from lookahead.sampling import top_rows
 from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
-from lookahead.stats import Stats
-
-
-def decoding(config: LookaheadConfig | None = None, *, seed: int | None = None, **settings: Any) -> Decoding:
-    """Lookahead decoding for `model.generate(..., custom_generate=lookahead.decoding())`.
-
-    `settings` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. With neither `config` nor settings the
-    cost of a step is measured at the first call (once per model and machine) and the default fitted to it.
-    Sampling draws from torch's generator, as `generate` does; with a `seed` row i of a batch draws from its own
-    generator, seeded with `seed + i`, so that rows need not wait for each other.
-    """
-    if config is None and not settings:
-        return Decoding(None, seed)
-    return Decoding((config or LookaheadConfig()).adapted(**settings), seed)
-
-
-class Decoding:
-    """What `generate` calls. `stats` are those of the last call, one per row."""
-
-    def __init__(self, config: LookaheadConfig | None = None, seed: int | None = None) -> None:
-        if seed is not None:
-            SamplingParams(seed=seed)
-        self.config, self.seed = config, seed
-        self.stats: list[Stats] = []
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """What `generate` looks at to learn which arguments to pass: the moment to ask for those it would drop."""
-        dropped_arguments(self, sys._getframe(1))
-        signature = inspect.signature(type(self).__call__)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-    def __call__(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        streamer: Any = None,
-        tokenizer: Any = None,
-        assistant_model: Any = None,
-        synced_gpus: bool = False,
-        dropped: Dropped | None = None,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config asks for it."""
-        dropped = dropped or Dropped(streamer, assistant_model, synced_gpus)
-        try:
-            refuse_unsupported(generation_config, dropped, model_kwargs)
-            run = Run(model, rows_of(input_ids, generation_config, model_kwargs), generation_config, model_kwargs)
-            plan = Plan.of(
-                logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
-                streaming=dropped.streamer is not None,
-            )  # fmt: skip
-            output = run.decode(self.config, plan, dropped.streamer)
-            self.stats = [sequence.stats for sequence in run.sequences]
-            return output
-        finally:
-            if dropped.streamer is not None:
-                dropped.streamer.end()
+from lookahead.sources import TOP, Warmth
+from lookahead.tree import Targets, TokenTree
 
 
 @dataclass
@@ -133,11 +68,15 @@ class Run:
         ids = self.rows.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         # 1. One sequence per row, and the K/V that came along.
+        first = None if self.embeds is None else self._run_embeds(self.embeds)
         self.sequences = self._sequences(config or self._default(), plan, ids.shape[1])
         judge = plan.judge(self.sequences, ids)
         engine = Engine(self.backend, judge, self._leave if keeps_cache else None)
-        for row, sequence in enumerate(self.sequences):
-            engine.add(sequence, self._slot(row))
+        slots = [self._slot(row) for row in range(len(ids))]
+        for sequence, slot in zip(self.sequences, slots, strict=True):
+            engine.add(sequence, slot)
+        if first is not None:
+            self._stream(streamer, engine.settle(self._roots(slots, first), commit=False), plan)
         # 2. Step until all have ended.
         while engine.running:
             self._stream(streamer, engine.step(), plan)
@@ -179,6 +118,37 @@ class Run:
             length = self.rows.cached(row)
             self.backend.adopt(slot, length, caches.row_of(self.cache, row, self.rows.mask[row, : self.rows.past]))
         return slot
+
+    @torch.no_grad()
+    def _run_embeds(self, embeds: torch.Tensor) -> torch.Tensor:
+        """Run a prompt that is given as embeddings [B, T, D]. Returns the logits [B, V] after its last one.
+
+        There is no id for the root of a first tree, so the first token comes from these logits alone.
+        """
+        if self.cache is None:
+            raise ValueError("inputs_embeds needs a K/V cache; leave out use_cache=False")
+        mask, past = self.rows.mask, self.rows.past
+        positions = (mask.long().cumsum(dim=-1) - 1).clamp_min(0)
+        output = self.model(
+            inputs_embeds=embeds[:, past:],
+            attention_mask=mask.long(),
+            position_ids=positions[:, past:],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.rows = replace(self.rows, past=mask.shape[1])
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _roots(self, slots: Sequence[int], logits: torch.Tensor) -> list[Ran]:
+        """A step of bare roots that gave these logits [B, V]."""
+        ran = []
+        for sequence, slot, row in zip(self.sequences, slots, logits, strict=True):
+            tree = TokenTree(sequence.tokens[-1:], [-1], [0], [0])
+            item = StepInput(slot, (), tree, sequence.sampling, ())
+            top = [(*ids, *levels) for ids, levels in zip(*(x.tolist() for x in top_rows(row[None], TOP)), strict=True)]
+            ran.append(Ran(sequence, item, Targets([int(row.argmax())], top, row[None])))
+        return ran
 
     def _leave(self, sequence: DecodingSequence, slot: int) -> None:
         self._left[sequence] = self.backend.cached(slot)

@@ -1,0 +1,80 @@
+"""`custom_generate=lookahead.decoding(...)`: what `model.generate` calls in place of its own decoding loop.
+
+`generate` has by then read every argument: it hands over the prompt, the logits processors, the stopping criteria and
+the generation config. What is left is to decode (`run.Run`), with the same result as one token per step would give.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+
+from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.hook.arguments import Dropped, dropped_arguments, refuse_unsupported, rows_of
+from lookahead.hook.rules import Plan
+from lookahead.hook.run import Run
+from lookahead.stats import Stats
+
+
+def decoding(config: LookaheadConfig | None = None, *, seed: int | None = None, **settings: Any) -> Decoding:
+    """Lookahead decoding for `model.generate(..., custom_generate=lookahead.decoding())`.
+
+    `settings` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. With neither `config` nor settings the
+    cost of a step is measured at the first call (once per model and machine) and the default fitted to it.
+    Sampling draws from torch's generator, as `generate` does; with a `seed` row i of a batch draws from its own
+    generator, seeded with `seed + i`, so that rows need not wait for each other.
+    """
+    if config is None and not settings:
+        return Decoding(None, seed)
+    return Decoding((config or LookaheadConfig()).adapted(**settings), seed)
+
+
+class Decoding:
+    """What `generate` calls. `stats` are those of the last call, one per row."""
+
+    def __init__(self, config: LookaheadConfig | None = None, seed: int | None = None) -> None:
+        if seed is not None:
+            SamplingParams(seed=seed)
+        self.config, self.seed = config, seed
+        self.stats: list[Stats] = []
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What `generate` looks at to learn which arguments to pass: the moment to ask for those it would drop."""
+        dropped_arguments(self, sys._getframe(1))
+        signature = inspect.signature(type(self).__call__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
+        synced_gpus: bool = False,
+        dropped: Dropped | None = None,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config asks for it."""
+        dropped = dropped or Dropped(streamer, assistant_model, synced_gpus)
+        try:
+            refuse_unsupported(generation_config, dropped, model_kwargs)
+            run = Run(model, rows_of(input_ids, generation_config, model_kwargs), generation_config, model_kwargs)
+            plan = Plan.of(
+                logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
+                streaming=dropped.streamer is not None,
+            )  # fmt: skip
+            output = run.decode(self.config, plan, dropped.streamer)
+            self.stats = [sequence.stats for sequence in run.sequences]
+            return output
+        finally:
+            if dropped.streamer is not None:
+                dropped.streamer.end()
