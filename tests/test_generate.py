@@ -507,7 +507,7 @@ def test_the_generation_config_of_a_model_is_heeded(
     lm = lookahead.load((model, tokenizer), config=settings)
     assert plain(model, ids, 40) != before
     assert lm.generate(ids, max_tokens=40).token_ids == plain(model, ids, 40)
-    assert sum((piece.token_ids for piece in lm.stream(ids, max_tokens=40)), []) == plain(model, ids, 40)
+    assert [token for piece in lm.stream(ids, max_tokens=40) for token in piece.token_ids] == plain(model, ids, 40)
     sampled = {
         method: [
             c.token_ids for c in lm.generate([ids, ids[:3]], max_tokens=40, temperature=0.8, seed=3, method=method)

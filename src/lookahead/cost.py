@@ -116,17 +116,25 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
 
 
 def fitted(
-    config: LookaheadConfig,
-    backend: Any,
-    facts: dict[str, Any],
-    folder: Path,
-    log: Callable[[str], None] | None = None,
+    config: LookaheadConfig, backend: Any, folder: Path, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig:
-    """The config for a model, told by the `facts` of its config, on this machine; its curve is kept in `folder`."""
-    shape = {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"}
-    device = backend.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}"
-    identity = {"model": shape, "dtype": str(backend.dtype), "device": name, "torch": torch.__version__}
+    """The config for a backend's model on this machine; the measured curve is kept in `folder`.
+
+    The ranks of a tensor-parallel model would each measure a curve of their own, plan different trees and wait for each
+    other for ever, so they take the config as it is.
+    """
+    model, device = backend.model, backend.device
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return config
+    facts = model.config.to_dict()
+    identity = {
+        "model": {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"},
+        "weights": str(facts.get("quantization_config")),
+        "places": {k: str(v) for k, v in (getattr(model, "hf_device_map", None) or {}).items()},
+        "dtype": str(backend.dtype),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
+        "torch": torch.__version__,
+    }
     return suited(config, cached(backend, identity, folder, log))
 
 

@@ -280,9 +280,7 @@ def load(
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
-        loaded.default_config = cost.fitted(
-            loaded.default_config, loaded.backend, model.config.to_dict(), cache_dir(), log
-        )
+        loaded.default_config = cost.fitted(loaded.default_config, loaded.backend, cache_dir(), log)
     return loaded
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.check import check_supported, context_length, layer_shapes, probe
+from lookahead.backends.check import check_supported, context_length, input_device, layer_shapes, probe
 from lookahead.backends.kv import KVBuffer, StepCache
 from lookahead.sampling import pick, top_rows
 from lookahead.tree import Targets, dense_visibility
@@ -33,19 +33,19 @@ class EagerBackend:
         *,
         verify: bool = True,
         shapes: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
     ) -> None:
         """`shapes` are `layer_shapes(model)`, where they are known already; `verify=False` leaves out the probe."""
         check_supported(model)
         self.model = model
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows = sliding_windows(config)
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk = prefill_chunk or PREFILL_CHUNK
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}

@@ -12,8 +12,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead import cost
 from lookahead.backends.base import StepInput
-from lookahead.backends.check import layer_shapes, position_limit, probe
-from lookahead.backends.eager import PREFILL_CHUNK, EagerBackend
+from lookahead.backends.check import input_device, layer_shapes, position_limit, probe
+from lookahead.backends.eager import EagerBackend
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine import Accepted, Engine, Ran
 from lookahead.hook import caches
@@ -48,7 +48,7 @@ class Run:
         self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
         caches.check(self.cache)
         self.known = self._know()
-        chunk = generation_config.prefill_chunk_size or PREFILL_CHUNK
+        chunk = generation_config.prefill_chunk_size
         self.backend = EagerBackend(model, verify=False, shapes=self.known.shapes, prefill_chunk=chunk)
         self.sequences: list[DecodingSequence] = []
         self._left: dict[DecodingSequence, caches.Layers] = {}
@@ -56,7 +56,7 @@ class Run:
     def _know(self) -> Known:
         model = self.model
         place = model.get_input_embeddings().weight
-        state = (place.device, place.dtype, model.config._attn_implementation, model.training)
+        state = (input_device(model), place.dtype, model.config._attn_implementation, model.training)
         known = _known.get(model)
         if known is None or known.state != state:
             known = Known(state, layer_shapes(model))
@@ -94,7 +94,7 @@ class Run:
 
     def _default(self) -> LookaheadConfig:
         if self.known.default is None:
-            self.known.default = cost.fitted(LookaheadConfig(), self.backend, self.model.config.to_dict(), cache_dir())
+            self.known.default = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
         return self.known.default
 
     def _sequences(self, config: LookaheadConfig, plan: Plan, length: int) -> list[DecodingSequence]:
