@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lookahead.config import SamplingParams
 from lookahead.tree import Targets, TokenTree
@@ -32,6 +32,8 @@ class Backend(Protocol):
     """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text."""
 
     max_length: int | None
+    asynchronous: bool
+    """Whether `launch` returns while the device still runs, so that the host has time for something else."""
 
     def open(self) -> int:
         """A slot for a new sequence, with nothing cached."""
@@ -45,8 +47,16 @@ class Backend(Protocol):
         """How many tokens of the sequence are cached."""
         ...
 
+    def launch(self, inputs: Sequence[StepInput]) -> Any:
+        """Start one forward pass over every input's trail and tree."""
+        ...
+
+    def collect(self, launched: Any) -> list[Targets]:
+        """Wait for it: the needed rows' targets and top rows."""
+        ...
+
     def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
-        """One forward pass over every input's trail and tree; the needed rows' targets and top rows."""
+        """Launch and collect."""
         ...
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:

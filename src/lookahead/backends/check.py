@@ -83,6 +83,16 @@ def context_length(config: Any) -> int | None:
     return limit if exact is None else exact
 
 
+def sliding_windows(config: Any) -> dict[str, int | None]:
+    """Kind of attention layer -> its sliding window, if it has one. A model with one kind of layer has the kind ''."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    uses = getattr(config, "use_sliding_window", True)
+    return {"": window if uses and not kinds else None}
+
+
 def input_device(model: Any) -> torch.device:
     """Where the model takes its tokens. Between passes an offloaded embedding is on no device; its hook knows."""
     embedding = model.get_input_embeddings()

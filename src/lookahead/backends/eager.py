@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.check import check_supported, context_length, input_device, layer_shapes, probe
+from lookahead.backends.check import check_supported, context_length, input_device, layer_shapes, probe, sliding_windows
 from lookahead.backends.kv import KVBuffer, StepCache
 from lookahead.sampling import pick, top_rows
 from lookahead.tree import Targets, dense_visibility
@@ -26,6 +26,8 @@ class EagerBackend:
     hole there that its mask hides. Positions are given, so where a key stands does not matter. Accepted tokens move to
     their row's own end on commit.
     """
+
+    asynchronous = False
 
     def __init__(
         self,
@@ -79,15 +81,21 @@ class EagerBackend:
         return self._length[slot]
 
     @torch.inference_mode()
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def launch(self, inputs: Sequence[StepInput]) -> list[tuple[StepInput, torch.Tensor, list[int]]]:
         for item in inputs:
             self._prefill(item)
-        results = {}
+        ran = {}
         for batch in self._neighbours(inputs):
             logits, rows = self._forward(batch)
-            for i, item in enumerate(batch):
-                results[item.slot] = self._read(item, logits[i], rows)
-        return [results[item.slot] for item in inputs]
+            ran.update({item.slot: (item, logits[i], rows) for i, item in enumerate(batch)})
+        return [ran[item.slot] for item in inputs]
+
+    @torch.inference_mode()
+    def collect(self, launched: list[tuple[StepInput, torch.Tensor, list[int]]]) -> list[Targets]:
+        return [self._read(*one) for one in launched]
+
+    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+        return self.collect(self.launch(inputs))
 
     @torch.inference_mode()
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -229,13 +237,3 @@ class EagerBackend:
         packed = torch.cat(columns, dim=1).tolist()
         top = [tuple(row[1:]) for row in packed] if item.top else []
         return Targets([row[0] for row in packed], top, logits if item.logits else None)
-
-
-def sliding_windows(config: Any) -> dict[str, int | None]:
-    """Kind of attention layer -> its sliding window, if it has one. A model with one kind of layer has the kind ''."""
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds:
-        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-    uses = getattr(config, "use_sliding_window", True)
-    return {"": window if uses and not kinds else None}

@@ -1,0 +1,371 @@
+"""The graph backend: Llama-like models with a static K/V buffer, fused layers, and the whole step as one CUDA graph.
+
+A step of a captured shape (batch, K) is: write one packet of integers into pinned memory, replay the graph, read one
+packet back. The graph copies the packet in, moves the K/V of the tokens accepted last, runs the layers, picks targets
+and top-8, and copies them out. Lengths and positions are read on the device, so that one graph serves every context.
+
+On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, not for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead.backends.base import StepInput
+from lookahead.backends.check import check_supported, context_length
+from lookahead.backends.ops import Ops, TopOut
+from lookahead.backends.weights import check_graph, relay
+from lookahead.sampling import pick
+from lookahead.tree import Targets, TokenTree, packed_visibility
+
+TOP = 8
+SIZES = (1, 16, 32, 64, 128, 256, 512)
+"""Buckets of K. A step is padded to the next one: on a GPU that waits for its weights the padding is nearly free."""
+TILE = 128
+"""Rows of every matrix product of a step of at most so many tokens, so that a row's result does not depend on K."""
+PREFILL = 512
+"""Prompt tokens per pass."""
+GROW = 2048
+"""The K/V buffer's smallest capacity; it doubles. Growing it captures the graphs anew."""
+
+
+PATH = 64
+"""The longest accepted path that travels with the next step's packet; a longer one moves in a launch of its own."""
+
+
+def bucket(size: int) -> int:
+    """The captured size for a step of this many tokens."""
+    return next((s for s in SIZES if s >= size), -(-size // 512) * 512)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A commit that has not run: the next step moves it along."""
+
+    length: int
+    path: list[int]
+
+
+class Packet:
+    """The integers of one step of B rows and K tokens, in one piece of memory, as named views."""
+
+    def __init__(self, batch: int, count: int, pinned: bool) -> None:
+        words = (count + 31) // 32
+        parts = {
+            "rows": (batch,),
+            "lengths": (batch,),
+            "before": (batch,),
+            "counts": (batch,),
+            "paths": (batch, PATH),
+            "tokens": (batch, count),
+            "positions": (batch, count),
+            "needed": (batch, count),
+            "bits": (batch, count, words),
+        }
+        sizes = [int(np.prod(shape)) for shape in parts.values()]
+        self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._places = {}
+        start = 0
+        for (name, shape), size in zip(parts.items(), sizes, strict=True):
+            self._places[name] = (start, start + size, shape)
+            start += size
+        numbers = self.host.numpy()
+        self.fields = {name: numbers[a:b].reshape(shape) for name, (a, b, shape) in self._places.items()}
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same views of a copy on the device."""
+        return {name: memory[a:b].view(shape) for name, (a, b, shape) in self._places.items()}
+
+
+class Shape:
+    """One step shape: its packet, its activations and, once captured, its graph."""
+
+    def __init__(self, backend: GraphBackend, batch: int, count: int, head: bool) -> None:
+        self.backend, self.batch, self.count, self.head = backend, batch, count, head
+        w, device, dtype = backend.weights, backend.device, backend.dtype
+        size = batch * count
+        # Rows of a matrix product: in invariant mode the same for every small step.
+        self.rows = max(size, TILE) if backend.invariant and size <= TILE else size
+        self.packet = Packet(batch, count, device.type == "cuda")
+        self.memory = torch.zeros_like(self.packet.host, device=device)
+        self.views = self.packet.views(self.memory)
+
+        def new(width: int, rows: int = self.rows) -> torch.Tensor:
+            return torch.zeros(rows, width, dtype=dtype, device=device)
+
+        hidden = w.embedding.shape[1]
+        self.stream, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
+        self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
+        self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
+        inner = w.layers[0].down.shape[1]
+        self.gate_up, self.active = new(2 * inner), new(inner)
+        self.logits = new(len(w.head)) if head else None
+        self.top = TopOut(self.rows, len(w.head), TOP, device) if head else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Replay the step, or run it for the first time and capture it."""
+        if self.graph is not None:
+            self.graph.replay()
+        elif not self.backend.capture:
+            self._step()
+        else:
+            self._step()  # compiles the kernels; its K/V writes are repeated by the replay
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=self.backend.pool):
+                self._step()
+            # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
+            self.packet.fields["counts"][:] = 0
+            self.graph.replay()
+
+    def _step(self) -> None:
+        b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
+        size = self.batch * self.count
+        # 1. The packet in, and the accepted K/V of the step before next to its prefix.
+        self.memory.copy_(self.packet.host, non_blocking=True)
+        ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
+        torch.index_select(w.embedding, 0, views["tokens"].view(-1), out=self.stream[:size])
+        # 2. The layers.
+        q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
+        mixed = self.mixed[:size].view_as(q)
+        delta: torch.Tensor | None = None
+        for number, layer in enumerate(w.layers):
+            keys, values = b.cache[number]
+            ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
+            torch.mm(self.normed, layer.qkv.t(), out=self.qkv)
+            ops.rotate_write(
+                self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
+                views["positions"], q, keys, values, w.eps,
+            )  # fmt: skip
+            ops.attend(
+                q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed,
+                scale=w.scale, window=layer.window, exact=b.invariant,
+            )  # fmt: skip
+            torch.mm(self.mixed, layer.out.t(), out=self.delta)
+            delta = self.delta[:size]
+            ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
+            torch.mm(self.normed, layer.gate_up.t(), out=self.gate_up)
+            ops.gate(self.gate_up, self.active[:size])
+            torch.mm(self.active, layer.down.t(), out=self.delta)
+        # 3. The head for the needed rows, their targets and top-8, and the packet out.
+        if self.logits is not None and self.top is not None:
+            needed = views["needed"].view(-1)
+            ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
+            torch.mm(self.normed, w.head.t(), out=self.logits)
+            self.top.fill(self.logits)
+
+
+class GraphBackend:
+    """Slots, K/V and steps as `EagerBackend` has them, for the models that `check_graph` lets through.
+
+    `invariant` makes a row's result independent of K and of the other rows, for steps of up to 128 tokens: every matrix
+    product then has 128 rows, and attention keeps its probabilities' rounding.
+    """
+
+    asynchronous = True
+
+    def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
+        check_supported(model)
+        check_graph(model)
+        self.model, self.invariant = model, invariant
+        self.weights = relay(model)
+        self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
+        self.capture = self.device.type == "cuda" if capture is None else capture
+        self.max_length = context_length(model.config)
+        self.vocab_size: int = len(self.weights.embedding)
+        self.ops = Ops(self.device)
+        self.pool = torch.cuda.graph_pool_handle() if self.capture else None
+        w = self.weights
+        self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
+        self.cosine, self.sine = w.tables(1)
+        self._shapes: dict[tuple[int, int, bool], Shape] = {}
+        self._row: dict[int, int] = {}
+        self._length: dict[int, int] = {}
+        self._pending: dict[int, Pending] = {}
+        self._next_slot = 0
+
+    # Slots. Row 0 of the buffer belongs to nobody: it takes the padding of a batch.
+
+    def open(self) -> int:
+        slot = self._next_slot
+        self._next_slot += 1
+        taken = set(self._row.values())
+        self._row[slot] = next(row for row in range(1, len(taken) + 2) if row not in taken)
+        self._length[slot] = 0
+        self._reserve(self._row[slot] + 1, 1)
+        return slot
+
+    def close(self, slot: int) -> None:
+        del self._row[slot], self._length[slot]
+        self._pending.pop(slot, None)
+
+    def length(self, slot: int) -> int:
+        return self._length[slot]
+
+    @torch.inference_mode()
+    def _reserve(self, rows: int, capacity: int) -> None:
+        """Room for this many rows and tokens. Growing drops the graphs, which hold the old buffer's address."""
+        old = self.cache
+        if rows <= old.shape[2] and capacity <= old.shape[4]:
+            return
+        size = max(old.shape[4], GROW)
+        while size < capacity:
+            size *= 2
+        w = self.weights
+        self._flush()
+        self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)
+        self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
+        self.cosine, self.sine = w.tables(size)
+        self._shapes.clear()
+
+    # A step.
+
+    @torch.inference_mode()
+    def launch(self, inputs: Sequence[StepInput]) -> Launched:
+        """Start a step; the host is free until `collect`."""
+        for item in inputs:
+            self._prefill(item)
+        count = bucket(max(len(item.tree) for item in inputs))
+        batch = 1 << (len(inputs) - 1).bit_length()
+        self._reserve(1, max(self._length[item.slot] for item in inputs) + count)
+        shape = self._shape(batch, count, head=True)
+        for place, item in enumerate(inputs):
+            self._fill(shape, place, item)
+        for place in range(len(inputs), batch):
+            self._fill_nothing(shape, place)
+        shape.run()
+        return Launched(shape, list(inputs))
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> list[Targets]:
+        """Wait for a step and read its targets and top rows."""
+        shape = launched.shape
+        assert shape.top is not None
+        assert shape.logits is not None
+        packed = shape.top.read()
+        results = []
+        for place, item in enumerate(launched.inputs):
+            start, rows = place * shape.count, len(item.tree.rows)
+            block = packed[start : start + rows]
+            targets = block[:, 0].tolist()
+            logits = shape.logits[start : start + rows]
+            if not item.sampling.greedy:
+                targets = pick(logits, item.sampling, item.uniforms).tolist()
+            top = list(map(tuple, block[:, 1:].tolist())) if item.top else []
+            results.append(Targets(targets, top, logits if item.logits else None))
+        return results
+
+    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+        return self.collect(self.launch(inputs))
+
+    @torch.inference_mode()
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """The root stands where it belongs; the accepted nodes move with the next step."""
+        for slot, path in accepted:
+            self._pending[slot] = Pending(self._length[slot], list(path))
+            self._length[slot] += 1 + len(path)
+            if len(path) > PATH:
+                self._flush()
+
+    def _shape(self, batch: int, count: int, head: bool) -> Shape:
+        key = (batch, count, head)
+        if key not in self._shapes:
+            self._shapes[key] = Shape(self, *key)
+        return self._shapes[key]
+
+    def _fill(self, shape: Shape, place: int, item: StepInput) -> None:
+        """One input's part of the packet; what is left of the row's K tokens sees itself alone."""
+        fields, tree, count = shape.packet.fields, item.tree, shape.count
+        size, length = len(tree), self._length[item.slot]
+        pending = self._pending.pop(item.slot, None)
+        fields["rows"][place] = self._row[item.slot]
+        fields["lengths"][place] = length
+        fields["before"][place] = pending.length if pending else 0
+        fields["counts"][place] = len(pending.path) if pending else 0
+        if pending:
+            fields["paths"][place, : len(pending.path)] = pending.path
+        fields["tokens"][place, :size] = tree.tokens
+        fields["tokens"][place, size:] = 0
+        fields["positions"][place, :size] = tree.depths
+        fields["positions"][place, size:] = 0
+        fields["positions"][place] += length
+        rows = len(tree.rows)
+        fields["needed"][place, :rows] = tree.rows
+        fields["needed"][place, rows:] = 0
+        fields["needed"][place] += place * count
+        bits = packed_visibility(tree.parents).view("<i4")
+        fields["bits"][place, :size, : bits.shape[1]] = bits
+        fields["bits"][place, :size, bits.shape[1] :] = 0
+        self._see_themselves(fields["bits"][place], size)
+
+    def _fill_nothing(self, shape: Shape, place: int) -> None:
+        fields = shape.packet.fields
+        for name in ("rows", "lengths", "before", "counts", "tokens", "positions"):
+            fields[name][place] = 0
+        fields["needed"][place] = place * shape.count
+        self._see_themselves(fields["bits"][place], 0)
+
+    @staticmethod
+    def _see_themselves(bits: np.ndarray[Any, Any], first: int) -> None:
+        node = np.arange(first, len(bits))
+        bits[first:] = 0
+        bits.view(np.uint32)[node, node // 32] = np.left_shift(np.uint32(1), (node % 32).astype(np.uint32))
+
+    def _prefill(self, item: StepInput) -> None:
+        """Run the trail in passes of its own, as chains without a head."""
+        while item.trail:
+            chunk, item.trail = item.trail[:PREFILL], item.trail[PREFILL:]
+            self._reserve(1, self._length[item.slot] + bucket(len(chunk)))
+            shape = self._shape(1, bucket(len(chunk)), head=False)
+            self._fill(shape, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))
+            shape.run()
+            self._length[item.slot] += len(chunk)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the packet's memory is free again
+
+    def _flush(self) -> None:
+        """Run the commits that wait for a step."""
+        for slot, pending in self._pending.items():
+            numbers = [[self._row[slot]], [pending.length], [len(pending.path)]]
+            rows, lengths, counts = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+            paths = torch.tensor([pending.path or [0]], dtype=torch.int32, device=self.device)
+            self.ops.keep(self.cache, rows, lengths, paths, counts)
+        self._pending.clear()
+
+    # K/V from and for elsewhere.
+
+    @torch.inference_mode()
+    def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As `EagerBackend.adopt`."""
+        self._reserve(1, length)
+        for layer, (keys, values) in enumerate(layers):
+            for i, part in enumerate((keys, values)):
+                self.cache[layer, i, self._row[slot], :, length - part.shape[1] : length] = part
+        self._length[slot] = length
+
+    def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As `EagerBackend.cached`."""
+        with torch.inference_mode():
+            self._flush()
+        part = self.cache[:, :, self._row[slot], :, : self._length[slot]]
+        return [(keys.clone(), values.clone()) for keys, values in part]
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way."""
+
+    shape: Shape
+    inputs: list[StepInput]
+
+
+def chain(tokens: Sequence[int]) -> TokenTree:
+    """Tokens in a row, none of whose logits are needed."""
+    size = len(tokens)
+    return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), [])

@@ -1,0 +1,1 @@
+"""Triton kernels of a decoding step, and `reference`, their slow twins."""

@@ -1,0 +1,195 @@
+"""What stands between a layer's matrix products, one launch each: norm, rotary positions and K/V write, gate.
+
+Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. Every result
+belongs to one token and depends on no other: not on K, not on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_norm(
+    stream, delta, rows, weight, out, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows). stream += delta; out = RMSNorm(stream) * weight; with `rows`, out row i is stream row rows[i]'s."""
+    target = tl.program_id(0).to(tl.int64)
+    source = target
+    if HAS_ROWS:
+        source = tl.load(rows + target).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(stream + source * WIDTH + column, mask=inside, other=0.0)
+    if HAS_DELTA:
+        x = x + tl.load(delta + source * WIDTH + column, mask=inside, other=0.0)
+        if not HAS_ROWS:
+            tl.store(stream + source * WIDTH + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    normed = (wide * scale).to(x.dtype)
+    y = normed * tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(out + target * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+def add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """stream, delta [M, width]; weight [width]; out [M, width] or, of some rows only, [R, width].
+
+    The residual stream takes `delta`, except where only some rows are read: nothing follows the last norm.
+    """
+    width = stream.shape[1]
+    block = triton.next_power_of_2(width)
+    _add_norm[(out.shape[0],)](
+        stream, stream if delta is None else delta, stream if rows is None else rows, weight, out, eps,
+        WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_ROWS=rows is not None,
+        num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate_write(
+    qkv, bias, norms, cosine, sine, rows, lengths, positions, q, keys, values, count, capacity, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch x count, blocks of all heads). Rotates queries and keys, writes keys and values to the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // count
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    total: tl.constexpr = HEADS + 2 * KV_HEADS
+    there = head < total
+    column = tl.arange(0, HALF)
+    half: tl.constexpr = DIM // 2
+    inside = there[:, None] & (column < half)[None, :]
+    low = head[:, None] * DIM + column[None, :]
+    high = low + half
+    a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
+    b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
+    if HAS_BIAS:
+        a = a + tl.load(bias + low, mask=inside, other=0.0)
+        b = b + tl.load(bias + high, mask=inside, other=0.0)
+    first, second = a.to(tl.float32), b.to(tl.float32)
+    turned = head < HEADS + KV_HEADS
+    if HAS_NORM:
+        square = tl.sum(first * first + second * second, 1) / DIM
+        scale = tl.rsqrt(square + eps)[:, None]
+        which = tl.where(head < HEADS, 0, 1)[:, None] * DIM + column[None, :]
+        gain_a = tl.load(norms + which, mask=inside, other=0.0)
+        gain_b = tl.load(norms + which + half, mask=inside, other=0.0)
+        first = tl.where(turned[:, None], ((first * scale).to(a.dtype) * gain_a).to(tl.float32), first)
+        second = tl.where(turned[:, None], ((second * scale).to(a.dtype) * gain_b).to(tl.float32), second)
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
+    sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
+    cos = tl.where(turned[:, None], cos, 1.0)
+    sin = tl.where(turned[:, None], sin, 0.0)
+    a = (first * cos - second * sin).to(a.dtype)
+    b = (second * cos + first * sin).to(b.dtype)
+    # Queries stay in the step's order; keys and values go behind their row's prefix.
+    is_q = inside & (head < HEADS)[:, None]
+    at = token * HEADS * DIM + low
+    tl.store(q + at, a, mask=is_q)
+    tl.store(q + at + half, b, mask=is_q)
+    place = tl.load(lengths + batch) + token % count
+    base = tl.load(rows + batch).to(tl.int64) * KV_HEADS
+    is_k = inside & ((head >= HEADS) & turned)[:, None]
+    at = ((base + head - HEADS) * capacity + place)[:, None] * DIM + column[None, :]
+    tl.store(keys + at, a, mask=is_k)
+    tl.store(keys + at + half, b, mask=is_k)
+    is_v = inside & (head >= HEADS + KV_HEADS)[:, None]
+    at = ((base + head - HEADS - KV_HEADS) * capacity + place)[:, None] * DIM + column[None, :]
+    tl.store(values + at, a, mask=is_v)
+    tl.store(values + at + half, b, mask=is_v)
+
+
+def rotate_write(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    norms: torch.Tensor | None,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    eps: float = 1e-6,
+) -> None:
+    """qkv [M, (H + 2 Hkv) D], M at least B x K -> q [B, K, H, D], and K/V behind each row's prefix in the cache.
+
+    cosine, sine [positions, D / 2] fp32; rows, lengths [B] int32; positions [B, K] int32; keys, values
+    [R, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
+    queries' and the keys' own RMSNorm (Qwen3).
+    """
+    batch, count, heads, dim = q.shape
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    block = min(8, triton.next_power_of_2(heads + 2 * kv_heads))
+    _rotate_write[(batch * count, triton.cdiv(heads + 2 * kv_heads, block))](
+        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, rows, lengths, positions,
+        q, keys, values, count, capacity, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
+        HAS_BIAS=bias is not None, HAS_NORM=norms is not None, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, blocks of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0)
+    up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """x [M, 2 width], gate and up beside each other -> out [M, width] = silu(gate) * up."""
+    width = out.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    _gate[(out.shape[0], triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _keep(cache, rows, lengths, paths, counts, all_rows, capacity, longest, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (layers x 2, batch, kv heads). A path's nodes rise, so no place is read after it was written."""
+    layer, batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    count = tl.load(counts + batch)
+    length = tl.load(lengths + batch)
+    row = tl.load(rows + batch)
+    base = cache + ((layer * all_rows + row) * tl.num_programs(2) + head) * capacity * DIM
+    column = tl.arange(0, BLOCK)
+    for i in range(0, count):
+        source = length + tl.load(paths + batch * longest + i)
+        value = tl.load(base + source * DIM + column, mask=column < DIM)
+        tl.store(base + (length + 1 + i) * DIM + column, value, mask=column < DIM)
+
+
+def keep(
+    cache: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Move the accepted nodes' K/V next to their prefix, in place. The root stands there already.
+
+    cache [layers, 2, R, Hkv, capacity, D]; rows, lengths, counts [B] int32: row, prefix and accepted nodes;
+    paths [B, longest] int32: the nodes.
+    """
+    layers, two, all_rows, heads, capacity, dim = cache.shape
+    _keep[(layers * two, len(rows), heads)](
+        cache, rows, lengths, paths, counts, all_rows, capacity, paths.shape[1],
+        DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+    )  # fmt: skip
