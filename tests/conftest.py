@@ -6,12 +6,17 @@ outputs can be compared token for token.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before the first import of triton, and transformers may be that
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -157,10 +157,12 @@ class Tiles:
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
     """Tiles that fill the device about twice with programs; few splits where the heads alone do."""
     rows = count * (heads // kv_heads)
-    block_m = min(128 if dim <= 128 else 64, max(16, triton.next_power_of_2(rows)))
+    block_m = min(128 if dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
     programs = batch * kv_heads * triton.cdiv(rows, block_m)
     splits = max(1, min(64, 2 * processors // programs))
-    return Tiles(block_m, 64 if dim <= 128 else 32, splits, warps=8 if block_m == 128 else 4)
+    if dim > 128:
+        return Tiles(block_m, 32, splits, warps=8, stages=1)
+    return Tiles(block_m, 64, splits, warps=8 if block_m == 128 else 4)
 
 
 class Workspace:

@@ -1,0 +1,1 @@
+"""Benchmarks: models, prompt sets, methods, reports."""
