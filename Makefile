@@ -17,12 +17,13 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 test: lint ## lint, then run the tests
 	$(BIN)/pytest
 
-lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, figures
+lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, figures, table of models
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/figures.py --check
+	$(BIN)/python docs/models.py --check
 
 format: $(VENV)/.installed-dev ## sort imports and reformat
 	$(BIN)/ruff check --fix .

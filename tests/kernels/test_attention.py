@@ -124,7 +124,7 @@ def test_512_tokens(device: torch.device) -> None:
 def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
     tiles = tiles_for(1, count, heads, kv_heads, 64)
     programs = kv_heads * -(-count * heads // kv_heads // tiles.block_m) * tiles.splits
-    assert 132 // 2 <= programs or tiles.splits == 64
+    assert programs >= 132 // 2 or tiles.splits == 64
     assert tiles.block_m >= 16
 
 

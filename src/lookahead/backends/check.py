@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,20 @@ def check_supported(model: Any) -> None:
 
     if getattr(model.config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder; lookahead decodes causal language models")
-    if getattr(model, "_is_stateful", False):
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS):
         refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
     if "local" in (getattr(config, "attention_layers", None) or ()):
         refuse("its local attention counts places in the cache, not positions")
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("its attention is biased by place in the cache (ALiBi), not by position")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if getattr(config, "attn_temperature_tuning", False):
+        refuse("its attention is scaled by place in the cache, not by position")
+    if getattr(config, "attention_type", None) == "block_sparse":
+        refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
+    if kind == "git":
+        refuse("its cache holds image tokens that stand nowhere in the prompt")
+    others = sorted(kinds - KNOWN_LAYERS)
     if others:
         refuse(f"its {others[0]} layers do not read a K/V cache by position")
     attention = getattr(config, "_attn_implementation", "eager")
@@ -106,7 +114,8 @@ def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     kind = getattr(model.config, "model_type", type(model).__name__)
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     output = model(input_ids=ids, use_cache=True)
-    layers = getattr(getattr(output, "past_key_values", None), "layers", None)
+    cache = getattr(output, "past_key_values", None)
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
     if not layers:
         raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: it returns no K/V cache")
     shapes = []
@@ -124,8 +133,26 @@ def probe(backend: EagerBackend) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
-    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see.
+    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see. Where the config names a
+    sliding window the tree is run again under a window of 2 tokens, which no prompt is too short for: a model that
+    has no window although its config says so, or has one where its layer types say otherwise, is found out.
     """
+    _compare(backend)
+    config = backend.model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return
+    config.sliding_window = 2
+    try:
+        backend.read_windows()
+        _compare(backend, "its attention does not follow the sliding window of its config")
+    finally:
+        config.sliding_window = window
+        backend.read_windows()
+
+
+def _compare(backend: EagerBackend, reason: str = "") -> None:
+    """Raise UnsupportedModelError where the tree's logits are not the model's own; `reason` is why, if it is known."""
     model, vocab = backend.model, backend.vocab_size
     prefix = [1 % vocab, 7 % vocab, 3 % vocab]
     tree = TokenTree([5 % vocab, 11 % vocab, 2 % vocab, 9 % vocab], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
@@ -138,22 +165,36 @@ def probe(backend: EagerBackend) -> None:
         backend.commit([(slot, ())])
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}") from error
+        raise UnsupportedModelError(
+            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens ({reason})"
+        ) from error
     finally:
         backend.close(slot)
     tolerance = 1e-3 if backend.dtype == torch.float32 else 0.1
     for node, path in enumerate(([0], [0, 1], [0, 2], [0, 2, 3])):
         ids = prefix + [tree.tokens[n] for n in path]
-        plain = model(input_ids=torch.tensor([ids], device=backend.device), use_cache=False).logits[0, -1].float()
+        plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
         distance = _relative(ours[0, node].float(), plain)
         if not distance <= tolerance:
-            reason = "its attention does not follow the mask or the positions"
-            if not _relative(_one_by_one(model, ids, backend.device), plain) <= tolerance:
-                reason = "so do the model's own passes over one token and over several, as with quantised activations"
+            if not reason:
+                reason = "its attention does not follow the mask or the positions"
+                if not _relative(_one_by_one(model, ids, backend.device), plain) <= tolerance:
+                    reason = (
+                        "so do the model's own passes over one token and over several, as with quantised activations "
+                        "or attention that is not causal"
+                    )
             raise UnsupportedModelError(
                 f"model type {kind!r} cannot be decoded exactly: a tree of tokens gives other logits than the tokens "
                 f"in a row (relative error {distance:.2g}); {reason}"
             )
+
+
+def _inputs(model: Any, ids: list[int], first: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """One row with its positions, which `generate` hands to every model that takes them."""
+    inputs = {"input_ids": torch.tensor([ids], device=device)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.arange(first, first + len(ids), device=device)[None]
+    return inputs
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -163,7 +204,7 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _one_by_one(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:
     """[V] logits after `ids` when each is a pass of its own over the model's own cache, as `generate` has it."""
     cache = None
-    for token in ids:
-        output = model(input_ids=torch.tensor([[token]], device=device), past_key_values=cache, use_cache=True)
+    for place, token in enumerate(ids):
+        output = model(**_inputs(model, [token], place, device), past_key_values=cache, use_cache=True)
         cache = output.past_key_values
     return output.logits[0, -1].float()

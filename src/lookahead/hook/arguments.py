@@ -74,7 +74,8 @@ def refuse_unsupported(config: Any, dropped: Dropped, model_kwargs: Mapping[str,
     if dropped.synced_gpus:
         raise ValueError("synced_gpus=True: ranks that take different numbers of steps cannot be kept in step")
     for name, value in model_kwargs.items():
-        if name not in PASSED and value is not None:
+        empty = value is None or (isinstance(value, Mapping) and not value)  # `mm_encoder_outputs` without an image
+        if name not in PASSED and not empty:
             raise ValueError(f"the model argument {name!r} is not supported with lookahead decoding; leave it out")
 
 
@@ -138,3 +139,17 @@ def rows_of(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any
         if given is None or not torch.equal(given[:, -width:][mask[:, -width:]], usual[:, -width:][mask[:, -width:]]):
             raise ValueError("position_ids other than each token's place in its row are not supported; leave them out")
     return Rows(input_ids, mask, past)
+
+
+def check_padding(model: Any, rows: Rows, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a padded batch where `generate` hands the model no positions: the padding would count as some."""
+    config = model.config.get_text_config(decoder=True)
+    if (
+        not rows.mask.all()
+        and model_kwargs.get("position_ids") is None
+        and not getattr(config, "rope_parameters", None)
+    ):
+        raise ValueError(
+            f"model type {model.config.model_type!r} counts padding as positions; pass one prompt at a time, or "
+            "prompts of one length"
+        )

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.check import check_supported
 from lookahead.config import LookaheadConfig, SamplingParams
-from lookahead.hook.arguments import Dropped, dropped_arguments, refuse_unsupported, rows_of
+from lookahead.hook.arguments import Dropped, check_padding, dropped_arguments, refuse_unsupported, rows_of
 from lookahead.hook.rules import Plan
 from lookahead.hook.run import Run
 from lookahead.stats import Stats
@@ -66,8 +67,11 @@ class Decoding:
         """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config asks for it."""
         dropped = dropped or Dropped(streamer, assistant_model, synced_gpus)
         try:
+            check_supported(model)
             refuse_unsupported(generation_config, dropped, model_kwargs)
-            run = Run(model, rows_of(input_ids, generation_config, model_kwargs), generation_config, model_kwargs)
+            rows = rows_of(input_ids, generation_config, model_kwargs)
+            check_padding(model, rows, model_kwargs)
+            run = Run(model, rows, generation_config, model_kwargs)
             plan = Plan.of(
                 logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
                 streaming=dropped.streamer is not None,
