@@ -238,7 +238,7 @@ def test_an_error_in_the_model_frees_every_slot(lm: LookaheadModel, monkeypatch:
     def broken(inputs: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(lm.backend, "step", broken)
+    monkeypatch.setattr(lm.backend, "launch", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         lm.generate(list(PROMPTS))
     with pytest.raises(RuntimeError, match="out of memory"):

@@ -182,12 +182,14 @@ class SamplingParams:
 class StopRules:
     """When a sequence ends: tested after every accepted token, inside a block too.
 
-    `max_length` is the model's context: prompt and output together never exceed it.
+    `max_length` is the model's context: prompt and output together never exceed it. With `last_is_free` they may by the
+    last token, which is never run and needs no position.
     """
 
     max_tokens: int = 256
     eos_ids: frozenset[int] = frozenset()
     max_length: int | None = None
+    last_is_free: bool = False
 
     def __post_init__(self) -> None:
         _at_least("max_tokens", self.max_tokens, 1)
@@ -196,7 +198,7 @@ class StopRules:
         """How many tokens may be generated after a prompt of this length."""
         if self.max_length is None:
             return self.max_tokens
-        return min(self.max_tokens, self.max_length - prompt_tokens)
+        return min(self.max_tokens, self.max_length + self.last_is_free - prompt_tokens)
 
 
 def _at_least(name: str, value: int, least: int) -> int:

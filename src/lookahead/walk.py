@@ -106,7 +106,7 @@ class Walk:
                 tokens[row] = one.result.targets[one.item.tree.row(node)]
             return tokens
         size = next(iter(at.values()))[0].result.logits.shape[-1]
-        logits = torch.zeros((len(tokens), size), device=self.ids.device)
+        logits = torch.zeros((len(tokens), size), dtype=torch.float32, device=self.ids.device)
         for row, (one, node) in at.items():
             logits[row] = one.result.logits[one.item.tree.row(node)]
         scores = logits if self.rule.processors is None else self.rule.processors(self.ids, logits)
@@ -145,6 +145,11 @@ class Walks:
         for walk, members in parts.items():
             verdicts.update(zip([one.sequence for one in members], walk(members), strict=True))
         return [verdicts[one.sequence] for one in ran]
+
+
+def row_draws(draws: Sequence[Draw]) -> Draw:
+    """Draws for rows that move together, each from its own source."""
+    return lambda scores: torch.cat([draw(scores[row : row + 1]) for row, draw in enumerate(draws)])
 
 
 def uniform_draw(seed: int, params: SamplingParams | None = None) -> Draw:

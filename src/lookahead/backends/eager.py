@@ -46,7 +46,7 @@ class EagerBackend:
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.read_windows()
+        self._windows = sliding_windows(config)
         self._prefill_chunk = prefill_chunk or PREFILL_CHUNK
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._row: dict[int, int] = {}
@@ -55,10 +55,6 @@ class EagerBackend:
         self._next_slot = 0
         if verify:
             probe(self)
-
-    def read_windows(self) -> None:
-        """Take the sliding windows from the model's config as it is now."""
-        self._windows = sliding_windows(self.model.config.get_text_config(decoder=True))
 
     @torch.inference_mode()
     def open(self) -> int:

@@ -42,14 +42,17 @@ def dropped_arguments(hook: Any, frame: FrameType | None) -> None:
 
 
 REFUSED_MODES = {
-    GenerationMode.BEAM_SEARCH: "beam search (num_beams={num_beams})",
-    GenerationMode.BEAM_SAMPLE: "beam sampling (num_beams={num_beams})",
-    GenerationMode.GROUP_BEAM_SEARCH: "group beam search (num_beam_groups={num_beam_groups})",
-    GenerationMode.CONSTRAINED_BEAM_SEARCH: "constrained beam search",
-    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search (penalty_alpha={penalty_alpha})",
-    GenerationMode.DOLA_GENERATION: "DoLa (dola_layers={dola_layers})",
-    GenerationMode.ASSISTED_GENERATION: "assisted generation",
-}
+    GenerationMode.BEAM_SEARCH: ("beam search", ("num_beams",)),
+    GenerationMode.BEAM_SAMPLE: ("beam sampling", ("num_beams",)),
+    GenerationMode.GROUP_BEAM_SEARCH: ("group beam search", ("num_beam_groups",)),
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: ("constrained beam search", ("constraints", "force_words_ids")),
+    GenerationMode.CONTRASTIVE_SEARCH: ("contrastive search", ("penalty_alpha",)),
+    GenerationMode.DOLA_GENERATION: ("DoLa", ("dola_layers",)),
+    GenerationMode.ASSISTED_GENERATION: (
+        "assisted generation", ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit"),
+    ),
+}  # fmt: skip
+"""What each is called, and the fields that ask for it."""
 CACHES = (None, "dynamic", "static")
 PASSED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
 """Model arguments that the decoding loop heeds; a forward pass with any other would need it at every step."""
@@ -59,8 +62,13 @@ def refuse_unsupported(config: Any, dropped: Dropped, model_kwargs: Mapping[str,
     """One clear message for what lookahead decoding cannot honour. `config` is the call's GenerationConfig."""
     mode = config.get_generation_mode(dropped.assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        named = REFUSED_MODES.get(mode, str(mode)).format_map(_Fields(config))
-        raise ValueError(f"lookahead decoding is greedy or sampled; it does not do {named}; leave that out")
+        name, fields = REFUSED_MODES.get(mode, (str(mode), ()))
+        given = {field: getattr(config, field, None) for field in fields}
+        asked = [f"{field}={value!s:.40}" for field, value in given.items() if value not in (None, False)]
+        asked += ["assistant_model"] if dropped.assistant_model is not None else []
+        raise ValueError(
+            f"lookahead decoding is greedy or sampled, and does not do {name}; leave out {', '.join(asked) or 'it'}"
+        )
     if not config.use_cache:
         raise ValueError("lookahead decoding needs the K/V cache; leave out use_cache=False")
     for name in ("output_attentions", "output_hidden_states"):
@@ -77,16 +85,6 @@ def refuse_unsupported(config: Any, dropped: Dropped, model_kwargs: Mapping[str,
         empty = value is None or (isinstance(value, Mapping) and not value)  # `mm_encoder_outputs` without an image
         if name not in PASSED and not empty:
             raise ValueError(f"the model argument {name!r} is not supported with lookahead decoding; leave it out")
-
-
-class _Fields(dict[str, Any]):
-    """A GenerationConfig's fields by name, those that it lacks as None."""
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(self._config, name, None)
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,13 @@ def rows_of(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any
     if mask is None:
         mask = input_ids.new_ones(batch, getattr(config, "_mask_length", length))
     mask = mask.bool()
+    fits = (length, past + input_ids.shape[1])
+    if mask.shape[1] not in fits:
+        raise ValueError(
+            f"attention_mask covers {mask.shape[1]} tokens, and the prompt has {length}"
+            + (f" after {past} in past_key_values" if past else "")
+            + "; it must be as long as the prompt, or as the cache and the prompt together"
+        )
     if past and mask.shape[1] <= past:
         raise ValueError(
             f"past_key_values holds {past} tokens and the prompt {mask.shape[1]}; pass the whole text, at least one "

@@ -20,17 +20,21 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 KNOWN = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 
 
-def check(cache: Any) -> None:
-    """Refuse a cache whose layers do not hold plain keys and values."""
+def check(cache: Any, batch: int) -> None:
+    """Refuse a cache whose layers do not hold plain keys and values of this many rows."""
     if cache is None:
         return
     known = {getattr(cache_utils, name) for name in KNOWN}
-    odd = [layer for layer in getattr(cache, "layers", ()) if type(layer) not in known]
+    layers: list[Any] = getattr(cache, "layers", [])
+    odd = [layer for layer in layers if type(layer) not in known]
     if not isinstance(cache, cache_utils.Cache) or odd or getattr(cache, "offloading", False):
         kind = type(odd[0] if odd else cache).__name__
         raise ValueError(
             f"past_key_values with a {kind} cannot be used with lookahead decoding; use a DynamicCache or a StaticCache"
         )
+    for layer in layers:
+        if layer.is_initialized and layer.keys.shape[0] != batch:
+            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {batch}")
 
 
 def row_of(cache: Any, row: int, mask: torch.Tensor) -> Layers:
@@ -55,6 +59,12 @@ def extend(cache: Any, backend: EagerBackend, rows: Rows, ids: torch.Tensor, lef
     """
     hidden = rows.mask.shape[1] - rows.input_ids.shape[1]
     total = hidden + ids.shape[1]
+    for layer in cache.layers:
+        if type(layer) is cache_utils.StaticLayer and total > layer.max_cache_len:
+            raise ValueError(
+                f"past_key_values has room for {layer.max_cache_len} tokens, and {total} have to be kept; make a "
+                "larger StaticCache, or use a DynamicCache"
+            )
     mask = torch.nn.functional.pad(rows.mask, (0, total - rows.mask.shape[1]), value=True)
     full = [
         complete(backend, layers, ids[row][mask[row, hidden:]].tolist(), int(mask[row].sum()))

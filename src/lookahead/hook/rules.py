@@ -18,7 +18,7 @@ import transformers.generation.stopping_criteria as criteria
 
 from lookahead.engine import Judge
 from lookahead.sequence import DecodingSequence
-from lookahead.walk import Draw, Rule, Walk, Walks, uniform_draw
+from lookahead.walk import Draw, Rule, Walk, Walks, row_draws, uniform_draw
 
 ROWWISE = (
     "ExponentialDecayLengthPenalty", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
@@ -59,8 +59,8 @@ class Plan:
         streaming: bool,
     ) -> Plan:
         """`config` is the call's GenerationConfig, the rest what `generate` made of it and of its arguments."""
-        ends = [rule for rule in stopping_criteria if isinstance(rule, criteria.EosTokenCriteria)]
-        eos_ids = frozenset(int(i) for rule in ends for i in rule.eos_token_id.flatten())
+        if generator is not None and seed is not None:
+            raise ValueError(f"seed={seed} and a generator are two sources to draw from; leave one of them out")
         has_eos = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
         pad = config._pad_token_tensor
         usual = (criteria.EosTokenCriteria, criteria.MaxLengthCriteria)
@@ -73,6 +73,9 @@ class Plan:
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         )
         rowwise = {getattr(processors, name, None) for name in ROWWISE}
+        plain = not rule.wants_logits and all(type(c) in usual for c in stopping_criteria)
+        ends = [c.eos_token_id for c in stopping_criteria if type(c) is criteria.EosTokenCriteria]
+        limits = [c.max_length for c in stopping_criteria if type(c) is criteria.MaxLengthCriteria]
         return cls(
             rule=rule,
             together=batch > 1
@@ -83,9 +86,9 @@ class Plan:
                 or not all(type(c) in (*usual, criteria.StopStringCriteria) for c in stopping_criteria)
                 or (rule.pad is None and not all(type(c) in usual for c in stopping_criteria))
             ),
-            plain=not rule.wants_logits and all(type(c) in usual for c in stopping_criteria),
-            max_length=stopping_criteria.max_length or config.max_length,
-            eos_ids=eos_ids,
+            plain=plain,
+            max_length=min(limits, default=config.max_length),
+            eos_ids=frozenset(int(i) for ids in ends for i in ids.flatten()) if plain else frozenset(),
             pad=0 if pad is None else int(pad),
             seed=seed if config.do_sample else None,
         )
@@ -95,11 +98,15 @@ class Plan:
         if self.plain and not self.together:
             return None
         walks = Walks()
+        rules = [self.rule] * len(sequences)
+        if self.seed is not None:
+            rules = [replace(self.rule, draw=uniform_draw(self.seed + row)) for row in range(len(sequences))]
         if self.together:
-            self._walks = [walks.add(sequences, ids, self.rule)]
+            draws = [rule.draw for rule in rules if rule.draw is not None]
+            rule = self.rule if self.seed is None else replace(self.rule, draw=row_draws(draws))
+            self._walks = [walks.add(sequences, ids, rule)]
             return walks
-        for row, sequence in enumerate(sequences):
-            rule = self.rule if self.seed is None else replace(self.rule, draw=uniform_draw(self.seed + row))
+        for row, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
             self._walks.append(walks.add([sequence], ids[row : row + 1], rule))
         return walks
 
@@ -113,7 +120,7 @@ class Plan:
             return self._walks[0].ids
         longest = max(sequence.stats.generated_tokens for sequence in sequences)
         rows = [s.output + [self.pad] * (longest - s.stats.generated_tokens) for s in sequences]
-        return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
+        return torch.cat([ids, torch.tensor(rows, dtype=torch.long, device=ids.device)], dim=1)
 
     def kept(self, name: str) -> tuple[torch.Tensor, ...]:
         """The kept scores or logits: one [B, V] tensor per output position."""

@@ -46,7 +46,7 @@ class Run:
     def __init__(self, model: Any, rows: Rows, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
         self.model, self.rows, self.wants = model, rows, generation_config
         self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
-        caches.check(self.cache)
+        caches.check(self.cache, len(rows.input_ids))
         self.known = self._know()
         chunk = generation_config.prefill_chunk_size
         self.backend = EagerBackend(model, verify=False, shapes=self.known.shapes, prefill_chunk=chunk)
@@ -56,7 +56,7 @@ class Run:
     def _know(self) -> Known:
         model = self.model
         place = model.get_input_embeddings().weight
-        state = (input_device(model), place.dtype, model.config._attn_implementation, model.training)
+        state = (input_device(model), place.dtype, place.shape, model.config._attn_implementation, model.training)
         known = _known.get(model)
         if known is None or known.state != state:
             known = Known(state, layer_shapes(model))
@@ -103,13 +103,13 @@ class Run:
         prompts = [self.rows.tokens(row) for row in range(len(self.rows.input_ids))]
         room = max(1, plan.max_length - length)
         if limit.hard and limit.positions is not None:
-            longest = max(map(len, prompts)) + room
+            longest = max(map(len, prompts)) + room - 1
             if longest > limit.positions:
                 raise ValueError(
                     f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
                     f"positions ({limit.reason}), and {longest} are asked for; lower max_new_tokens"
                 )
-        rules = StopRules(room, plan.eos_ids, limit.positions)
+        rules = StopRules(room, plan.eos_ids, limit.positions, last_is_free=True)
         return [DecodingSequence(prompt, config, rules=rules, warmth=self.known.warmth) for prompt in prompts]
 
     def _slot(self, row: int) -> int:
