@@ -3,6 +3,7 @@
     python benchmarks/gpu.py PART [PART ...] --model smollm2.gguf --data-dir DIR --out DIR
 
     attention   the kernel against SDPA with a dense mask, and against the device's copy bandwidth
+    profile     device time by kernel of a step of 1 and of 128 tokens
     step        time of a step by K: the matrix products alone, the device, the host around it
     speed       tokens per second and S of every method on MT-Bench and HumanEval, on one counter
     baselines   transformers' own: eager, static cache + compile, prompt lookup
@@ -86,6 +87,13 @@ def tree_of(count: int, window: int = 5, ngram: int = 5) -> TokenTree:
 
 # attention
 
+SWEEP = [
+    (block_m, block_n, warps, stages)
+    for block_m in (16, 64, 128)
+    for block_n in (64, 128)
+    for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3))
+]
+
 
 def attention_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Kernel, SDPA with a dense mask over the live prefix, and the floor: K/V read once at copy bandwidth."""
@@ -93,7 +101,7 @@ def attention_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth()
     for heads, kv_heads, dim in ((64, 64, 64), (32, 32, 128), (32, 8, 128)):
         for count in (1, 121):
-            for context in (1024, 2048, 16384):
+            for context in (512, 2048, 16384):
                 rows.append(attention_case(heads, kv_heads, dim, count, context, bandwidth))
                 print(rows[-1], flush=True)
     return rows
@@ -124,13 +132,13 @@ def attention_case(heads: int, kv_heads: int, dim: int, count: int, context: int
 
     tried = {}
     base = attention.tiles_for(1, count, heads, kv_heads, dim)
-    for splits in sorted({base.splits, 1, 2, 4, 8}) if (heads, dim) == (64, 64) else ():
-        for block_n in (32, 64, 128):
-            for warps in (4, 8):
-                for stages in (2, 3):
-                    tiles = attention.Tiles(base.block_m, block_n, splits, warps, stages)
-                    with contextlib.suppress(triton.runtime.errors.OutOfResources):
-                        tried[f"{splits}/{block_n}/{warps}/{stages}"] = timed(tiles=tiles)
+    sweep = SWEEP if (heads, dim) == (64, 64) else ()
+    for block_m, block_n, warps, stages in sweep:
+        if (block_m == 16) == (count == 1):
+            for splits in (1, 2, 4) if count > 1 else (2, 4, 8):
+                tiles = attention.Tiles(block_m, block_n, splits, warps, stages)
+                with contextlib.suppress(triton.runtime.errors.OutOfResources):
+                    tried[f"{block_m}x{block_n}/{splits}/{warps}/{stages}"] = timed(tiles=tiles)
     node = torch.arange(count, device=DEVICE)
     seen = (bits[0][:, node // 32] >> (node % 32)) & 1 == 1
     mask = torch.zeros(1, 1, count, (context + count + 15) // 16 * 16, device=DEVICE, dtype=dtype)
@@ -152,8 +160,8 @@ def attention_case(heads: int, kv_heads: int, dim: int, count: int, context: int
     return {
         "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context,
         "us": round(ours, 1), "not_exact_us": round(timed(tiles=base, exact=False), 1),
-        "tiles": f"{base.splits}/{base.block_n}/{base.warps}/{base.stages}",
-        "best": {name: round(us, 1) for name, us in best[:3]},
+        "tiles": f"{base.block_m}x{base.block_n}/{base.splits}/{base.warps}/{base.stages}",
+        "best": {name: round(us, 1) for name, us in best[:5]},
         "sdpa_us": round(sdpa, 1), "speedup": round(sdpa / ours, 2), "of_copy_bandwidth": round(floor / ours, 2),
     }  # fmt: skip
 
@@ -205,6 +213,30 @@ def step_case(backend: GraphBackend, slot: int, count: int, context: int) -> dic
         "K": count, "bucket": shape.count, "context": context, "device_ms": round(device, 3),
         "products_ms": round(gemm, 3), "step_wall_ms": round(statistics.median(walls), 3),
     }  # fmt: skip
+
+
+def profile_part(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Mean microseconds of each kernel of a replayed step, and how often it runs."""
+    rows = []
+    backend = GraphBackend(args.large, invariant=True)
+    slot = backend.open()
+    backend._reserve(2, 4096)
+    backend.cache.normal_()
+    for count in (1, 128):
+        item = StepInput(slot, (), tree_of(count), SamplingParams(), (), top=8)
+        backend._length[slot] = 1024
+        backend.step([item])
+        replay = backend._shapes[1, count, True].graph.replay
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(5):
+                replay()
+            torch.cuda.synchronize()
+        for event in sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)[:14]:
+            rows.append(
+                {"K": count, "us": round(event.device_time, 2), "times": event.count / 5, "name": event.key[:60]}
+            )
+            print(rows[-1], flush=True)
+    return rows
 
 
 # speed
@@ -280,7 +312,7 @@ def summary(done: Sequence[DecodingSequence]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"attention": attention_part, "step": step_part, "speed": speed_part}
+PARTS = {"attention": attention_part, "profile": profile_part, "step": step_part, "speed": speed_part}
 
 
 def main() -> None:

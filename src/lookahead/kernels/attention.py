@@ -7,8 +7,8 @@ token sees all of it. Only the K tokens of the step need one, K x K bits packed 
     programs  |  split 0       | 1 | 0 | 1 | ... |  0   |   (two splits)
 
 Each split takes every n-th block of the prefix, so that where a block ends does not depend on the context's length;
-split 0 takes the tree as well. `_merge` joins the splits by their log-sum-exp. The prefix's length is read on the
-device, so that one captured graph serves all lengths.
+split 0 takes the tree as well. The last split to arrive joins all of them by their log-sum-exp. The prefix's length is
+read on the device, so that one captured graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-BLOCK = 128
-"""Keys per block of the prefix."""
 
 
 @triton.jit
@@ -45,26 +43,27 @@ def _update(q, k, v, scale, seen, top, total, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, keys, values, rows, lengths, positions, bits, out, part, part_top,
+    q, keys, values, rows, lengths, positions, bits, out, part, part_top, arrived,
     scale, count, capacity, kv_heads, splits, words,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    WINDOW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch x kv_heads, splits, blocks of count x GROUP rows)."""
+    """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits)."""
     batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
-    split = tl.program_id(1)
+    split = tl.program_id(2)
     length = tl.load(lengths + batch)
-    blocks = tl.cdiv(length, BLOCK_K)
-    if split > 0 and split >= blocks:
+    blocks = tl.cdiv(length, BLOCK_N)
+    live = tl.minimum(tl.maximum(blocks, 1), splits)
+    if split >= live:
         return
     # 1. The queries: row r is token r // GROUP of the step, head r % GROUP of the group that shares these keys.
-    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     real = token < count
     token = tl.minimum(token, count - 1)
     dim = tl.arange(0, DIM)
-    place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
     whole = dim < HEAD
+    place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
     query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
     position = tl.load(positions + batch * count + token)
     base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
@@ -73,16 +72,15 @@ def _attend(
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     # 2. Every `splits`-th block of the prefix.
     for block in range(split, blocks, splits):
-        for inner in tl.static_range(0, BLOCK_K, BLOCK_N):
-            key = block * BLOCK_K + inner + tl.arange(0, BLOCK_N)
-            there = key < length
-            at = (base + key)[:, None] * HEAD + dim[None, :]
-            k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-            v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-            seen = there[None, :] & (token >= 0)[:, None]
-            if WINDOW > 0:
-                seen = seen & (position[:, None] - key[None, :] < WINDOW)
-            top, total, acc = _update(query, k, v, scale, seen, top, total, acc, EXACT)
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = key < length
+        at = (base + key)[:, None] * HEAD + dim[None, :]
+        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+        seen = there[None, :] & (token >= 0)[:, None]
+        if WINDOW > 0:
+            seen = seen & (position[:, None] - key[None, :] < WINDOW)
+        top, total, acc = _update(query, k, v, scale, seen, top, total, acc, EXACT)
     # 3. The tree: its keys stand behind the prefix, its bits say who sees whom.
     if split == 0:
         for first in range(0, count, BLOCK_N):
@@ -98,49 +96,37 @@ def _attend(
                 other = tl.load(positions + batch * count + node, mask=there, other=0)
                 seen = seen & (position[:, None] - other[None, :] < WINDOW)
             top, total, acc = _update(query, k, v, scale, seen, top, total, acc, EXACT)
-    # 4. Alone, the result; else this split's part of it.
-    if blocks <= 1 or splits == 1:
-        acc = acc / total[:, None]
+    # 4. Alone, the result. Else leave this split's part; whoever comes last adds all of them, in the splits' order.
+    arrival = live - 1
+    if live > 1:
+        slot = place * splits
+        tl.store(part + (slot + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
+        tl.store(part_top + (slot + split) * 2, top, mask=real)
+        tl.store(part_top + (slot + split) * 2 + 1, total, mask=real)
+        tl.debug_barrier()
+        counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        arrival = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrival == live - 1:
+            tl.store(counter, 0)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+            for i in range(0, live):
+                # Past the first-level cache, which may hold what stood there before.
+                its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+                its_total = tl.load(part_top + (slot + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+                at = (slot + i)[:, None] * DIM + dim[None, :]
+                its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+                new = tl.maximum(top, its_top)
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                mine, its = tl.exp2(top - safe), tl.exp2(its_top - safe)
+                total = total * mine + its_total * its
+                acc = acc * mine[:, None] + its_acc * its[:, None]
+                top = new
+    if arrival == live - 1:
+        acc = acc / tl.where(real, total, 1.0)[:, None]
         inside = real[:, None] & whole[None, :]
         tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    else:
-        slot = place * splits + split
-        tl.store(part + slot[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
-        tl.store(part_top + slot * 2, top, mask=real)
-        tl.store(part_top + slot * 2 + 1, total, mask=real)
-
-
-@triton.jit
-def _merge(
-    part, part_top, lengths, out, per_batch, splits,
-    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Grid: (batch, blocks of the step's tokens x heads). Splits are added in their order."""
-    batch = tl.program_id(0)
-    blocks = tl.cdiv(tl.load(lengths + batch), BLOCK_K)
-    if blocks <= 1:
-        return
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = row < per_batch
-    place = batch * per_batch + row
-    dim = tl.arange(0, DIM)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    for split in range(0, tl.minimum(blocks, splits)):
-        slot = place * splits + split
-        its_top = tl.load(part_top + slot * 2, mask=real, other=float("-inf"))
-        its_total = tl.load(part_top + slot * 2 + 1, mask=real, other=0.0)
-        its_acc = tl.load(part + slot[:, None] * DIM + dim[None, :], mask=real[:, None], other=0.0)
-        new = tl.maximum(top, its_top)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        mine, its = tl.exp2(top - base), tl.exp2(its_top - base)
-        total = total * mine + its_total * its
-        acc = acc * mine[:, None] + its_acc * its[:, None]
-        top = new
-    acc = acc / total[:, None]
-    inside = real[:, None] & (dim < HEAD)[None, :]
-    tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -155,28 +141,31 @@ class Tiles:
 
 
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles that fill the device about twice with programs; few splits where the heads alone do."""
+    """Tiles that give every multiprocessor a program or two; no splits where the heads alone do."""
     rows = count * (heads // kv_heads)
-    block_m = min(128 if dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
+    block_m = min(64 if dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
     programs = batch * kv_heads * triton.cdiv(rows, block_m)
-    splits = max(1, min(64, 2 * processors // programs))
+    splits = max(1, min(64, (2 if block_m == 16 else 1) * (processors + 4) // programs))
     if dim > 128:
         return Tiles(block_m, 32, splits, warps=8, stages=1)
-    return Tiles(block_m, 64, splits, warps=8 if block_m == 128 else 4)
+    return Tiles(block_m, 64, splits)
 
 
 class Workspace:
     """The splits' partial results, for the largest step it was asked for. One serves all layers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.part = torch.empty(0, device=device)
-        self.top = torch.empty(0, device=device)
+        self.part = torch.empty(0, dtype=torch.float32, device=device)
+        self.top = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def reserve(self, rows: int, splits: int, dim: int) -> None:
-        """Room for this many rows (batch x tokens x heads)."""
+    def reserve(self, rows: int, splits: int, dim: int, blocks: int) -> None:
+        """Room for this many rows (batch x tokens x heads), and for a counter per block of them."""
         if splits > 1 and self.part.numel() < rows * splits * dim:
             self.part = self.part.new_empty(rows * splits * dim)
             self.top = self.top.new_empty(rows * splits * 2)
+        if self.arrived.numel() < blocks:
+            self.arrived = self.arrived.new_zeros(blocks)
 
 
 def attend(
@@ -205,18 +194,12 @@ def attend(
     _, kv_heads, capacity, _ = keys.shape
     group, padded = heads // kv_heads, triton.next_power_of_2(dim)
     tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
-    work.reserve(batch * count * heads, tiles.splits, padded)
-    grid = (batch * kv_heads, tiles.splits, triton.cdiv(count * group, tiles.block_m))
+    grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), tiles.splits)
+    work.reserve(batch * count * heads, tiles.splits, padded, grid[0] * grid[1])
     _attend[grid](
-        q, keys, values, rows, lengths, positions, bits, out, work.part, work.top,
+        q, keys, values, rows, lengths, positions, bits, out, work.part, work.top, work.arrived,
         scale * LOG2E, count, capacity, kv_heads, tiles.splits, bits.shape[2],
-        GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=BLOCK,
+        GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         WINDOW=window, EXACT=exact and q.dtype != torch.float32, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    if tiles.splits > 1:
-        per_batch, block_m = count * heads, 16
-        _merge[(batch, triton.cdiv(per_batch, block_m))](
-            work.part, work.top, lengths, out, per_batch, tiles.splits,
-            HEAD=dim, DIM=padded, BLOCK_M=block_m, BLOCK_K=BLOCK, num_warps=2,
-        )  # fmt: skip
     return out

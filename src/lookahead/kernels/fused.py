@@ -24,6 +24,7 @@ def _add_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = tl.load(stream + source * WIDTH + column, mask=inside, other=0.0)
+    gain = tl.load(weight + column, mask=inside, other=0.0)
     if HAS_DELTA:
         x = x + tl.load(delta + source * WIDTH + column, mask=inside, other=0.0)
         if not HAS_ROWS:
@@ -31,8 +32,7 @@ def _add_norm(
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     normed = (wide * scale).to(x.dtype)
-    y = normed * tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(out + target * WIDTH + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + target * WIDTH + column, (normed * gain).to(out.dtype.element_ty), mask=inside)
 
 
 def add_norm(

@@ -65,9 +65,9 @@ class TopWork:
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         self.pieces = triton.cdiv(vocabulary, PIECE)
-        self.values = torch.empty(rows, self.pieces, top, device=device)
+        self.values = torch.empty(rows, self.pieces, top, dtype=torch.float32, device=device)
         self.ids = torch.empty(rows, self.pieces, top, dtype=torch.int32, device=device)
-        self.sums = torch.empty(rows, self.pieces, 2, device=device)
+        self.sums = torch.empty(rows, self.pieces, 2, dtype=torch.float32, device=device)
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork) -> torch.Tensor:
