@@ -65,8 +65,8 @@ class Never(transformers.StoppingCriteria):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     lm = lookahead.load(log=print)
@@ -83,6 +83,8 @@ def main() -> None:
     rows = []
     for name, config in configs.items():
         for extra, options in extras.items():
+            if name != "default" and options:
+                continue
             alone, inside, ratios = [], [], []
             for number in range(args.rounds + 1):
                 for prompt in PROMPTS:

@@ -90,8 +90,8 @@ def tree_of(count: int, window: int = 5, ngram: int = 5) -> TokenTree:
 SWEEP = [
     (block_m, block_n, warps, stages)
     for block_m in (16, 64, 128)
-    for block_n in (64, 128)
-    for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3))
+    for block_n in (32, 64, 128)
+    for warps, stages in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3))
 ]
 
 
@@ -101,7 +101,7 @@ def attention_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     bandwidth = copy_bandwidth()
     for heads, kv_heads, dim in ((64, 64, 64), (32, 32, 128), (32, 8, 128)):
         for count in (1, 121):
-            for context in (512, 2048, 16384):
+            for context in (1024, 2048, 16384):
                 rows.append(attention_case(heads, kv_heads, dim, count, context, bandwidth))
                 print(rows[-1], flush=True)
     return rows

@@ -123,7 +123,7 @@ def rows_of(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens, and the prompt has {length}"
             + (f" after {past} in past_key_values" if past else "")
-            + "; it must be as long as the prompt, or as the cache and the prompt together"
+            + "; it must be as long as the prompt, or as the cache and the prompt together (token_healing changes that)"
         )
     if past and mask.shape[1] <= past:
         raise ValueError(

@@ -23,16 +23,19 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _update(q, k, v, scale, seen, top, total, acc, EXACT: tl.constexpr):
+def _update(q, k, v, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top, total [M]. `scale` includes log2(e)."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(scores - base[:, None])
-    scale = tl.exp2(top - base)
-    total = total * scale + tl.sum(p, 1)
-    acc = acc * scale[:, None]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = new
+    if MASKED:
+        base = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(scores * scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
     high = p.to(v.dtype)
     acc = tl.dot(high, v, acc, input_precision="ieee")
     if EXACT:
@@ -70,8 +73,19 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    # 2. Every `splits`-th block of the prefix.
-    for block in range(split, blocks, splits):
+    # 2. Every `splits`-th block of the prefix. Whole blocks need no mask, unless a window ends in them.
+    whole_blocks = length // BLOCK_N if WINDOW == 0 else 0
+    for block in range(split, whole_blocks, splits):
+        at = (base + block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
+        if HEAD == DIM:
+            k = tl.load(keys + at)
+            v = tl.load(values + at)
+        else:
+            k = tl.load(keys + at, mask=whole[None, :], other=0.0)
+            v = tl.load(values + at, mask=whole[None, :], other=0.0)
+        top, total, acc = _update(query, k, v, scale, True, top, total, acc, False, EXACT)
+    first_block = whole_blocks + (split - whole_blocks % splits + splits) % splits
+    for block in range(first_block, blocks, splits):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
         there = key < length
         at = (base + key)[:, None] * HEAD + dim[None, :]
@@ -80,7 +94,7 @@ def _attend(
         seen = there[None, :] & (token >= 0)[:, None]
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = _update(query, k, v, scale, seen, top, total, acc, EXACT)
+        top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True, EXACT)
     # 3. The tree: its keys stand behind the prefix, its bits say who sees whom.
     if split == 0:
         for first in range(0, count, BLOCK_N):
@@ -95,7 +109,7 @@ def _attend(
             if WINDOW > 0:
                 other = tl.load(positions + batch * count + node, mask=there, other=0)
                 seen = seen & (position[:, None] - other[None, :] < WINDOW)
-            top, total, acc = _update(query, k, v, scale, seen, top, total, acc, EXACT)
+            top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True, EXACT)
     # 4. Alone, the result. Else leave this split's part; whoever comes last adds all of them, in the splits' order.
     arrival = live - 1
     if live > 1:
@@ -141,14 +155,18 @@ class Tiles:
 
 
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles that give every multiprocessor a program or two; no splits where the heads alone do."""
+    """Tiles that give every multiprocessor about two programs.
+
+    Measured on an H200 at 2048 and 16384 keys, 64 heads of 64: for one token 16 x 128 with 4 splits and 3 stages was
+    the best of 24 (15.7 and 67.6 us), for 121 tokens 64 x 64 with 2 splits and 3 stages the best of 48.
+    """
     rows = count * (heads // kv_heads)
     block_m = min(64 if dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
     programs = batch * kv_heads * triton.cdiv(rows, block_m)
-    splits = max(1, min(64, (2 if block_m == 16 else 1) * (processors + 4) // programs))
+    splits = max(1, min(64, 2 * (processors + 4) // programs))
     if dim > 128:
         return Tiles(block_m, 32, splits, warps=8, stages=1)
-    return Tiles(block_m, 64, splits)
+    return Tiles(block_m, 128 if block_m == 16 and dim <= 64 else 64, splits, stages=3)
 
 
 class Workspace:
