@@ -145,7 +145,7 @@ class Shape:
             )  # fmt: skip
             ops.attend(
                 q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed,
-                scale=w.scale, window=layer.window, exact=b.invariant,
+                scale=w.scale, window=layer.window,
             )  # fmt: skip
             torch.mm(self.mixed, layer.out.t(), out=self.delta)
             delta = self.delta[:size]
@@ -164,8 +164,8 @@ class Shape:
 class GraphBackend:
     """Slots, K/V and steps as `EagerBackend` has them, for the models that `check_graph` lets through.
 
-    `invariant` makes a row's result independent of K and of the other rows, for steps of up to 128 tokens: every matrix
-    product then has 128 rows, and attention keeps its probabilities' rounding.
+    `invariant` makes a row's result independent of K and of the other rows, but for the order of fp32 sums in
+    attention, for steps of up to 128 tokens: every matrix product then has 128 rows.
     """
 
     asynchronous = True

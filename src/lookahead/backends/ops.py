@@ -39,7 +39,6 @@ class Ops:
         *,
         scale: float,
         window: int,
-        exact: bool,
     ) -> None:
         """See `kernels.attention.attend`."""
         if not self.compiled:
@@ -50,7 +49,7 @@ class Ops:
         tiles = self._attention.tiles_for(batch, count, heads, keys.shape[1], dim, processors=self._processors)
         self._attention.attend(
             q, keys, values, rows, lengths, positions, bits, out, self._work,
-            scale=scale, window=window, exact=exact, tiles=tiles,
+            scale=scale, window=window, tiles=tiles,
         )  # fmt: skip
 
 

@@ -23,24 +23,23 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _update(q, k, v, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top, total [M]. `scale` includes log2(e)."""
+def _update(q, k, v, scale, seen, top, total, acc, MASKED: tl.constexpr):
+    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top, total [M]. `scale` includes log2(e).
+
+    The maximum that probabilities are scaled by is a whole power of two. Which maximum a key meets depends on how the
+    keys are grouped; so scaled, its probability has the same digits whatever the group, and rounds the same.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(top, tl.max(scores, 1) * scale)
+    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale))
     base = new
     if MASKED:
         base = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(scores * scale - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None]
-    high = p.to(v.dtype)
-    acc = tl.dot(high, v, acc, input_precision="ieee")
-    if EXACT:
-        # What rounding took from p depends on the row's maximum so far, and so on how the keys are grouped: add it.
-        acc = tl.dot((p - high.to(tl.float32)).to(v.dtype), v, acc, input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new, total, acc
 
 
@@ -49,7 +48,7 @@ def _attend(
     q, keys, values, rows, lengths, positions, bits, out, part, part_top, arrived,
     scale, count, capacity, kv_heads, splits, words,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    TREE_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits)."""
     batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
@@ -83,7 +82,7 @@ def _attend(
         else:
             k = tl.load(keys + at, mask=whole[None, :], other=0.0)
             v = tl.load(values + at, mask=whole[None, :], other=0.0)
-        top, total, acc = _update(query, k, v, scale, True, top, total, acc, False, EXACT)
+        top, total, acc = _update(query, k, v, scale, True, top, total, acc, False)
     first_block = whole_blocks + (split - whole_blocks % splits + splits) % splits
     for block in range(first_block, blocks, splits):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,22 +93,21 @@ def _attend(
         seen = there[None, :] & (token >= 0)[:, None]
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True, EXACT)
-    # 3. The tree: its keys stand behind the prefix, its bits say who sees whom.
+        top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True)
+    # 3. The tree: its keys stand behind the prefix, its bits say who sees whom, a word at a time.
     if split == 0:
-        for first in range(0, count, BLOCK_N):
-            node = first + tl.arange(0, BLOCK_N)
+        for word in range(0, words):
+            node = word * TREE_N + tl.arange(0, TREE_N)
             there = node < count
             at = (base + length + node)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
             v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-            word = (batch * count + token)[:, None] * words + (node // 32)[None, :]
-            word = tl.load(bits + word, mask=there[None, :], other=0)
-            seen = ((word >> (node % 32)[None, :]) & 1) != 0
+            its_bits = tl.load(bits + (batch * count + token) * words + word)
+            seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
             if WINDOW > 0:
                 other = tl.load(positions + batch * count + node, mask=there, other=0)
                 seen = seen & (position[:, None] - other[None, :] < WINDOW)
-            top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True, EXACT)
+            top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True)
     # 4. Alone, the result. Else leave this split's part; whoever comes last adds all of them, in the splits' order.
     arrival = live - 1
     if live > 1:
@@ -199,14 +197,12 @@ def attend(
     *,
     scale: float,
     window: int = 0,
-    exact: bool = True,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """q, out [B, K, H, D]; keys, values [R, Hkv, capacity, D], of which batch row b uses row rows[b].
 
     lengths [B] int32: tokens of each prefix; the step's K tokens follow it in keys and values. positions [B, K] int32;
-    bits [B, K, ceil(K/32)] int32, see `tree.packed_visibility`. `window` 0 is none. `exact` keeps what rounding the
-    probabilities would lose, so that the result hardly depends on how keys are grouped.
+    bits [B, K, ceil(K/32)] int32, see `tree.packed_visibility`. `window` 0 is none. Bits beyond K are zero.
     """
     batch, count, heads, dim = q.shape
     _, kv_heads, capacity, _ = keys.shape
@@ -218,6 +214,6 @@ def attend(
         q, keys, values, rows, lengths, positions, bits, out, work.part, work.top, work.arrived,
         scale * LOG2E, count, capacity, kv_heads, tiles.splits, bits.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        WINDOW=window, EXACT=exact and q.dtype != torch.float32, num_warps=tiles.warps, num_stages=tiles.stages,
+        TREE_N=32, WINDOW=window, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
