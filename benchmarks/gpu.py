@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import platform
 import random
@@ -102,12 +103,14 @@ def attention_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     for heads, kv_heads, dim in ((64, 64, 64), (32, 32, 128), (32, 8, 128)):
         for count in (1, 121):
             for context in (1024, 2048, 16384):
-                rows.append(attention_case(heads, kv_heads, dim, count, context, bandwidth))
+                rows.append(attention_case(heads, kv_heads, dim, count, context, bandwidth, args.sweep))
                 print(rows[-1], flush=True)
     return rows
 
 
-def attention_case(heads: int, kv_heads: int, dim: int, count: int, context: int, bandwidth: float) -> dict[str, Any]:
+def attention_case(
+    heads: int, kv_heads: int, dim: int, count: int, context: int, bandwidth: float, sweep: bool
+) -> dict[str, Any]:
     capacity = context + 512
     sets = max(2, int(2e8 // (2 * kv_heads * capacity * dim * 2)) + 1)  # more than the cache holds
     dtype, whole = torch.bfloat16, {"dtype": torch.int32, "device": DEVICE}
@@ -132,8 +135,7 @@ def attention_case(heads: int, kv_heads: int, dim: int, count: int, context: int
 
     tried = {}
     base = attention.tiles_for(1, count, heads, kv_heads, dim)
-    sweep = SWEEP if (heads, dim) == (64, 64) else ()
-    for block_m, block_n, warps, stages in sweep:
+    for block_m, block_n, warps, stages in SWEEP if sweep and (heads, dim) == (64, 64) else ():
         if (block_m == 16) == (count == 1):
             for splits in (1, 2, 4) if count > 1 else (2, 4, 8):
                 tiles = attention.Tiles(block_m, block_n, splits, warps, stages)
@@ -174,7 +176,7 @@ def step_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     for invariant in (False, True):
         backend = GraphBackend(args.large, invariant=invariant)
         slot = backend.open()
-        backend._reserve(2, 4096)
+        backend._reserve(1, 4096)
         backend.cache.normal_()
         for count in (1, 16, 32, 64, 121, 128):
             rows.append({"invariant": invariant, **step_case(backend, slot, count, 1024)})
@@ -220,7 +222,7 @@ def profile_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     backend = GraphBackend(args.large, invariant=True)
     slot = backend.open()
-    backend._reserve(2, 4096)
+    backend._reserve(1, 4096)
     backend.cache.normal_()
     for count in (1, 128):
         item = StepInput(slot, (), tree_of(count), SamplingParams(), (), top=8)
@@ -265,17 +267,155 @@ def speed_part(args: argparse.Namespace) -> list[dict[str, Any]]:
     stop = args.lm.stop_ids
     for invariant in (True, False):
         backend = GraphBackend(args.large, invariant=invariant)
-        backend._reserve(2, 2048)
+        backend._reserve(1, 2048)
         for name, config in METHODS.items():
-            warm = decode(backend, args.prompts["mt-bench"][0], config, StopRules(64, stop), Warmth())
+            decode(backend, args.prompts["mt-bench"][0], config, StopRules(64, stop), Warmth())  # captures the graphs
             for data, prompts in args.prompts.items():
                 warmth = Warmth()
                 done = [decode(backend, p, config, StopRules(args.new_tokens, stop), warmth) for p in prompts]
+                args.outputs[name, data, invariant] = [s.output for s in done]
                 rows.append({"method": name, "set": data, "invariant": invariant, **summary(done)})
                 print(rows[-1], flush=True)
-            del warm
         del backend
         torch.cuda.empty_cache()
+    return rows
+
+
+def baselines_part(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """transformers' own decoding on the same model, prompts and counter."""
+    rows = []
+    methods: dict[str, dict[str, Any]] = {"eager": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}}
+    for name, options in methods.items():
+        for data, prompts in args.prompts.items():
+            outputs, seconds = [], 0.0
+            for prompt in prompts[: args.baseline_prompts]:
+                ids = torch.tensor([prompt], device=DEVICE)
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                out = args.large.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=args.new_tokens,
+                    eos_token_id=list(args.lm.stop_ids), pad_token_id=0, **options,
+                )  # fmt: skip
+                torch.cuda.synchronize()
+                seconds += time.perf_counter() - begin
+                outputs.append(out[0, len(prompt) :].tolist())
+            args.outputs[f"transformers {name}", data, None] = outputs
+            tokens = sum(map(len, outputs))
+            rows.append({"method": f"transformers {name}", "set": data, "tokens": tokens})
+            rows[-1]["tok_s"] = round(tokens / seconds, 1)
+            print(rows[-1], flush=True)
+    return rows
+
+
+def drift_part(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Outputs that are equal, pair by pair, and the fp32 margin of the two best logits where they first part.
+
+    The fp32 reference is the small model itself, which computes the same function. Needs `speed` (and `baselines`, for
+    stock transformers) before it in the same command.
+    """
+    rows = []
+    small = args.small
+    exact = {data: reference(small, prompts, args) for data, prompts in args.prompts.items()}
+    pairs = []
+    for invariant in (True, False):
+        for name in ("paper (5,15,15) + prompt", "default"):
+            pairs.append((name, "autoregressive", invariant, invariant))
+        pairs.append(("autoregressive", "fp32", invariant, None))
+        pairs.append(("default", "fp32", invariant, None))
+    pairs += [
+        ("transformers eager", "fp32", None, None),
+        ("transformers prompt lookup", "transformers eager", None, None),
+    ]
+    for one, other, left, right in pairs:
+        margins, equal, count = [], 0, 0
+        for data, prompts in args.prompts.items():
+            first = args.outputs.get((one, data, left))
+            second = exact[data] if other == "fp32" else args.outputs.get((other, data, right))
+            if first is None or second is None:
+                continue
+            for prompt, a, b in zip(prompts, first, second, strict=False):
+                count += 1
+                equal += a == b
+                if a != b:
+                    margins.append(margin(small, prompt, a, b))
+        if count:
+            rows.append({"of": one, "against": other, "invariant": left, "equal": equal, "prompts": count})
+            rows[-1]["margins"] = [round(m, 4) for m in sorted(margins)]
+            print(rows[-1], flush=True)
+    return rows
+
+
+def reference(model: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> list[list[int]]:
+    """transformers' fp32 greedy outputs, as one left-padded batch, up to the first end token."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=DEVICE)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=DEVICE)
+    out = model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=args.new_tokens,
+        eos_token_id=list(args.lm.stop_ids), pad_token_id=0,
+    )  # fmt: skip
+    outputs = []
+    for tokens in out[:, longest:].tolist():
+        end = next((i for i, token in enumerate(tokens) if token in args.lm.stop_ids), len(tokens))
+        outputs.append(tokens[: end + 1])
+    return outputs
+
+
+def margin(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> float:
+    """How far apart the two best fp32 logits are where two outputs first part."""
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    ids = torch.tensor([[*prompt, *a[:same]]], device=DEVICE)
+    best = model(input_ids=ids).logits[0, -1].float().topk(2).values
+    return float(best[0] - best[1])
+
+
+def context_part(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Step time and memory by context. Memory: what is allocated beyond the weights, with room for just the step."""
+    rows = []
+    for context in (1024, 4096, 16384, 32768):
+        for count in (1, 128):
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            backend = GraphBackend(args.large, invariant=False)
+            slot = backend.open()
+            backend._reserve(1, context + count)
+            backend.cache.normal_()
+            row = step_case(backend, slot, count, context)
+            row["memory_gb"] = round((torch.cuda.memory_allocated() - before) / 1e9, 3)
+            row["kv_gb"] = round(backend.cache.numel() * backend.cache.element_size() / 1e9, 3)
+            rows.append(row)
+            print(row, flush=True)
+            del backend
+    return rows
+
+
+def batch_part(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Total tokens per second of B prompts at once, from the first prompt in to the last token out."""
+    rows = []
+    stop, prompts = args.lm.stop_ids, args.prompts["mt-bench"]
+    backend = GraphBackend(args.large, invariant=False)
+    for batch in (1, 2, 4, 8, 16):
+        chosen = [prompts[i % len(prompts)] for i in range(batch)]
+        for name, config in {
+            "autoregressive": LookaheadConfig.autoregressive(),
+            "default, K=128": LookaheadConfig(),
+            "default, K=32": LookaheadConfig().adapted(budget=32),
+        }.items():
+            for timed in (False, True):  # the first run captures the graphs
+                engine, warmth = Engine(backend), Warmth()
+                sequences = [DecodingSequence(p, config, rules=StopRules(96, stop), warmth=warmth) for p in chosen]
+                begin = time.perf_counter()
+                for sequence in sequences:
+                    engine.add(sequence)
+                while engine.running:
+                    engine.step()
+                seconds = time.perf_counter() - begin
+                if timed:
+                    tokens = sum(s.stats.generated_tokens for s in sequences)
+                    steps = max(s.stats.steps for s in sequences)
+                    rows.append({"batch": batch, "method": name, "tok_s": round(tokens / seconds, 1)})
+                    rows[-1] |= {"ms_per_step": round(1e3 * seconds / steps, 2), "S": round(tokens / batch / steps, 2)}
+                    print(rows[-1], flush=True)
     return rows
 
 
@@ -312,7 +452,16 @@ def summary(done: Sequence[DecodingSequence]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"attention": attention_part, "profile": profile_part, "step": step_part, "speed": speed_part}
+PARTS = {
+    "attention": attention_part,
+    "profile": profile_part,
+    "step": step_part,
+    "speed": speed_part,
+    "baselines": baselines_part,
+    "drift": drift_part,
+    "context": context_part,
+    "batch": batch_part,
+}
 
 
 def main() -> None:
@@ -323,15 +472,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--baseline-prompts", type=int, default=4, help="of each set, for transformers' own methods")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles for the attention kernel")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    count = args.prompts
+    count, args.outputs = args.prompts, {}
     if set(args.parts) - {"attention"}:
-        args.lm = lookahead.load(args.model, dtype="float32", device="cuda", config=LookaheadConfig())
-        small = args.lm.model
-        dtype = getattr(torch, args.dtype)
-        args.large = small.to(dtype) if args.shape == "small" else inflate(small, SHAPES[args.shape], dtype=dtype)
+        args.lm = lookahead.load(args.model, dtype="float32", device="cuda", config=LookaheadConfig(), backend="eager")
+        args.small, dtype = args.lm.model, getattr(torch, args.dtype)
+        if args.shape == "small":
+            args.large = copy.deepcopy(args.small).to(dtype)
+        else:
+            args.large = inflate(args.small, SHAPES[args.shape], dtype=dtype)
         if args.data_dir:
             args.prompts = prompts_of(args.lm, args.data_dir, count)
     about = {

@@ -99,9 +99,9 @@ class FakeModel:
     loaded: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
-    def load(self, name: str | None, *, dtype: str, device: str, log: Callable[[str], None]) -> FakeModel:
+    def load(self, name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> FakeModel:
         log("loading")
-        self.loaded = {"name": name, "dtype": dtype, "device": device}
+        self.loaded = {"name": name, "dtype": dtype, "device": device, "backend": backend}
         return self
 
     def stream(self, prompt: Any, **settings: Any) -> FakeStream:
@@ -143,15 +143,16 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr() -> None:
     assert result.exit_code == 0
     assert result.stdout == TEXT + "\n"
     assert result.stderr.splitlines() == ["loading", "10 tokens in 4 steps, S = 2.50, 2.00 s, 5.0 tok/s"]
-    assert model.loaded == {"name": None, "dtype": "auto", "device": "auto"}
+    assert model.loaded == {"name": None, "dtype": "auto", "device": "auto", "backend": "auto"}
 
 
 def test_options_reach_the_model() -> None:
     model = FakeModel()
     options = "--model m --dtype float32 --device cuda:1 --max-tokens 9 --temperature 0.8 --top-k 5 --top-p 0.9"
-    result = run("generate", "-p", "x", *options.split(), "--min-p", "0.1", "--seed", "3", "--raw", model=model)
+    more = ["--min-p", "0.1", "--seed", "3", "--raw", "--backend", "eager"]
+    result = run("generate", "-p", "x", *options.split(), *more, model=model)
     assert result.exit_code == 0, result.stderr
-    assert model.loaded == {"name": "m", "dtype": "float32", "device": "cuda:1"}
+    assert model.loaded == {"name": "m", "dtype": "float32", "device": "cuda:1", "backend": "eager"}
     assert model.requests == [
         (
             "x",

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from lookahead import cost
 from lookahead.backends.check import UnsupportedModelError
-from lookahead.backends.eager import EagerBackend
+from lookahead.backends.choose import make_backend
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine import Accepted, Engine
 from lookahead.hf import asked_for, load_pretrained, processors, stop_ids
@@ -135,9 +135,17 @@ def step(engine: Engine, requests: Sequence[Request]) -> list[Accepted]:
 class LookaheadModel:
     """A causal LM, its tokenizer and a backend. `default_config` is what suits the model on this machine."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, config: LookaheadConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        config: LookaheadConfig | None = None,
+        backend: str = "auto",
+        log: Callable[[str], None] | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.backend = EagerBackend(model)
+        self.backend = make_backend(model, backend, log)
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.default_config = config or LookaheadConfig()
         self.warmth = Warmth()
@@ -258,14 +266,16 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    backend: str = "auto",
     config: LookaheadConfig | None = None,
     log: Callable[[str], None] | None = None,
 ) -> LookaheadModel:
     """A model ready to generate.
 
     `name`: nothing (the embedded SmolLM2-135M-Instruct), a hub id, a folder, a `.gguf` file, or a (model, tokenizer)
-    pair. Without a `config` the cost of a step is measured for a moment (once per model and machine) and the default
-    fitted to it.
+    pair. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'eager' (any model), or 'auto' for the
+    best that runs it. Without a `config` the cost of a step is measured for a moment (once per model and machine) and
+    the default fitted to it.
     """
     if isinstance(name, tuple):
         if (dtype, device) != ("auto", "auto"):
@@ -275,7 +285,7 @@ def load(
         model.eval()
     else:
         model, tokenizer, label = load_pretrained(name, dtype=dtype, device=device, log=log)
-    loaded = LookaheadModel(model, tokenizer, label, config)
+    loaded = LookaheadModel(model, tokenizer, label, config, backend, log)
     if log is not None and (asked := asked_for(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")

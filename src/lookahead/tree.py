@@ -63,12 +63,13 @@ class TokenTree:
 class Targets:
     """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
 
-    A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`).
+    A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`); a list of
+    tuples, or an array where nobody had time to make one.
     `logits` are the rows themselves, [len(rows), V] on the backend's device, for who asked for them (`walk.Walk`).
     """
 
     targets: list[int]
-    top: list[tuple[int, ...]] = field(default_factory=list)
+    top: list[tuple[int, ...]] | npt.NDArray[np.int32] = field(default_factory=list)
     logits: Any = None
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lookahead.backends.base import StepInput
 from lookahead.config import SamplingParams
 from lookahead.tree import TokenTree
-
-if TYPE_CHECKING:
-    from lookahead.backends.eager import EagerBackend
 
 
 class UnsupportedModelError(ValueError):
@@ -142,7 +139,7 @@ def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def probe(backend: EagerBackend) -> None:
+def probe(backend: Any) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
@@ -156,7 +153,7 @@ def probe(backend: EagerBackend) -> None:
         kind = getattr(model.config, "model_type", type(model).__name__)
         backend.step([StepInput(slot, prefix[:-1], TokenTree([prefix[-1]], [-1], [0], [0]), SamplingParams(), ())])
         backend.commit([(slot, ())])
-        ours, _ = backend._forward([StepInput(slot, (), tree, SamplingParams(), ())])
+        ours = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits.float()
         backend.commit([(slot, ())])
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -169,7 +166,7 @@ def probe(backend: EagerBackend) -> None:
     for node, path in enumerate(([0], [0, 1], [0, 2], [0, 2, 3])):
         ids = prefix + [tree.tokens[n] for n in path]
         plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
-        distance = _relative(ours[0, node].float(), plain)
+        distance = _relative(ours[node], plain)
         if not distance <= tolerance:
             reason = "its attention does not follow the mask or the positions"
             if not _relative(_one_by_one(model, ids, backend.device), plain) <= tolerance:

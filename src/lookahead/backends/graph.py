@@ -31,7 +31,7 @@ TILE = 128
 PREFILL = 512
 """Prompt tokens per pass."""
 GROW = 2048
-"""The K/V buffer's smallest capacity; it doubles. Growing it captures the graphs anew."""
+"""The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
 
 
 PATH = 64
@@ -92,6 +92,7 @@ class Shape:
         # Rows of a matrix product: in invariant mode the same for every small step.
         self.rows = max(size, TILE) if backend.invariant and size <= TILE else size
         self.packet = Packet(batch, count, device.type == "cuda")
+        self.itself = packed_visibility([-1] * count).view("<i4")
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
 
@@ -105,7 +106,8 @@ class Shape:
         inner = w.layers[0].down.shape[1]
         self.gate_up, self.active = new(2 * inner), new(inner)
         self.logits = new(len(w.head)) if head else None
-        self.top = TopOut(self.rows, len(w.head), TOP, device) if head else None
+        self.top = TopOut(self.rows, len(w.head), min(TOP, len(w.head)), device) if head else None
+        self.work = backend.ops.workspace()
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
@@ -144,7 +146,7 @@ class Shape:
                 views["positions"], q, keys, values, w.eps,
             )  # fmt: skip
             ops.attend(
-                q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed,
+                q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
                 scale=w.scale, window=layer.window,
             )  # fmt: skip
             torch.mm(self.mixed, layer.out.t(), out=self.delta)
@@ -190,13 +192,13 @@ class GraphBackend:
         self._pending: dict[int, Pending] = {}
         self._next_slot = 0
 
-    # Slots. Row 0 of the buffer belongs to nobody: it takes the padding of a batch.
+    # Slots
 
     def open(self) -> int:
         slot = self._next_slot
         self._next_slot += 1
         taken = set(self._row.values())
-        self._row[slot] = next(row for row in range(1, len(taken) + 2) if row not in taken)
+        self._row[slot] = next(row for row in range(len(taken) + 1) if row not in taken)
         self._length[slot] = 0
         self._reserve(self._row[slot] + 1, 1)
         return slot
@@ -215,8 +217,8 @@ class GraphBackend:
         if rows <= old.shape[2] and capacity <= old.shape[4]:
             return
         size = max(old.shape[4], GROW)
-        while size < capacity:
-            size *= 2
+        if capacity > size:
+            size = -(-max(capacity, size + size // 4) // 512) * 512
         w = self.weights
         self._flush()
         self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)
@@ -233,12 +235,14 @@ class GraphBackend:
             self._prefill(item)
         count = bucket(max(len(item.tree) for item in inputs))
         batch = 1 << (len(inputs) - 1).bit_length()
-        self._reserve(1, max(self._length[item.slot] for item in inputs) + count)
+        nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
+        rows = nobody + 1 if batch > len(inputs) else 1
+        self._reserve(rows, max(self._length[item.slot] for item in inputs) + count)
         shape = self._shape(batch, count, head=True)
         for place, item in enumerate(inputs):
             self._fill(shape, place, item)
         for place in range(len(inputs), batch):
-            self._fill_nothing(shape, place)
+            self._fill_nothing(shape, place, nobody)
         shape.run()
         return Launched(shape, list(inputs))
 
@@ -257,8 +261,9 @@ class GraphBackend:
             logits = shape.logits[start : start + rows]
             if not item.sampling.greedy:
                 targets = pick(logits, item.sampling, item.uniforms).tolist()
-            top = list(map(tuple, block[:, 1:].tolist())) if item.top else []
-            results.append(Targets(targets, top, logits if item.logits else None))
+            # The next step writes over all of it: what is handed out is copied.
+            top: Any = shape.top.best(block, item.top) if item.top else []
+            results.append(Targets(targets, top, logits.clone() if item.logits else None))
         return results
 
     def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
@@ -302,20 +307,16 @@ class GraphBackend:
         bits = packed_visibility(tree.parents).view("<i4")
         fields["bits"][place, :size, : bits.shape[1]] = bits
         fields["bits"][place, :size, bits.shape[1] :] = 0
-        self._see_themselves(fields["bits"][place], size)
+        fields["bits"][place, size:] = shape.itself[size:]
 
-    def _fill_nothing(self, shape: Shape, place: int) -> None:
+    def _fill_nothing(self, shape: Shape, place: int, row: int) -> None:
+        """Padding of a batch: tokens that see themselves, in a row of the buffer that belongs to nobody."""
         fields = shape.packet.fields
-        for name in ("rows", "lengths", "before", "counts", "tokens", "positions"):
+        for name in ("lengths", "before", "counts", "tokens", "positions"):
             fields[name][place] = 0
+        fields["rows"][place] = row
         fields["needed"][place] = place * shape.count
-        self._see_themselves(fields["bits"][place], 0)
-
-    @staticmethod
-    def _see_themselves(bits: np.ndarray[Any, Any], first: int) -> None:
-        node = np.arange(first, len(bits))
-        bits[first:] = 0
-        bits.view(np.uint32)[node, node // 32] = np.left_shift(np.uint32(1), (node % 32).astype(np.uint32))
+        fields["bits"][place] = shape.itself
 
     def _prefill(self, item: StepInput) -> None:
         """Run the trail in passes of its own, as chains without a head."""

@@ -11,20 +11,25 @@ from lookahead.kernels import reference
 
 
 class Ops:
-    """One set of functions for a device; `attend` keeps the workspace that all layers share."""
+    """One set of functions for a device. `compiled` is for tests: the kernels in Triton's interpreter, on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.compiled = device.type == "cuda"
+    def __init__(self, device: torch.device, *, compiled: bool | None = None, processors: int | None = None) -> None:
+        self.compiled = device.type == "cuda" if compiled is None else compiled
+        self._device = device
         source: Any = reference
         if self.compiled:
             from lookahead.kernels import attention, fused
 
             source = fused
             self._attention = attention
-            self._work = attention.Workspace(device)
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.add_norm, self.rotate_write = source.add_norm, source.rotate_write
         self.gate, self.keep = source.gate, source.keep
+
+    def workspace(self) -> Any:
+        """What `attend` leaves its partial results in. One shape's layers share it; no other shape may, as a captured
+        graph goes on writing to the memory that it was captured with."""
+        return self._attention.Workspace(self._device) if self.compiled else None
 
     def attend(
         self,
@@ -36,11 +41,12 @@ class Ops:
         positions: torch.Tensor,
         bits: torch.Tensor,
         out: torch.Tensor,
+        work: Any,
         *,
         scale: float,
         window: int,
     ) -> None:
-        """See `kernels.attention.attend`."""
+        """See `kernels.attention.attend`; `work` is a `workspace`."""
         if not self.compiled:
             places = (rows, lengths, positions, bits)
             out.copy_(reference.attend(q, keys, values, *places, scale=scale, window=window))
@@ -48,7 +54,7 @@ class Ops:
         batch, count, heads, dim = q.shape
         tiles = self._attention.tiles_for(batch, count, heads, keys.shape[1], dim, processors=self._processors)
         self._attention.attend(
-            q, keys, values, rows, lengths, positions, bits, out, self._work,
+            q, keys, values, rows, lengths, positions, bits, out, work,
             scale=scale, window=window, tiles=tiles,
         )  # fmt: skip
 
@@ -81,3 +87,9 @@ class TopOut:
         if self.work is not None:
             torch.cuda.current_stream().synchronize()
         return self.host.numpy()
+
+    def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+        """A copy of some rows' `count` best tokens and their levels."""
+        most = (self.out.shape[1] - 1) // 2
+        count = min(count, most)
+        return np.concatenate([rows[:, 1 : 1 + count], rows[:, 1 + most : 1 + most + count]], axis=1)

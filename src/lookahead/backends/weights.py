@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.check import UnsupportedModelError, sliding_windows
+from lookahead.backends.check import UnsupportedModelError, position_limit, sliding_windows
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Pre-norm RMSNorm blocks, rotary positions, SiLU gate; Qwen2 adds biases, Qwen3 norms of q and k."""
@@ -46,11 +46,16 @@ class Weights:
     dim: int
     scale: float
     rotary: Any
+    limit: int | None
 
     def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary module's own cosines and sines of the first positions."""
-        place = torch.arange(positions, device=self.embedding.device)[None]
+        """The rotary module's own cosines and sines of the first positions, up to the limit.
+
+        Factors that follow the length of the text are those of a short one: it is asked for one position first.
+        """
         wide = torch.zeros(1, device=self.embedding.device, dtype=torch.float32)
+        place = torch.arange(min(positions, self.limit or positions), device=self.embedding.device)[None]
+        self.rotary(wide, place[:, :1])
         cosine, sine = self.rotary(wide, place)
         half = self.dim // 2
         return cosine[0, :, :half].float().contiguous(), sine[0, :, :half].float().contiguous()
@@ -67,11 +72,20 @@ def check_graph(model: Any) -> None:
         refuse(f"{name} is none of {', '.join(FAMILIES)}")
     if getattr(config, "hidden_act", "silu") != "silu":
         refuse(f"its activation is {config.hidden_act!r}")
+    matrices = [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        matrices += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    for module in matrices:
+        if type(module) is not torch.nn.Linear:
+            refuse(f"a {type(module).__name__} is no plain matrix")
     for module in model.modules():
         if getattr(module, "_hf_hook", None) is not None:
             refuse("it is spread over devices")
-        if type(module).__name__.endswith("Linear") and type(module) is not torch.nn.Linear:
-            refuse(f"a {type(module).__name__} is no plain matrix")
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
+            refuse(f"a forward hook on its {type(module).__name__} would not be called")
     plain = [p for p in model.parameters() if type(p.data) is not torch.Tensor]
     if plain or (getattr(model, "_tp_size", None) or 1) > 1:
         refuse("its weights are quantised or split between processes")
@@ -122,13 +136,20 @@ def relay(model: Any) -> Weights:
         dim=attention.head_dim,
         scale=float(attention.scaling),
         rotary=model.model.rotary_emb,
+        limit=limit.positions if (limit := position_limit(config)).hard else None,
     )
 
 
 def _fuse(*parts: torch.nn.Linear) -> torch.Tensor:
     """[sum of outs, in]: the parts below each other. Each part's weight becomes a view of its place."""
     first = parts[0].weight
-    whole = first.new_empty(sum(p.out_features for p in parts), parts[0].in_features)
+    size, width = sum(p.out_features for p in parts), parts[0].in_features
+    places = [first.data_ptr() + first.element_size() * width * sum(p.out_features for p in parts[:i])
+              for i in range(len(parts))]  # fmt: skip
+    one_piece = len({p.weight.untyped_storage().data_ptr() for p in parts}) == 1
+    if one_piece and [p.weight.data_ptr() for p in parts] == places:  # they are fused already
+        return torch.as_strided(first.detach(), (size, width), (width, 1))
+    whole = first.new_empty(size, width)
     start = 0
     for part in parts:
         view = whole[start : start + part.out_features]

@@ -52,11 +52,11 @@ class Model(Protocol):
     def stream(self, prompt: str | Sequence[dict[str, str]], **settings: Any) -> Stream: ...
 
 
-def load_model(name: str | None, *, dtype: str, device: str, log: Callable[[str], None]) -> Model:
+def load_model(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Model:
     """`lookahead.load`, which brings torch and transformers, imported only now."""
     import lookahead
 
-    model: Any = lookahead.load(name, dtype=dtype, device=device, log=log)
+    model: Any = lookahead.load(name, dtype=dtype, device=device, backend=backend, log=log)
     return model
 
 

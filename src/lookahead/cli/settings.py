@@ -16,6 +16,7 @@ from lookahead.cli.common import Host, Model, choice
 from lookahead.config import METHODS, SOURCES, LookaheadConfig, SamplingParams, StopRules
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+BACKENDS = ("auto", "eager", "graph")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
@@ -34,6 +35,9 @@ class Settings:
     ] = None
     dtype: Annotated[str, _option("Model", "--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto"
     device: Annotated[str, _option("Model", "--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto"
+    backend: Annotated[str, _option("Model", "--backend", help=f"One of {', '.join(BACKENDS)}.", metavar="NAME")] = (
+        "auto"
+    )
     method: Annotated[str, _option("Method", "--method", help=f"One of {', '.join(METHODS)}.", metavar="NAME")] = (
         "lookahead"
     )
@@ -72,6 +76,7 @@ class Settings:
     def load(self, host: Host) -> Model:
         """The model, after everything that can be wrong without it was looked at: loading may take long."""
         choice("--dtype", self.dtype, DTYPES)
+        choice("--backend", self.backend, BACKENDS)
         choice("--method", self.method, METHODS)
         if not DEVICE.fullmatch(self.device):
             raise ValueError(f"--device does not know {self.device!r}: choose from auto, cpu, cuda, cuda:N")
@@ -83,7 +88,7 @@ class Settings:
             raise ValueError("--stop is empty: give the text to end before, or leave it out")
         if sampling.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             host.say("note: top-k, top-p and min-p do nothing at temperature 0; add --temperature 0.8 to sample")
-        return host.load(self.model, dtype=self.dtype, device=self.device, log=host.say)
+        return host.load(self.model, dtype=self.dtype, device=self.device, backend=self.backend, log=host.say)
 
     def changes(self) -> dict[str, Any]:
         """The fields of `LookaheadConfig` that were given."""

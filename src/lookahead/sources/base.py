@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from lookahead.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ class Outcome:
     tree: TokenTree
     path: list[int]
     targets: list[int]
-    top: list[tuple[int, ...]]
+    top: list[tuple[int, ...]] | npt.NDArray[np.int32]
     ngrams: list[tuple[int, ...]]
 
 

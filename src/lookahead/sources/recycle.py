@@ -82,7 +82,8 @@ class RecycleSource:
         root = len(outcome.text) - len(outcome.accepted) - 1
         before = outcome.text[root - 1] if root else -1
         before2 = outcome.text[root - 2] if root > 1 else -1
-        for node, row in zip(tree.rows, outcome.top, strict=True):
+        top = outcome.top if isinstance(outcome.top, list) else list(map(tuple, outcome.top.tolist()))
+        for node, row in zip(tree.rows, top, strict=True):
             token, parent = tokens[node], parents[node]
             if parent > 0:
                 one, two = tokens[parent], tokens[parents[parent]]

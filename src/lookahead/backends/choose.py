@@ -1,0 +1,41 @@
+"""Which backend runs a model: the graph backend where it can, else the eager one, which runs them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lookahead.backends.check import UnsupportedModelError, check_supported, input_device, probe
+from lookahead.backends.eager import EagerBackend
+
+BACKENDS = ("auto", "eager", "graph")
+
+
+def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Any:
+    """The backend of this name. 'auto' is the graph backend on CUDA for the models it knows, else the eager one."""
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; choose from {', '.join(BACKENDS)}")
+    check_supported(model)
+    if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
+        return EagerBackend(model)
+    try:
+        return _graph(model)
+    except UnsupportedModelError as error:
+        if name == "graph":
+            raise
+        if log is not None:
+            log(f"note: {error}; the eager backend runs it")
+        return EagerBackend(model)
+
+
+def _graph(model: Any) -> Any:
+    from lookahead.backends.graph import GraphBackend
+
+    if input_device(model).type == "cuda":
+        try:
+            import lookahead.kernels.attention  # noqa: F401
+        except ImportError as error:
+            raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from error
+    backend = GraphBackend(model)
+    probe(backend)
+    return backend

@@ -1,0 +1,58 @@
+"""The graph backend where it runs the model, else the eager one, with one line that says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lookahead
+from lookahead.backends.check import UnsupportedModelError
+from lookahead.backends.choose import make_backend
+from lookahead.backends.eager import EagerBackend
+from lookahead.backends.graph import GraphBackend
+
+
+@pytest.fixture
+def gpt2() -> Any:
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None)
+    return GPT2LMHeadModel(config).eval()
+
+
+def test_by_name(make_model: Any) -> None:
+    model = make_model()
+    assert type(make_backend(model, "eager")) is EagerBackend
+    assert type(make_backend(model, "graph")) is GraphBackend
+    assert type(make_backend(model)) is EagerBackend  # on a CPU the graph backend is there for tests only
+
+
+def test_unknown_name(make_model: Any) -> None:
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose from auto, eager, graph"):
+        make_backend(make_model(), "fast")
+
+
+def test_a_model_the_graph_backend_does_not_know(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, it is an error; else the eager backend takes over and one line says so."""
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is none of LlamaForCausalLM"):
+        make_backend(gpt2, "graph")
+    lines: list[str] = []
+    monkeypatch.setattr("lookahead.backends.choose.input_device", lambda model: type("Device", (), {"type": "cuda"})())
+    monkeypatch.setattr("lookahead.backends.choose._graph", lambda model: make_backend_fails(model))
+    assert type(make_backend(gpt2, "auto", lines.append)) is EagerBackend
+    assert len(lines) == 1
+    assert "the eager backend runs it" in lines[0]
+
+
+def make_backend_fails(model: Any) -> Any:
+    return GraphBackend(model)
+
+
+def test_load_takes_a_backend(make_model: Any, tokenizer: Any, settings: Any, plain: Any) -> None:
+    model = make_model()
+    ids = tokenizer("the quick brown fox")["input_ids"]
+    expected = plain(model, ids, 24)
+    lm = lookahead.load((model, tokenizer), config=settings, backend="graph")
+    assert isinstance(lm.backend, GraphBackend)
+    assert lm.generate(ids, max_tokens=24).token_ids == expected
+    assert [c.token_ids for c in lm.generate([ids, ids], max_tokens=24)] == [expected] * 2
