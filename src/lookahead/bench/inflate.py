@@ -45,6 +45,8 @@ SHAPES = {
 def inflate(model: Any, shape: Shape, *, dtype: torch.dtype | None = None, device: str | None = None) -> Any:
     """A Llama of this shape that computes the same function as `model`, a small Llama."""
     small = model.config
+    if type(model).__name__ != "LlamaForCausalLM" or small.attention_bias or small.mlp_bias:
+        raise ValueError(f"only a Llama without biases can be inflated, not this {type(model).__name__}")
     dim = small.head_dim or small.hidden_size // small.num_attention_heads
     _check(small, shape)
     config = copy.deepcopy(small)
@@ -78,7 +80,8 @@ def inflate(model: Any, shape: Shape, *, dtype: torch.dtype | None = None, devic
         _norm(block.input_layernorm.weight, old.input_layernorm.weight, stretch)
         _norm(block.post_attention_layernorm.weight, old.post_attention_layernorm.weight, stretch)
         # Heads: the small model's at their places, the others without values, or without a way out.
-        attention.v_proj.weight.zero_()
+        for head in set(range(shape.kv_heads)) - set(kv_heads):
+            attention.v_proj.weight[_rows(head, dim)] = 0
         for head in range(shape.heads):
             if head not in q_heads and head * shape.kv_heads // shape.heads in kv_heads:
                 attention.o_proj.weight[:, _rows(head, dim)] = 0
