@@ -165,6 +165,18 @@ def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings
     assert outputs(GraphBackend(model), PROMPTS, settings) == expected
 
 
+def test_a_guess_beyond_the_context_is_harmless(device: str) -> None:
+    """Nothing that stands there can be accepted, but the rows before it must be what they are without it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = make("llama", device, rope_parameters=rope, max_position_embeddings=64)
+    found = []
+    for size in (20, 90):
+        backend = GraphBackend(model)
+        tree = TokenTree([3] * size, [*range(-1, size - 1)], [*range(size)], [0, 10, 19])
+        found.append(backend.step([greedy(backend.open(), PROMPTS[2], tree, logits=True)])[0].logits.clone())
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadConfig) -> None:
     """Up to seven at once, greedy and sampled, each with its own budget; one is taken out. Those that stay are exact.

@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 from lookahead import LookaheadConfig
 from lookahead.backends import graph
 from lookahead.backends.graph import GraphBackend
-from lookahead.backends.ops import TopOut
-from lookahead.kernels import attention, fused, reference
+from lookahead.backends.ops import Ops, TopOut
+from lookahead.kernels import attention, reference
 from lookahead.kernels.top import TopWork, top_tokens
 from lookahead.tree import TokenTree
 from lookahead.verify import accept
@@ -61,11 +61,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model, invariant=False)
-        ops = backend.ops
-        ops.compiled = True
-        ops._attention, ops._work, ops._processors = attention, attention.Workspace(backend.device), processors
-        ops.add_norm, ops.rotate_write = fused.add_norm, fused.rotate_write
-        ops.gate, ops.keep = fused.gate, fused.keep
+        backend.ops = Ops(backend.device, compiled=True, processors=processors)
         return backend
 
     return make
@@ -122,9 +118,7 @@ def test_a_ragged_batch(
     assert outputs(interpreted(model), prompts, SETTINGS, 5) == expected
 
 
-def test_memory_of_a_captured_shape_is_not_freed(
-    interpreted: Callable[..., GraphBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
     """A captured graph writes to the addresses that it was captured with. A larger step, captured later, must not
     give them back while the smaller one's graph is there to be replayed.
     """
@@ -138,8 +132,7 @@ def test_memory_of_a_captured_shape_is_not_freed(
         given[q.shape[1]] = [weakref.ref(x) for x in (work.part, work.top, work.arrived)]
         return result
 
-    given_by = SimpleNamespace(attend=noting, tiles_for=attention.tiles_for, Workspace=attention.Workspace)
-    backend.ops._attention = given_by
+    backend.ops._attention = SimpleNamespace(**{**vars(attention), "attend": noting})
     slot = backend.open()
     generator = torch.Generator().manual_seed(0)
     backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])

@@ -219,6 +219,8 @@ class GraphBackend:
         size = max(old.shape[4], GROW)
         if capacity > size:
             size = -(-max(capacity, size + size // 4) // 512) * 512
+        if rows > old.shape[2]:
+            rows = max(rows, 2 * old.shape[2])
         w = self.weights
         self._flush()
         self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)

@@ -49,12 +49,13 @@ class Weights:
     limit: int | None
 
     def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary module's own cosines and sines of the first positions, up to the limit.
+        """The rotary module's own cosines and sines of the first positions.
 
-        Factors that follow the length of the text are those of a short one: it is asked for one position first.
+        Factors that follow the length of the text are those of a short one: it is asked for one position first, and for
+        none beyond the limit, where only nodes stand that cannot count.
         """
         wide = torch.zeros(1, device=self.embedding.device, dtype=torch.float32)
-        place = torch.arange(min(positions, self.limit or positions), device=self.embedding.device)[None]
+        place = torch.arange(positions, device=self.embedding.device).clamp(max=(self.limit or positions) - 1)[None]
         self.rotary(wide, place[:, :1])
         cosine, sine = self.rotary(wide, place)
         half = self.dim // 2

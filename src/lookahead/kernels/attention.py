@@ -206,7 +206,7 @@ def attend(
     """
     batch, count, heads, dim = q.shape
     _, kv_heads, capacity, _ = keys.shape
-    group, padded = heads // kv_heads, triton.next_power_of_2(dim)
+    group, padded = heads // kv_heads, max(16, triton.next_power_of_2(dim))  # a product needs 16 at least
     tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
     grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), tiles.splits)
     work.reserve(batch * count * heads, tiles.splits, padded, grid[0] * grid[1])
