@@ -155,8 +155,9 @@ class Tiles:
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
     """Tiles that give every multiprocessor about two programs.
 
-    Measured on an H200 at 2048 and 16384 keys, 64 heads of 64: for one token 16 x 128 with 4 splits and 3 stages was
-    the best of 24 (15.7 and 67.6 us), for 121 tokens 64 x 64 with 2 splits and 3 stages the best of 48.
+    Measured on an H200 with an earlier version of the kernel, at 2048 and 16384 keys, 64 heads of 64: for one token
+    16 x 128 with 4 splits and 3 stages was the best of 24 (15.7 and 67.6 us), for 121 tokens 64 x 64 with 2 splits and
+    3 stages the best of 48.
     """
     rows = count * (heads // kv_heads)
     block_m = min(64 if dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
