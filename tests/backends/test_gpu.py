@@ -90,34 +90,20 @@ def texts(count: int, sizes: Sequence[int], vocabulary: int = 1024) -> list[list
     return [random.Random(i).choices(range(vocabulary), k=sizes[i % len(sizes)]) for i in range(count)]
 
 
-def test_half_precision_lookahead_equals_autoregressive() -> None:
-    """Steps of 1 token and of 128 give the same tokens, but where rounding has to decide.
-
-    Random weights are never sure of a token: in half precision the two best logits of one row in twenty are equal or
-    neighbours, and then the order of fp32 sums in attention can tip the scales. With those sums reordered on a CPU, one
-    token in 300 was another one. So 19 of 20 short texts must be equal, and one that is not must part at such a row.
-    """
-    backend = GraphBackend(medium(torch.bfloat16, 64), invariant=True)
-    equal, prompts = 0, texts(120, (8, 40, 300), 64)
-    for prompt in prompts:
-        plain = outputs(backend, [prompt], AUTOREGRESSIVE, 6)[0]
-        ours = outputs(backend, [prompt], LookaheadConfig(), 6)[0]
-        equal += ours == plain
-        if ours != plain:
-            place = next(i for i, pair in enumerate(zip(ours, plain, strict=True)) if pair[0] != pair[1])
-            text, slot = [*prompt, *plain[:place]], backend.open()
-            logits = backend.step([greedy(slot, text[:-1], root(text[-1]), logits=True)])[0].logits[0].float()
-            backend.close(slot)
-            gap = float((logits[ours[place]] - logits[plain[place]]).abs() / logits.abs().max())
-            assert gap <= 4 * torch.finfo(torch.bfloat16).eps, f"parted at {place} with a gap of {gap:.2g}"
-    assert equal >= 0.95 * len(prompts)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype) -> None:
+    """Steps of 1 token and of 128 give the same tokens, although random weights are never sure of one: in half
+    precision the two best logits of one row in twenty are equal or neighbours."""
+    backend = GraphBackend(medium(dtype, 64))
+    for prompt in texts(40, (8, 40, 300), 64):
+        plain = outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0]
+        assert outputs(backend, [prompt], LookaheadConfig(), 40)[0] == plain
 
 
-def test_a_row_hardly_depends_on_the_step_it_is_in() -> None:
-    """What `invariant` is for: the root's logits alone, in a tree of 100, and in a batch; nearly all bits equal."""
-    backend = GraphBackend(medium(torch.bfloat16), invariant=True)
+def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
+    """The root's logits alone, in a tree of 30, of 100, and in a batch, bit for bit."""
+    backend = GraphBackend(medium(torch.bfloat16))
     slots = [backend.open() for _ in range(3)]
-    changed = []
     for prompt in texts(10, (8, 40, 300, 900)):
         found = []
         for sizes in ((1,), (30,), (100,), (1, 10, 5)):
@@ -126,14 +112,11 @@ def test_a_row_hardly_depends_on_the_step_it_is_in() -> None:
                 tree = random_tree(size, 0)
                 tree.tokens[0] = prompt[-1]
                 items.append(greedy(slot, prompt[:-1], tree, logits=True))
-            found.append(backend.step(items)[0].logits[0].float().clone())
+            found.append(backend.step(items)[0].logits[0].clone())
             for slot in slots:
                 backend.close(slot)
             slots = [backend.open() for _ in range(3)]
-        for other in found[1:]:
-            changed.append(float((other != found[0]).float().mean()))
-            assert (other - found[0]).abs().max() <= 0.04 * found[0].abs().max()
-    assert sum(changed) / len(changed) < 0.3
+        assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,10 +46,7 @@ class InterpretedTop(TopOut):
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
-    """A backend on a CPU whose every operation is the Triton kernel. A twin that is called after all raises.
-
-    Without `invariant`, so that a matrix product and a top-8 have as many rows as the step has tokens, not 128.
-    """
+    """A backend on a CPU whose every operation is the Triton kernel. A twin that is called after all raises."""
 
     def twin(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a twin was called in place of its kernel")
@@ -60,7 +56,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         monkeypatch.setattr(graph, "SIZES", SIZES)
         for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
-        backend = GraphBackend(model, invariant=False)
+        backend = GraphBackend(model)
         backend.ops = Ops(backend.device, compiled=True, processors=processors)
         return backend
 
@@ -132,7 +128,7 @@ def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., Grap
         given[q.shape[1]] = [weakref.ref(x) for x in (work.part, work.top, work.arrived)]
         return result
 
-    backend.ops._attention = SimpleNamespace(**{**vars(attention), "attend": noting})
+    backend.ops.attend = noting
     slot = backend.open()
     generator = torch.Generator().manual_seed(0)
     backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])

@@ -27,7 +27,7 @@ TOP = 8
 SIZES = (1, 16, 32, 64, 128, 256, 512)
 """Buckets of K. A step is padded to the next one: on a GPU that waits for its weights the padding is nearly free."""
 TILE = 128
-"""Rows of every matrix product of a step of at most so many tokens, so that a row's result does not depend on K."""
+"""Steps of at most so many tokens, all rows together, give a row the same bits whatever K and the other rows are."""
 PREFILL = 512
 """Prompt tokens per pass."""
 GROW = 2048
@@ -88,25 +88,32 @@ class Shape:
     def __init__(self, backend: GraphBackend, batch: int, count: int, head: bool) -> None:
         self.backend, self.batch, self.count, self.head = backend, batch, count, head
         w, device, dtype = backend.weights, backend.device, backend.dtype
-        size = batch * count
-        # Rows of a matrix product: in invariant mode the same for every small step.
-        self.rows = max(size, TILE) if backend.invariant and size <= TILE else size
+        size, layer = batch * count, w.layers[0]
+        # How many rows each product takes: as many as the step has, or more if only so it is invariant.
+        products = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down, "head": w.head}
+        self.product_rows = {name: backend.product_rows(weight, size) for name, weight in products.items()}
+        rows = max(self.product_rows.values())
+        # A pass without a head is part of a prompt: the same for every method.
+        half = dtype in (torch.float16, torch.bfloat16)
+        invariant = backend.invariant and head and half and size <= TILE
+        self.tiles = backend.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
+        self.slots = torch.zeros(batch, 1 + 4 * count, dtype=torch.int32, device=device) if invariant else None
         self.packet = Packet(batch, count, device.type == "cuda")
         self.itself = packed_visibility([-1] * count).view("<i4")
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
 
-        def new(width: int, rows: int = self.rows) -> torch.Tensor:
+        def new(width: int) -> torch.Tensor:
             return torch.zeros(rows, width, dtype=dtype, device=device)
 
         hidden = w.embedding.shape[1]
         self.stream, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
         self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
         self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
-        inner = w.layers[0].down.shape[1]
+        inner = layer.down.shape[1]
         self.gate_up, self.active = new(2 * inner), new(inner)
         self.logits = new(len(w.head)) if head else None
-        self.top = TopOut(self.rows, len(w.head), min(TOP, len(w.head)), device) if head else None
+        self.top = TopOut(rows, len(w.head), min(TOP, len(w.head)), device) if head else None
         self.work = backend.ops.workspace()
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -132,6 +139,8 @@ class Shape:
         # 1. The packet in, and the accepted K/V of the step before next to its prefix.
         self.memory.copy_(self.packet.host, non_blocking=True)
         ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
+        if self.slots is not None:
+            ops.by_depth(views["positions"], views["lengths"], self.slots)
         torch.index_select(w.embedding, 0, views["tokens"].view(-1), out=self.stream[:size])
         # 2. The layers.
         q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
@@ -140,40 +149,44 @@ class Shape:
         for number, layer in enumerate(w.layers):
             keys, values = b.cache[number]
             ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
-            torch.mm(self.normed, layer.qkv.t(), out=self.qkv)
+            self._product("qkv", self.normed, layer.qkv, self.qkv)
             ops.rotate_write(
                 self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
                 views["positions"], q, keys, values, w.eps,
             )  # fmt: skip
             ops.attend(
                 q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
-                scale=w.scale, window=layer.window,
+                scale=w.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
             )  # fmt: skip
-            torch.mm(self.mixed, layer.out.t(), out=self.delta)
+            self._product("out", self.mixed, layer.out, self.delta)
             delta = self.delta[:size]
             ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
-            torch.mm(self.normed, layer.gate_up.t(), out=self.gate_up)
+            self._product("gate_up", self.normed, layer.gate_up, self.gate_up)
             ops.gate(self.gate_up, self.active[:size])
-            torch.mm(self.active, layer.down.t(), out=self.delta)
+            self._product("down", self.active, layer.down, self.delta)
         # 3. The head for the needed rows, their targets and top-8, and the packet out.
         if self.logits is not None and self.top is not None:
             needed = views["needed"].view(-1)
             ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
-            torch.mm(self.normed, w.head.t(), out=self.logits)
+            self._product("head", self.normed, w.head, self.logits)
             self.top.fill(self.logits)
+
+    def _product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        rows = self.product_rows[name]
+        torch.mm(x[:rows], weight.t(), out=out[:rows])
 
 
 class GraphBackend:
     """Slots, K/V and steps as `EagerBackend` has them, for the models that `check_graph` lets through.
 
-    `invariant` makes a row's result independent of K and of the other rows, but for the order of fp32 sums in
-    attention, for steps of up to 128 tokens: every matrix product then has 128 rows. Off, because on an H200 it made a
-    step of one token 7% slower and changed none of 20 autoregressive outputs.
+    `invariant` makes a row's result in half precision independent of K and of the other rows, bit for bit, in steps of
+    up to 128 tokens: attention adds up each row in the order of its positions, and a matrix product takes as many rows
+    as it needs to do the same.
     """
 
     asynchronous = True
 
-    def __init__(self, model: Any, *, invariant: bool = False, capture: bool | None = None) -> None:
+    def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
         check_supported(model)
         check_graph(model)
         self.model, self.invariant = model, invariant
@@ -188,6 +201,7 @@ class GraphBackend:
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
         self.cosine, self.sine = w.tables(1)
         self._shapes: dict[tuple[int, int, bool], Shape] = {}
+        self._product_rows: dict[tuple[torch.Size, int], int] = {}
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
@@ -281,6 +295,24 @@ class GraphBackend:
             if len(path) > PATH:
                 self._flush()
 
+    def product_rows(self, weight: torch.Tensor, size: int) -> int:
+        """The rows to give a product of `size` rows, so that each has the bits that it has among TILE rows.
+
+        Which kernel runs, and in which order it adds, depends on shapes alone; so random numbers tell. (Weights would
+        tell less: those of an inflated model are mostly met by zeros.) On an H200 with a 7B shape's weights one row
+        becomes 64 in `out` and 32 in `down`, which is faster than one, and stays one elsewhere.
+        """
+        if not self.invariant or size > TILE or self.device.type != "cuda":
+            return size
+        key = weight.shape, size
+        if key not in self._product_rows:
+            other = torch.empty_like(weight).normal_()
+            x = torch.empty(TILE, weight.shape[1], dtype=weight.dtype, device=weight.device).normal_()
+            whole = torch.mm(x, other.t())
+            tried = [size, *(s for s in SIZES if size < s <= TILE)]
+            self._product_rows[key] = next(s for s in tried if torch.equal(torch.mm(x[:s], other.t()), whole[:s]))
+        return self._product_rows[key]
+
     def _shape(self, batch: int, count: int, head: bool) -> Shape:
         key = (batch, count, head)
         if key not in self._shapes:
@@ -301,7 +333,7 @@ class GraphBackend:
         fields["tokens"][place, :size] = tree.tokens
         fields["tokens"][place, size:] = 0
         fields["positions"][place, :size] = tree.depths
-        fields["positions"][place, size:] = 0
+        fields["positions"][place, size:] = tree.depths[-1]
         fields["positions"][place] += length
         rows = len(tree.rows)
         fields["needed"][place, :rows] = tree.rows

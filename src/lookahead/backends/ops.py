@@ -17,11 +17,12 @@ class Ops:
         self.compiled = device.type == "cuda" if compiled is None else compiled
         self._device = device
         source: Any = reference
+        self.attend: Any = reference.attend
         if self.compiled:
             from lookahead.kernels import attention, fused
 
             source = fused
-            self._attention = attention
+            self.attend, self._attention = attention.attend, attention
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.add_norm, self.rotate_write = source.add_norm, source.rotate_write
         self.gate, self.keep = source.gate, source.keep
@@ -31,32 +32,18 @@ class Ops:
         graph goes on writing to the memory that it was captured with."""
         return self._attention.Workspace(self._device) if self.compiled else None
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        positions: torch.Tensor,
-        bits: torch.Tensor,
-        out: torch.Tensor,
-        work: Any,
-        *,
-        scale: float,
-        window: int,
-    ) -> None:
-        """See `kernels.attention.attend`; `work` is a `workspace`."""
+    def by_depth(self, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> None:
+        """What `attend` needs to know of an invariant step's trees; see `kernels.attention`."""
+        if self.compiled:
+            self._attention.by_depth(positions, lengths, slots)
+
+    def tiles(self, batch: int, count: int, heads: int, kv_heads: int, dim: int, *, invariant: bool) -> Any:
+        """How `attend` cuts a step of this shape."""
         if not self.compiled:
-            places = (rows, lengths, positions, bits)
-            out.copy_(reference.attend(q, keys, values, *places, scale=scale, window=window))
-            return
-        batch, count, heads, dim = q.shape
-        tiles = self._attention.tiles_for(batch, count, heads, keys.shape[1], dim, processors=self._processors)
-        self._attention.attend(
-            q, keys, values, rows, lengths, positions, bits, out, work,
-            scale=scale, window=window, tiles=tiles,
-        )  # fmt: skip
+            return None
+        if invariant:
+            return self._attention.invariant_tiles(count, heads, kv_heads, dim, processors=self._processors)
+        return self._attention.tiles_for(batch, count, heads, kv_heads, dim, processors=self._processors)
 
 
 class TopOut:

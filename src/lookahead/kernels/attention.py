@@ -20,136 +20,222 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e6)
+"""Below every score, in powers of two."""
+
+REACH = 24
+"""In an invariant step, keys nearer to a row than this are added one by one: as far as a guess may be from the root."""
+
+MOST = 128
+"""The most tokens of an invariant step."""
 
 
 @triton.jit
-def _update(q, k, v, scale, seen, top, total, acc, MASKED: tl.constexpr):
-    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top, total [M]. `scale` includes log2(e).
+def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """Scores of a block of keys as probabilities [M, N] below a new maximum [M], and what shrinks the ones before.
 
-    The maximum that probabilities are scaled by is a whole power of two. Which maximum a key meets depends on how the
-    keys are grouped; so scaled, its probability has the same digits whatever the group, and rounds the same.
+    The maximum is a whole power of two. Which maximum a key meets depends on how the keys are grouped; so scaled, its
+    probability has the same digits whatever the group, and rounds the same. With EXACT to the last one: scores are
+    taken to a grid of 2 ** -16 (coarser above 64), on which they lose nothing when a maximum is taken off.
+    `scale` includes log2(e).
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    lift: tl.constexpr = 192.0 if EXACT else 0.0
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + lift
     if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale))
-    base = new
+        scores = tl.where(seen, scores, LOWEST)
+    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
+    p = tl.exp2(scores - (new + lift)[:, None])
     if MASKED:
-        base = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(scores * scale - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return new, total, acc
+        p = tl.where(seen, p, 0.0)
+    return new, p.to(k.dtype), tl.exp2(top - new)
+
+
+@triton.jit
+def _add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 16], all columns equal."""
+    top, p, shrink = _weigh(q, k, scale, seen, top, MASKED, EXACT)
+    total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def _add_singly(q, k, v, scale, seen, top, total, acc, EACH: tl.constexpr):
+    """The same for 16 keys, of which a row sees at most one in EACH; total [M] fp64.
+
+    A row adds one key at a time: its sum depends on its keys and their order, not on where they stand. (The loop has to
+    be unrolled: as a loop, Triton 3.6 gave wrong sums on an H200.)
+    """
+    top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
+    total = total * shrink.to(tl.float64) + tl.sum(p.to(tl.float64), 1)
+    acc = acc * shrink[:, None]
+    turn = tl.arange(0, 16)[None, :] // EACH
+    for i in tl.static_range(16 // EACH):
+        acc = tl.dot(tl.where(turn == i, p, 0.0).to(p.dtype), v, acc, input_precision="ieee")
+    return top, total, acc
 
 
 @triton.jit
 def _attend(
-    q, keys, values, rows, lengths, positions, bits, out, part, part_top, arrived,
+    q, keys, values, rows, lengths, positions, bits, slots, out, part, part_top, arrived,
     scale, count, capacity, kv_heads, splits, words,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TREE_N: tl.constexpr, WINDOW: tl.constexpr,
+    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits)."""
+    """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits; with REACH one more)."""
     batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     split = tl.program_id(2)
     length = tl.load(lengths + batch)
-    blocks = tl.cdiv(length, BLOCK_N)
-    live = tl.minimum(tl.maximum(blocks, 1), splits)
-    if split >= live:
-        return
     # 1. The queries: row r is token r // GROUP of the step, head r % GROUP of the group that shares these keys.
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     token = row // GROUP
     real = token < count
     token = tl.minimum(token, count - 1)
+    position = tl.load(positions + batch * count + token)
+    # The keys before `border` go in blocks, those from it on one by one. It is a matter of the row's position alone.
+    border = tl.zeros([BLOCK_M], tl.int32) + length
+    if REACH > 0:
+        border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, length // 16 * 16)
+    blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
+    live = tl.minimum(blocks, splits)
+    if REACH == 0:
+        live = tl.maximum(live, 1)
+    if (split >= live) & (split < splits):
+        return
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
     place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
     query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
-    position = tl.load(positions + batch * count + token)
     base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M, 16], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    # 2. Every `splits`-th block of the prefix. Whole blocks need no mask, unless a window ends in them.
-    whole_blocks = length // BLOCK_N if WINDOW == 0 else 0
-    for block in range(split, whole_blocks, splits):
-        at = (base + block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
-        if HEAD == DIM:
-            k = tl.load(keys + at)
-            v = tl.load(values + at)
-        else:
-            k = tl.load(keys + at, mask=whole[None, :], other=0.0)
-            v = tl.load(values + at, mask=whole[None, :], other=0.0)
-        top, total, acc = _update(query, k, v, scale, True, top, total, acc, False)
-    first_block = whole_blocks + (split - whole_blocks % splits + splits) % splits
-    for block in range(first_block, blocks, splits):
-        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = key < length
-        at = (base + key)[:, None] * HEAD + dim[None, :]
-        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-        seen = there[None, :] & (token >= 0)[:, None]
-        if WINDOW > 0:
-            seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True)
-    # 3. The tree: its keys stand behind the prefix, its bits say who sees whom, a word at a time.
-    if split == 0:
-        for word in range(0, words):
-            node = word * TREE_N + tl.arange(0, TREE_N)
-            there = node < count
+    ones = tl.full([BLOCK_N, 16], 1.0, values.dtype.element_ty)
+    if split < splits:
+        # 2. Every `splits`-th block of the prefix. Whole blocks need no mask, unless a window ends in them.
+        whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
+        for block in range(split, whole_blocks, splits):
+            at = (base + block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
+            if HEAD == DIM:
+                k = tl.load(keys + at)
+                v = tl.load(values + at)
+            else:
+                k = tl.load(keys + at, mask=whole[None, :], other=0.0)
+                v = tl.load(values + at, mask=whole[None, :], other=0.0)
+            top, total, acc = _add(query, k, v, ones, scale, True, top, total, acc, False, REACH > 0)
+        first_block = whole_blocks + (split - whole_blocks % splits + splits) % splits
+        for block in range(first_block, blocks, splits):
+            key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            at = (base + key)[:, None] * HEAD + dim[None, :]
+            k = tl.load(keys + at, mask=(key < length)[:, None] & whole[None, :], other=0.0)
+            v = tl.load(values + at, mask=(key < length)[:, None] & whole[None, :], other=0.0)
+            seen = key[None, :] < border[:, None]
+            if WINDOW > 0:
+                seen = seen & (position[:, None] - key[None, :] < WINDOW)
+            top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, REACH > 0)
+    mass = tl.max(total, 1)
+    # 3. The tree: its keys stand behind the prefix, its bits say who sees whom. Without REACH a word at a time.
+    if REACH == 0:
+        if split == 0:
+            word_ones = tl.full([TREE_N, 16], 1.0, values.dtype.element_ty)
+            for word in range(0, words):
+                node = word * TREE_N + tl.arange(0, TREE_N)
+                there = node < count
+                at = (base + length + node)[:, None] * HEAD + dim[None, :]
+                k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+                v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+                its_bits = tl.load(bits + (batch * count + token) * words + word)
+                seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
+                if WINDOW > 0:
+                    other = tl.load(positions + batch * count + node, mask=there, other=0)
+                    seen = seen & (position[:, None] - other[None, :] < WINDOW)
+                top, total, acc = _add(query, k, v, word_ones, scale, seen, top, total, acc, True, False)
+            mass = tl.max(total, 1)
+    elif split == splits:
+        # With it the rest of the prefix, and then the tree's nodes by depth, four of one depth in each quarter.
+        exact = tl.zeros([BLOCK_M], tl.float64)
+        lane = tl.arange(0, 16)
+        for key0 in range(tl.min(border, 0), length, 16):
+            key = key0 + lane
+            there = key < length
+            at = (base + key)[:, None] * HEAD + dim[None, :]
+            k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+            v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+            seen = there[None, :] & (key[None, :] >= border[:, None])
+            if WINDOW > 0:
+                seen = seen & (position[:, None] - key[None, :] < WINDOW)
+            top, exact, acc = _add_singly(query, k, v, scale, seen, top, exact, acc, 1)
+        own_bits = bits + (batch * count + token) * words
+        word0 = tl.load(own_bits)
+        word1 = tl.load(own_bits + tl.minimum(1, words - 1))
+        word2 = tl.load(own_bits + tl.minimum(2, words - 1))
+        word3 = tl.load(own_bits + tl.minimum(3, words - 1))
+        own_slots = slots + batch * (4 * count + 1)
+        used = tl.load(own_slots)
+        for slot0 in range(0, used, 16):
+            node = tl.load(own_slots + 1 + slot0 + lane, mask=slot0 + lane < used, other=-1)
+            there = node >= 0
             at = (base + length + node)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
             v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-            its_bits = tl.load(bits + (batch * count + token) * words + word)
-            seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
+            low = tl.where((node < 32)[None, :], word0[:, None], word1[:, None])
+            high = tl.where((node < 96)[None, :], word2[:, None], word3[:, None])
+            its_bits = tl.where((node < 64)[None, :], low, high)
+            seen = there[None, :] & (((its_bits >> (node % 32)[None, :]) & 1) != 0)
             if WINDOW > 0:
                 other = tl.load(positions + batch * count + node, mask=there, other=0)
                 seen = seen & (position[:, None] - other[None, :] < WINDOW)
-            top, total, acc = _update(query, k, v, scale, seen, top, total, acc, True)
+            top, exact, acc = _add_singly(query, k, v, scale, seen, top, exact, acc, 4)
+        mass = exact.to(tl.float32)
     # 4. Alone, the result. Else leave this split's part; whoever comes last adds all of them, in the splits' order.
-    arrival = live - 1
-    if live > 1:
-        slot = place * splits
+    parts = live
+    if REACH > 0:
+        parts = live + 1
+        split = tl.minimum(split, live)
+    arrival = parts - 1
+    if parts > 1:
+        slot = place * tl.num_programs(2)
         tl.store(part + (slot + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
         tl.store(part_top + (slot + split) * 2, top, mask=real)
-        tl.store(part_top + (slot + split) * 2 + 1, total, mask=real)
+        tl.store(part_top + (slot + split) * 2 + 1, mass, mask=real)
         tl.debug_barrier()
         counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         arrival = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrival == live - 1:
+        if arrival == parts - 1:
             tl.store(counter, 0)
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
+            top = tl.full([BLOCK_M], LOWEST, tl.float32)
+            mass = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-            for i in range(0, live):
+            for i in range(0, parts):
                 # Past the first-level cache, which may hold what stood there before.
-                its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+                its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg")
                 its_total = tl.load(part_top + (slot + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
                 at = (slot + i)[:, None] * DIM + dim[None, :]
                 its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
                 new = tl.maximum(top, its_top)
-                safe = tl.where(new == float("-inf"), 0.0, new)
-                mine, its = tl.exp2(top - safe), tl.exp2(its_top - safe)
-                total = total * mine + its_total * its
+                mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
+                mass = mass * mine + its_total * its
                 acc = acc * mine[:, None] + its_acc * its[:, None]
                 top = new
-    if arrival == live - 1:
-        acc = acc / tl.where(real, total, 1.0)[:, None]
+    if arrival == parts - 1:
+        acc = acc / tl.where(real, mass, 1.0)[:, None]
         inside = real[:, None] & whole[None, :]
         tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one shape of step is cut: rows per program, keys per inner block, splits of the prefix, warps, stages."""
+    """How one shape of step is cut: rows per program, keys per inner block, splits of the prefix, warps, stages.
+
+    With `reach` the keys that are nearer to a row than that are added one by one, in a split of their own.
+    """
 
     block_m: int
     block_n: int
     splits: int
     warps: int = 4
     stages: int = 2
+    reach: int = 0
 
 
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
@@ -166,6 +252,47 @@ def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, pr
     if dim > 128:
         return Tiles(block_m, 32, splits, warps=8, stages=1)
     return Tiles(block_m, 128 if block_m == 16 and dim <= 64 else 64, splits, stages=3)
+
+
+def invariant_tiles(count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
+    """Tiles with which a row is added up in the same order whatever K and the batch: all but `block_m` is the same."""
+    splits = max(1, min(16, (processors + 4) // heads))
+    block_m = 16 if count * (heads // kv_heads) <= 16 else 64 if dim <= 128 else 32
+    if dim > 128:
+        return Tiles(block_m, 32, splits, warps=8, stages=1, reach=REACH)
+    return Tiles(block_m, 64, splits, stages=3, reach=REACH)
+
+
+@triton.jit
+def _by_depth(positions, lengths, slots, count, BLOCK: tl.constexpr):
+    """Grid: (batch). A node stands behind the fours of lesser depths and the nodes of its own depth before it."""
+    batch = tl.program_id(0)
+    slots += batch * (4 * count + 1)
+    node = tl.arange(0, BLOCK)
+    there = node < count
+    depth = tl.load(positions + batch * count + node, mask=there, other=0) - tl.load(lengths + batch)
+    depth = tl.where(there, tl.minimum(tl.maximum(depth, 0), count - 1), BLOCK)
+    same = depth[:, None] == depth[None, :]
+    rank = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), 1)
+    sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)  # by depth, which is below BLOCK, too
+    fours = (sizes + 3) // 4
+    before = tl.cumsum(fours, 0) - fours
+    start = tl.sum(tl.where(depth[:, None] == node[None, :], before[None, :], 0), 1)
+    for i in range(0, 4):
+        tl.store(slots + 1 + i * count + node, -1, mask=there)
+    tl.debug_barrier()
+    tl.store(slots + 1 + 4 * start + rank, node, mask=there)
+    tl.store(slots, 4 * tl.sum(fours, 0))
+
+
+def by_depth(positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A tree's nodes in fours of one depth, of which a row sees at most one.
+
+    slots [B, 1 + 4 K] int32: how many places are used, and then the nodes, -1 where nobody stands.
+    """
+    batch, count = positions.shape
+    _by_depth[(batch,)](positions, lengths, slots, count, BLOCK=max(16, triton.next_power_of_2(count)))
+    return slots
 
 
 class Workspace:
@@ -199,22 +326,29 @@ def attend(
     scale: float,
     window: int = 0,
     tiles: Tiles | None = None,
+    slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q, out [B, K, H, D]; keys, values [R, Hkv, capacity, D], of which batch row b uses row rows[b].
 
     lengths [B] int32: tokens of each prefix; the step's K tokens follow it in keys and values. positions [B, K] int32;
     bits [B, K, ceil(K/32)] int32, see `tree.packed_visibility`. `window` 0 is none. Bits beyond K are zero.
+    slots: see `by_depth`; only tiles with a reach need them.
     """
     batch, count, heads, dim = q.shape
     _, kv_heads, capacity, _ = keys.shape
     group, padded = heads // kv_heads, max(16, triton.next_power_of_2(dim))  # a product needs 16 at least
     tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
-    grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), tiles.splits)
-    work.reserve(batch * count * heads, tiles.splits, padded, grid[0] * grid[1])
+    if tiles.reach and slots is None:
+        assert count <= MOST, f"an invariant step has at most {MOST} tokens, not {count}"
+        slots = by_depth(positions, lengths, bits.new_empty(batch, 1 + 4 * count))
+    parts = tiles.splits + (tiles.reach > 0)
+    grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), parts)
+    work.reserve(batch * count * heads, parts, padded, grid[0] * grid[1])
     _attend[grid](
-        q, keys, values, rows, lengths, positions, bits, out, work.part, work.top, work.arrived,
+        q, keys, values, rows, lengths, positions, bits, bits if slots is None else slots, out, work.part, work.top, work.arrived,
         scale * LOG2E, count, capacity, kv_heads, tiles.splits, bits.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        TREE_N=32, WINDOW=window, num_warps=tiles.warps, num_stages=tiles.stages,
+        TREE_N=32, WINDOW=window, REACH=tiles.reach,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out

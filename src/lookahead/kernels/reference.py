@@ -15,14 +15,18 @@ def attend(
     lengths: torch.Tensor,
     positions: torch.Tensor,
     bits: torch.Tensor,
+    out: torch.Tensor | None = None,
+    work: object = None,
     *,
     scale: float,
     window: int = 0,
+    tiles: object = None,
+    slots: object = None,
 ) -> torch.Tensor:
-    """As `attention.attend`, with a dense mask, in the dtype of `q`."""
+    """As `attention.attend`, with a dense mask, in the dtype of `q`. How the kernel cuts the work does not matter."""
     batch, count, heads, _ = q.shape
     group = heads // keys.shape[1]
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     for b in range(batch):
         length = int(lengths[b])
         k = keys[rows[b], :, : length + count].repeat_interleave(group, dim=0)
