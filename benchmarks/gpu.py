@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from gpu_parts.common import Bench
+from gpu_parts.bench import Bench
 from gpu_parts.equal import drift_part, exact_part
 from gpu_parts.speed import batch_part, speed_part
 from gpu_parts.steps import context_part, profile_part, step_part

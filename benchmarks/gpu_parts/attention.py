@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import triton
 
-from gpu_parts.common import Bench, graphed, median_ms, tree_of
+from gpu_parts.bench import Bench
+from gpu_parts.measure import graphed, median_ms, tree_of
 from lookahead.kernels import attention
 from lookahead.tree import packed_visibility
 

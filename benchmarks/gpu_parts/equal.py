@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from gpu_parts.common import METHODS, Bench, CountedBackend, Decoded, Warmth, decode, prompt_key
+from gpu_parts.bench import METHODS, Bench, prompt_key
+from gpu_parts.measure import CountedBackend, Decoded, decode
 from gpu_parts.stock import NAMES
 from lookahead.backends.eager import EagerBackend
 from lookahead.config import SamplingParams
+from lookahead.sources import Warmth
 
 FP32 = "fp32"
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
@@ -29,8 +31,8 @@ def exact_part(bench: Bench) -> None:
     for shape in bench.args.exact_shapes:
         model = bench.small if shape == "small" else bench.shaped(shape, torch.float32)
         expected = {data: reference(bench, model, prompts) for data, prompts in bench.prompts.items()}
-        eager = {(name, data): run(bench, EagerBackend(model), name, data) for name in LOOKAHEAD for data in expected}
-        backend = CountedBackend(model, invariant=False)
+        plain, backend = EagerBackend(model), CountedBackend(model)
+        eager = {(name, data): run(bench, plain, name, data) for name in LOOKAHEAD for data in expected}
         for (name, data), slow in eager.items():
             fast = run(bench, backend, name, data)
             prompts = bench.prompts[data]
@@ -54,7 +56,7 @@ def exact_part(bench: Bench) -> None:
             row |= {"identical_to_own": sum(a == b for a, b in pairs), "S": compression(by_trees)}
             row["unlike_greedy"] = sum(b != e for (_, b), e in zip(pairs, expected[data], strict=True))
             bench.add(row)
-        del model, backend, eager
+        del model, plain, backend
         gc.collect()
 
 

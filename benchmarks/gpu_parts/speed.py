@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from gpu_parts.common import METHODS, Bench, CountedBackend, Warmth, decode, replay_ms, summary, warm_up
+from gpu_parts.bench import METHODS, Bench
+from gpu_parts.measure import CountedBackend, decode, replay_ms, summary, warm_up
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine import Engine
 from lookahead.sequence import DecodingSequence
+from lookahead.sources import Warmth
 
 
 def speed_part(bench: Bench) -> None:
@@ -58,7 +60,7 @@ def batch_part(bench: Bench) -> None:
     """Total tokens per second of B prompts at once, from the first prompt in to the last token out."""
     prompts = bench.prompts["mt-bench"]
     rules = StopRules(min(96, bench.args.new_tokens), bench.lm.stop_ids)
-    backend = CountedBackend(bench.large, invariant=False)
+    backend = CountedBackend(bench.large)
     for batch in (1, 2, 4, 8, 16):
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
         for name, config in {

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gpu_parts.common import Bench, CountedBackend, graphed, median_ms, replay_of, step_of, wall_ms
+from gpu_parts.bench import INVARIANT, Bench
+from gpu_parts.measure import CountedBackend, graphed, median_ms, replay_of, step_of, wall_ms
 from lookahead.backends.graph import SIZES, GraphBackend
 
 CONTEXTS = (1024, 4096, 16384, 32768)
@@ -59,7 +60,7 @@ def step_case(backend: GraphBackend, slot: int, count: int, context: int) -> dic
 
 def profile_part(bench: Bench) -> None:
     """Mean microseconds of each kernel of a replayed step, and how often it runs."""
-    backend, slot = ready(bench, bench.args.invariant[-1], 4096)
+    backend, slot = ready(bench, INVARIANT, 4096)
     for count in (1, 128):
         replay = replay_of(step_of(backend, slot, count, 1024)[1])
         kind = torch.profiler.ProfilerActivity
@@ -86,7 +87,7 @@ def context_part(bench: Bench) -> None:
     """
     for context in CONTEXTS:
         for count in (1, 128):
-            backend, slot = ready(bench, False, context + count)
+            backend, slot = ready(bench, INVARIANT, context + count)
             before = allocated()
             row = step_case(backend, slot, count, context)
             shape = backend._shapes[1, row["bucket"], True]

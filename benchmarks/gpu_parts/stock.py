@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
-from gpu_parts.common import Bench, synchronize
+from gpu_parts.bench import Bench
+from gpu_parts.measure import synchronize
 
 STOCK = ("eager", "static", "prompt-lookup")
 NAMES = {
@@ -39,6 +41,9 @@ class Plain:
         )  # fmt: skip
         return out[0, len(prompt) :].tolist()
 
+    def notes(self) -> dict[str, Any]:
+        return {"how": self.how}
+
 
 class Static(Plain):
     """A static cache, with which `generate` compiles the decoding step by itself.
@@ -55,11 +60,16 @@ class Static(Plain):
         compiling = CompileConfig(fullgraph=fullgraph, mode=mode if backend == "inductor" else None, backend=backend)
         compiling._compile_all_devices = True  # on a CPU too, where this is tested
         super().__init__(bench, past_key_values=self.cache, compile_config=compiling)
+        self._graphs = counters["stats"]["unique_graphs"]
         self.how = f"generate(past_key_values=StaticCache({length})), mode={mode}, fullgraph={fullgraph}"
 
     def __call__(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
         self.cache.reset()
         return super().__call__(prompt, new_tokens)
+
+    def notes(self) -> dict[str, Any]:
+        """More than one graph would mean that a prompt made it compile again, while it was timed."""
+        return {"how": self.how, "compiled_graphs": counters["stats"]["unique_graphs"] - self._graphs}
 
 
 def ways(bench: Bench, method: str) -> Iterator[Plain]:
@@ -84,7 +94,7 @@ def baselines_part(bench: Bench) -> None:
                     way(bench.prompts["mt-bench"][0], min(32, bench.args.new_tokens))
                     seconds = time.perf_counter() - begin
                     print(f"{name}: warm-up {seconds:.1f} s, {way.how}", flush=True)
-                    measure(bench, name, way, {"how": way.how, "warm_up_s": round(seconds, 1)})
+                    measure(bench, name, way, round(seconds, 1))
                     break
                 except Exception as error:
                     errors.append(f"{way.how}: {type(error).__name__}: {str(error).strip()[:500]}")
@@ -93,7 +103,7 @@ def baselines_part(bench: Bench) -> None:
                 bench.add({"method": name, "error": "; ".join(errors)})
 
 
-def measure(bench: Bench, name: str, way: Plain, notes: dict[str, Any]) -> None:
+def measure(bench: Bench, name: str, way: Plain, warm_up_s: float) -> None:
     """Each prompt's prefill once for warm-up and once for the time to the first token, then the whole answer."""
     for data, prompts in bench.prompts.items():
         outputs, seconds, first = [], [], []
@@ -116,7 +126,7 @@ def measure(bench: Bench, name: str, way: Plain, notes: dict[str, Any]) -> None:
             "first_ms": round(1e3 * statistics.median(first), 2),
             "ms_per_token": round(1e3 * (sum(seconds) - sum(first)) / later, 3),
         }
-        bench.add(row | notes)
+        bench.add(row | {"warm_up_s": warm_up_s} | way.notes())
 
 
 def timed(way: Plain, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:

@@ -1,9 +1,8 @@
-"""`benchmarks/gpu.py` and its report, end to end on a CPU with a tiny Llama: a GPU's minutes are too few to debug it."""
+"""`benchmarks/gpu.py` and its report, end to end on a CPU with a tiny Llama: time on a GPU is too short to debug it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -50,8 +49,26 @@ def measure(script: ModuleType, files: Path, *words: str, out: str = "out") -> d
     return {path.stem: json.loads(path.read_text()) for path in (files / out).glob("*.json")}
 
 
-def test_every_part_but_attention(script: ModuleType, files: Path) -> None:
-    """In fp32 nothing may drift: every method's outputs are those of transformers, whatever the shape."""
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_report
+
+    return gpu_report
+
+
+def targets(page: str) -> dict[str, list[str]]:
+    """The table of targets: target -> measured, met, rows."""
+    part = page.split("## Targets")[1].split("##")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if "|" in line]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_every_part_but_attention(script: ModuleType, report: ModuleType, files: Path) -> None:
+    """In fp32 nothing may drift: every method's outputs are those of transformers, whatever the shape.
+
+    The report reads all of it.
+    """
     parts = [part for part in script.PARTS if part != "attention"]
     made = measure(script, files, *parts, "--compile-backend", "eager")
     assert set(made) == {f"{part}-7b" for part in parts}
@@ -78,7 +95,8 @@ def test_every_part_but_attention(script: ModuleType, files: Path) -> None:
         "transformers eager", "transformers static + compile", "transformers prompt lookup",
     }  # fmt: skip
     assert all("warm_up_s" in row and row["tok_s"] > 0 for row in stock)
-    assert {"fullgraph=True" in row["how"] for row in stock if "static" in row["method"]} == {True}
+    static = [row for row in stock if "static" in row["method"]]
+    assert all("fullgraph=True" in row["how"] and row["compiled_graphs"] == 1 for row in static)
 
     drift = made["drift-7b"]["rows"]
     assert len(drift) == 15
@@ -94,6 +112,13 @@ def test_every_part_but_attention(script: ModuleType, files: Path) -> None:
     one, many = made["context-7b"]["rows"][:2]
     assert (one["K"], many["K"]) == (1, 128)
     assert one["step_mb"] < many["step_mb"] < many["all_steps_mb"]
+
+    assert report.main([str(files / "out"), "--out", str(files)]) == 0
+    page = (files / "gpu.md").read_text(encoding="utf-8")
+    for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness", "Drift"):
+        assert f"## {title}" in page
+    identical = targets(page)["fp32: outputs of the graph backend identical to transformers' greedy ones"]
+    assert identical[:2] == ["12 of 12 (small), 12 of 12 (1.5b)", "yes"]
 
 
 def test_a_baseline_that_fails_says_so(script: ModuleType, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,3 +169,61 @@ def test_bad_options(script: ModuleType, words: list[str], message: str, capsys:
     with pytest.raises(SystemExit):
         script.main([*words, "--device", "cpu"])
     assert message in capsys.readouterr().err
+
+
+# The report
+
+
+def test_the_report_of_the_first_run(report: ModuleType, tmp_path: Path) -> None:
+    """Files of before: without commands and outputs, and without some of the parts."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    about = {"shape": "7b", "dtype": "bfloat16", "gpu": "a GPU"}
+    rows = [{"invariant": False, "K": k, "context": 1024, "device_ms": ms} for k, ms in ((1, 4.374), (121, 5.057))]
+    rows = [{**row, "products_ms": 3.8, "step_wall_ms": 5.2} for row in rows]
+    (kept / "step-7b.json").write_text(json.dumps({"about": about, "rows": rows}))
+    assert report.main([str(kept), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    found = targets(page)
+    assert found.pop("a step of 1 token at context 1024 takes at most 4.3 ms")[:2] == ["4.37 ms", "**no**"]
+    assert found.pop("121 tokens at most 1.15 times that")[:2] == ["1.16 times (5.06 ms)", "**no**"]
+    assert len(found) > 22
+    assert {tuple(row[:2]) for row in found.values()} == {("not measured", "open")}
+    assert "not recorded" in page
+
+
+def test_the_report_compares_on_shared_prompts(report: ModuleType, tmp_path: Path) -> None:
+    """The baseline ran one prompt of two, and that one was slow for us as well."""
+    about = {"shape": "7b", "dtype": "bfloat16", "gpu": "a GPU", "argv": "python benchmarks/gpu.py speed"}
+
+    def write(part: str, method: str, tok_s: float, prompts: list[str], seconds: list[float]) -> None:
+        row = {"method": method, "set": "mt-bench", "tok_s": tok_s, "invariant": False, "gap_percent": 6, "gap_ms": 1}
+        kept = {"method": method, "set": "mt-bench", "prompts": prompts, "seconds": seconds}
+        kept |= {"tokens": [[1] * 100] * len(prompts), "invariant": False if part == "speed" else None}
+        made = {"about": {**about, "part": part}, "rows": [row], "outputs": [kept]}
+        (tmp_path / f"{part}-{len(method)}.json").write_text(json.dumps(made))
+
+    write("speed", "default", 700, ["a", "b"], [0.5, 0.1])
+    write("baselines", "transformers static + compile", 40, ["a"], [2.5])
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "gpu.md").read_text(encoding="utf-8")
+    found = targets(page)
+    static = found["default, mt-bench: at least 4.5 times transformers' static cache + compile"]
+    assert static[:2] == ["5.00 times (200 against 40.0 tok/s, 1 prompts)", "yes"]
+    assert found["host and launch at most 5% of a step"][1] == "**no**"
+    assert "`python benchmarks/gpu.py speed`" in page
+
+
+def test_the_plots(report: ModuleType, tmp_path: Path) -> None:
+    """Of the results in this repository, whatever they are."""
+    pytest.importorskip("matplotlib")
+    report.main([str(BENCHMARKS / "results" / "h200"), "--out", str(tmp_path)])
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    for name in ("gpu-step.svg", "gpu-speed.svg", "gpu-context.svg", "gpu-batch.svg"):
+        assert "<svg" in (tmp_path / name).read_text(encoding="utf-8")
+        assert f"({name})" in page
+
+
+def test_a_folder_without_results(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "holds no JSON of gpu.py" in capsys.readouterr().err
