@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ def attention_part(bench: Bench) -> None:
     for heads, kv_heads, dim in ((64, 64, 64), (32, 32, 128), (32, 8, 128)):
         for count in (1, 121):
             for context in (1024, 2048, 16384):
-                bench.add(case(heads, kv_heads, dim, count, context, bandwidth, bench.args.sweep))
+                for row in case(heads, kv_heads, dim, count, context, bandwidth, bench.args.sweep):
+                    bench.add(row)
 
 
 def case(
     heads: int, kv_heads: int, dim: int, count: int, context: int, bandwidth: float, sweep: bool
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """One row for the invariant cut and one for the other."""
     capacity = context + 512
     sets = max(2, int(2e8 // (2 * kv_heads * capacity * dim * 2)) + 1)  # more than the cache holds
     dtype, whole = torch.bfloat16, {"dtype": torch.int32, "device": DEVICE}
@@ -64,7 +67,6 @@ def case(
         return median_ms(graphed(run), 10) / sets * 1e3
 
     tried = {}
-    base = attention.tiles_for(1, count, heads, kv_heads, dim)
     for block_m, block_n, warps, stages in SWEEP if sweep and (heads, dim) == (64, 64) else ():
         if (block_m == 16) == (count == 1):
             for splits in (1, 2, 4) if count > 1 else (2, 4, 8):
@@ -87,13 +89,18 @@ def case(
 
     sdpa = median_ms(graphed(dense), 10) / sets * 1e3
     best = sorted(tried.items(), key=lambda one: one[1])
-    ours = timed(tiles=base)
     floor = 2 * kv_heads * (context + count) * dim * 2 / bandwidth * 1e6
-    return {
-        "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context,
-        "us": round(ours, 1),
-        "tiles": f"{base.block_m}x{base.block_n}/{base.splits}/{base.warps}/{base.stages}",
-        "best": {name: round(us, 1) for name, us in best[:5]},
-        "sdpa_us": round(sdpa, 1), "speedup": round(sdpa / ours, 2), "of_copy_bandwidth": round(floor / ours, 2),
-        "copy_tb_s": round(bandwidth / 1e12, 2),
-    }  # fmt: skip
+    slots = attention.by_depth(places["positions"], places["lengths"], torch.zeros(1, 1 + 4 * count, **whole))
+    for invariant in (True, False):
+        cut = attention.tiles_for(1, count, heads, kv_heads, dim)
+        if invariant:
+            cut = attention.invariant_tiles(count, heads, kv_heads, dim)
+        ours = timed(tiles=cut, slots=slots)
+        yield {
+            "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context, "invariant": invariant,
+            "us": round(ours, 1),
+            "tiles": f"{cut.block_m}x{cut.block_n}/{cut.splits}/{cut.warps}/{cut.stages}",
+            "best": {name: round(us, 1) for name, us in best[:5]},
+            "sdpa_us": round(sdpa, 1), "speedup": round(sdpa / ours, 2), "of_copy_bandwidth": round(floor / ours, 2),
+            "copy_tb_s": round(bandwidth / 1e12, 2),
+        }  # fmt: skip

@@ -43,11 +43,11 @@ def step_case(backend: GraphBackend, slot: int, count: int, context: int) -> dic
 
     def products() -> None:
         for layer in w.layers:
-            torch.mm(shape.normed, layer.qkv.t(), out=shape.qkv)
-            torch.mm(shape.mixed, layer.out.t(), out=shape.delta)
-            torch.mm(shape.normed, layer.gate_up.t(), out=shape.gate_up)
-            torch.mm(shape.active, layer.down.t(), out=shape.delta)
-        torch.mm(shape.normed, w.head.t(), out=shape.logits)
+            shape.product("qkv", shape.normed, layer.qkv, shape.qkv)
+            shape.product("out", shape.mixed, layer.out, shape.delta)
+            shape.product("gate_up", shape.normed, layer.gate_up, shape.gate_up)
+            shape.product("down", shape.active, layer.down, shape.delta)
+        shape.product("head", shape.normed, w.head, shape.logits)
 
     gemm = median_ms(graphed(products))
     wall = statistics.median(wall_ms(lambda: backend.step([item])))

@@ -149,7 +149,7 @@ class Shape:
         for number, layer in enumerate(w.layers):
             keys, values = b.cache[number]
             ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
-            self._product("qkv", self.normed, layer.qkv, self.qkv)
+            self.product("qkv", self.normed, layer.qkv, self.qkv)
             ops.rotate_write(
                 self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
                 views["positions"], q, keys, values, w.eps,
@@ -158,20 +158,21 @@ class Shape:
                 q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
                 scale=w.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
             )  # fmt: skip
-            self._product("out", self.mixed, layer.out, self.delta)
+            self.product("out", self.mixed, layer.out, self.delta)
             delta = self.delta[:size]
             ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
-            self._product("gate_up", self.normed, layer.gate_up, self.gate_up)
+            self.product("gate_up", self.normed, layer.gate_up, self.gate_up)
             ops.gate(self.gate_up, self.active[:size])
-            self._product("down", self.active, layer.down, self.delta)
+            self.product("down", self.active, layer.down, self.delta)
         # 3. The head for the needed rows, their targets and top-8, and the packet out.
         if self.logits is not None and self.top is not None:
             needed = views["needed"].view(-1)
             ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
-            self._product("head", self.normed, w.head, self.logits)
+            self.product("head", self.normed, w.head, self.logits)
             self.top.fill(self.logits)
 
-    def _product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x weight^T, of as many rows as this product needs."""
         rows = self.product_rows[name]
         torch.mm(x[:rows], weight.t(), out=out[:rows])
 

@@ -345,7 +345,8 @@ def attend(
     grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), parts)
     work.reserve(batch * count * heads, parts, padded, grid[0] * grid[1])
     _attend[grid](
-        q, keys, values, rows, lengths, positions, bits, bits if slots is None else slots, out, work.part, work.top, work.arrived,
+        q, keys, values, rows, lengths, positions, bits, bits if slots is None else slots, out,
+        work.part, work.top, work.arrived,
         scale * LOG2E, count, capacity, kv_heads, tiles.splits, bits.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         TREE_N=32, WINDOW=window, REACH=tiles.reach,
