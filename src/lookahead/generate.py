@@ -21,7 +21,7 @@ from lookahead.backends.choose import make_backend
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine import Accepted, Engine
 from lookahead.hf import asked_for, load_pretrained, processors, stop_ids
-from lookahead.models import cache_dir
+from lookahead.cache import cache_dir
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
 from lookahead.stats import Stats

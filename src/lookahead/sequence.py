@@ -83,12 +83,11 @@ class DecodingSequence:
             source.propose(self.tokens, draft)
         guesses = draft.grow(config.budget - layout.size, left - 1, config.step_cost, layout.size)
 
-        shift = layout.size - 1
         size = layout.size + len(guesses.tokens)
         newest = layout.newest if config.ngram > 2 else layout.newest[1:]
         return TokenTree(
             tokens=[root, *(window.flat() if width else ()), *guesses.tokens],
-            parents=[*layout.parents, *[p + shift if p else 0 for p in guesses.parents]],
+            parents=[*layout.parents, *guesses.parents],
             depths=[*layout.depths, *guesses.depths],
             rows=[0, *newest, *range(layout.size, size)],
             branch=layout.size,

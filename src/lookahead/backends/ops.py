@@ -90,6 +90,7 @@ class TopOut:
 
     def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
         """A copy of some rows' `count` best tokens and their levels."""
-        most = (self.out.shape[1] - 1) // 2
-        count = min(count, most)
+        most = (rows.shape[1] - 1) // 2
+        if count >= most:
+            return rows[:, 1:].copy()
         return np.concatenate([rows[:, 1 : 1 + count], rows[:, 1 + most : 1 + most + count]], axis=1)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.cli.common import Host, package_version
-from lookahead.models import EMBEDDED, MANIFEST, cache_dir
+from lookahead.cache import cache_dir
+from lookahead.models import EMBEDDED, MANIFEST
 
 PACKAGES = {
     "lookahead": "lookahead-decoding",

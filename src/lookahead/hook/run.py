@@ -19,7 +19,7 @@ from lookahead.engine import Accepted, Engine, Ran
 from lookahead.hook import caches
 from lookahead.hook.arguments import Rows
 from lookahead.hook.rules import Plan
-from lookahead.models import cache_dir
+from lookahead.cache import cache_dir
 from lookahead.sampling import top_rows
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import TOP, Warmth
