@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lookahead.cli.common import Host, package_version
 from lookahead.cache import cache_dir
+from lookahead.cli.common import Host, package_version
 from lookahead.models import EMBEDDED, MANIFEST
 
 PACKAGES = {

@@ -58,9 +58,7 @@ class NativeMemory(MutableMapping[Key, Row]):
             return
         numbers = pack(f"{2 * len(tokens) + len(rows)}i", *tokens, *parents, *rows)
         count = _count(table.shape[1])
-        _check(
-            self._c.memory_keep(self.handle, numbers, len(tokens), len(rows), *before, table.ctypes.data, count)
-        )
+        _check(self._c.memory_keep(self.handle, numbers, len(tokens), len(rows), *before, table.ctypes.data, count))
 
     def leave(self, to: NativeMemory) -> None:
         _check(self._c.memory_leave(self.handle, to.handle))
@@ -136,13 +134,13 @@ def grow(
     """
     own, shared, origin = memories or (None, None, 0)
     tokens, origins, lengths = chains
+    handles = [None if memory is None else memory.handle for memory in (own, shared)]
     doubles = rates if isinstance(rates, array) else array("d", rates)
     size = room + 1
     out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))
-    handles = [None if memory is None else memory.handle for memory in (own, shared)]
     taken = native.library().draft_grow(
-        *handles, origin, doubles.buffer_info()[0], _KEY.pack(*text),
-        pack(f"{2 * len(tokens) + len(lengths)}i", *tokens, *origins, *lengths), len(tokens), len(lengths),
+        *handles, origin, doubles.buffer_info()[0],
+        pack(f"{3 + 2 * len(tokens) + len(lengths)}i", *text, *tokens, *origins, *lengths), len(tokens), len(lengths),
         room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base,
         out.buffer_info()[0], scores.buffer_info()[0],
     )  # fmt: skip

@@ -350,13 +350,13 @@ static int32_t worth(const double *scores, int32_t count, const double *cost, in
     return keep;
 }
 
-/* Grow a draft below `text`, the last three tokens of it. `chains` are `chain_tokens` tokens, then as many origins, then
-   the lengths of `chain_count` chains. `origin` is the first of the rows' origins. Results, entry 0 being the root:
+/* Grow a draft. `text` are its last three tokens and the chains below it: `chain_tokens` tokens, then as many origins,
+   then the lengths of `chain_count` chains. `origin` is the first of the rows' origins. Results, entry 0 being the root:
    `out` are 1 + room tokens, then as many parents, depths and origins; and the scores. Returns how many guesses were
    taken. `base` tokens, the root among them, stand before the guesses. */
 int32_t draft_grow(
-    const Memory *own, const Memory *shared, int32_t origin, const double *rates, const int32_t text[3],
-    const int32_t *chains, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
+    const Memory *own, const Memory *shared, int32_t origin, const double *rates, const int32_t *text,
+    int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
     const double *cost, int32_t costs, int32_t base, int32_t *out, double *scores
 ) {
     static const Memory empty;
@@ -371,7 +371,7 @@ int32_t draft_grow(
 
     /* 1. The trie of chains. */
     int32_t nodes = 1, size = 0;
-    const int32_t *chain = chains, *lengths = chains + 2 * (int64_t)chain_tokens;
+    const int32_t *chain = text + 3, *lengths = chain + 2 * (int64_t)chain_tokens;
     trie[0] = (Node){text[2], -1, 0, 0, 0};
     for (int32_t i = 0; i < chain_count; chain += lengths[i++]) {
         nodes = plant(trie, nodes, chain, lengths[i], chain + chain_tokens, rates);

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lookahead import native
-from lookahead.draft import Draft, Row, Successors, Table
-from lookahead.native.calls import Key, NativeMemory
+from lookahead.draft import Draft, Successors, Table
+from lookahead.native.calls import Key, NativeMemory, Row
 from lookahead.sampling import LEVELS
 from lookahead.sources.base import Calibration, Outcome
 
@@ -62,7 +62,7 @@ class DictMemory(dict[Key, Row]):
             del self[next(iter(self))]
 
 
-Memory = Union[DictMemory, NativeMemory]
+Memory = DictMemory | NativeMemory
 
 
 def new_memory() -> Memory:
@@ -92,6 +92,7 @@ class RecycleSource:
     )
 
     def __init__(self, shared: Memory | None, calibration: Calibration) -> None:
+        # Two of a kind: what one leaves to the other is copied as it is.
         self.memory: Any = new_memory() if shared is None else type(shared)()
         self.shared: Any = shared
         self.calibration = calibration
@@ -110,7 +111,7 @@ class RecycleSource:
             draft.successors = self.successors()
 
     def successors(self) -> Successors:
-        """The rule that C follows by itself."""
+        """Which row answers: longer keys first, the request's own rows before what others left (`look_up` in C)."""
         rates = self.calibration.rates
         own3, own2, own1, shared3, shared2, shared1 = [
             (rates[origins[0] : origins[-1] + 1].tolist(), origins) for origins in self.origins
