@@ -327,6 +327,32 @@ def test_packets_are_the_same(tree: TokenTree, padding: int, length: int, place:
     assert (ours.fields["tokens"][place] != -77).all()
 
 
+# Numbers that point nowhere
+
+
+def test_what_points_nowhere_is_refused() -> None:
+    """Memory that is not ours is never read: the twins would raise, too, or read what no tree has."""
+    memory, tree = NativeMemory(), TokenTree([1, 2], [-1, 0], [0, 1], [0, 1])
+    for rows, parents in (([2], [-1, 0]), ([-1], [-1, 0]), ([1], [-1, 1]), ([1], [-1, 7])):
+        with pytest.raises(IndexError, match="does not exist"):
+            memory.keep(tree.tokens, parents, rows, (-1, -1), [(5, 0)])
+    packet = Packet(1, 2, False)
+    for bad in (replace(tree, parents=[-1, 2]), TokenTree([1] * 3, [-1, 0, 0], [0, 1, 1], [])):
+        with pytest.raises(IndexError, match="does not exist"):
+            packet.put_tree(0, bad, 0)
+    for origin in (-1, 3):
+        draft = Draft([1], [0.5] * 3)
+        draft.chain([5], [origin])
+        with pytest.raises(IndexError, match="does not exist"):
+            draft.grow(3, 3)
+    draft = Draft([1], [0.5] * 3)
+    draft.memories = memory, None, 0
+    with pytest.raises(IndexError, match="does not exist"):
+        draft.grow(3, 3)
+    with pytest.raises(ValueError, match="a chain of 2 tokens with 1 origins"):
+        draft.chain([5, 6], [0])
+
+
 # Whole generations
 
 

@@ -43,8 +43,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_forget": (None, [_POINTER, _LONG]),
     "memory_keep": (_INT, [_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT]),
     "memory_leave": (_INT, [_POINTER, _POINTER]),
-    "draft_grow": (_INT, [*[_POINTER] * 2, _INT, *[_POINTER] * 2, *[_INT] * 4, _POINTER, *[_INT] * 2, *[_POINTER] * 2]),
-    "tree_write": (None, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),
+    "draft_grow": (
+        _INT,
+        [*[_POINTER] * 2, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, *[_POINTER] * 2],
+    ),
+    "tree_write": (_INT, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),
 }
 
 

@@ -113,6 +113,8 @@ def _count(numbers: int) -> int:
 
 
 def _check(code: int) -> None:
+    if code == -2:
+        raise IndexError("a node, a parent or an origin that does not exist")
     if code < 0:
         raise MemoryError
 
@@ -139,7 +141,7 @@ def grow(
     size = room + 1
     out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))
     taken = native.library().draft_grow(
-        *handles, origin, doubles.buffer_info()[0],
+        *handles, origin, doubles.buffer_info()[0], len(doubles),
         pack(f"{3 + 2 * len(tokens) + len(lengths)}i", *text, *tokens, *origins, *lengths), len(tokens), len(lengths),
         room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base,
         out.buffer_info()[0], scores.buffer_info()[0],
@@ -159,4 +161,4 @@ def write_tree(
 ) -> None:
     """`Packet.put_tree` in C. `sizes`: tokens and words per row, the prefix's length, what to add to needed rows."""
     numbers = pack(f"{3 * len(tokens) + len(rows)}i", *tokens, *depths, *parents, *rows)
-    native.library().tree_write(numbers, len(tokens), len(rows), *sizes, *addresses)
+    _check(native.library().tree_write(numbers, len(tokens), len(rows), *sizes, *addresses))

@@ -4,8 +4,8 @@
      draft_grow   Draft._grow, in draft.py
      tree_write   Packet.put_tree, in backends/graph.py
 
-   No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A function that
-   runs out of memory says so with a negative number. */
+   No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative number
+   says that there was no memory (-1), or that a number from outside points nowhere (-2). */
 
 #include <float.h>
 #include <stdint.h>
@@ -206,7 +206,10 @@ int memory_keep(
 ) {
     const int32_t *tokens = numbers, *parents = numbers + nodes, *needed = numbers + 2 * nodes;
     for (int32_t r = 0; r < rows; r++) {
-        int32_t node = needed[r], parent = parents[node], one = before, two = before2;
+        int32_t node = needed[r], one = before, two = before2;
+        if (node < 0 || node >= nodes || parents[node] >= node) return -2;
+        int32_t parent = parents[node];
+        if (parent > 0 && (parents[parent] < 0 || parents[parent] >= parent)) return -2;
         if (parent >= 0) {
             one = tokens[parent];
             two = parent ? tokens[parents[parent]] : before;
@@ -355,10 +358,15 @@ static int32_t worth(const double *scores, int32_t count, const double *cost, in
    `out` are 1 + room tokens, then as many parents, depths and origins; and the scores. Returns how many guesses were
    taken. `base` tokens, the root among them, stand before the guesses. */
 int32_t draft_grow(
-    const Memory *own, const Memory *shared, int32_t origin, const double *rates, const int32_t *text,
-    int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
+    const Memory *own, const Memory *shared, int32_t origin, const double *rates, int32_t rate_count,
+    const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
     const double *cost, int32_t costs, int32_t base, int32_t *out, double *scores
 ) {
+    for (int32_t i = 0; i < chain_tokens; i++) {
+        int32_t named = text[3 + chain_tokens + i];
+        if (named < 0 || named >= rate_count) return -2;
+    }
+    if ((own || shared) && (origin < 0 || origin + 6 * LEVELS > rate_count)) return -2;
     static const Memory empty;
     own = own ? own : &empty;
     shared = shared ? shared : &empty;
@@ -453,19 +461,22 @@ int32_t draft_grow(
    of each of these: the tokens, the positions (`length` plus depth), the needed rows (`first` plus node) and who sees
    whom, as `words` 32-bit words per token: the parent's bits and one's own. The nodes that the tree leaves empty are
    zeros that see themselves. */
-void tree_write(
+int tree_write(
     const int32_t *numbers, int32_t nodes, int32_t rows, int32_t count, int32_t words, int32_t length, int32_t first,
     int32_t *tokens, int32_t *positions, int32_t *needed, uint32_t *bits
 ) {
     const int32_t *depths = numbers + nodes, *parents = depths + nodes, *nodes_needed = parents + nodes;
+    if (nodes > count || rows > count) return -2;
     memset(tokens, 0, (size_t)count * sizeof *tokens);
     memcpy(tokens, numbers, (size_t)nodes * sizeof *tokens);
     for (int32_t i = 0; i < count; i++) {
         uint32_t *row = bits + (int64_t)i * words;
+        if (i < nodes && parents[i] >= i) return -2;
         positions[i] = length + (i < nodes ? depths[i] : 0);
         needed[i] = first + (i < rows ? nodes_needed[i] : 0);
         if (i < nodes && parents[i] >= 0) memcpy(row, bits + (int64_t)parents[i] * words, (size_t)words * sizeof *row);
         else memset(row, 0, (size_t)words * sizeof *row);
         row[i / 32] |= 1u << i % 32;
     }
+    return 0;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ TOP = 8
 """Successors kept per row."""
 
 LIMIT = 300_000
-"""Keys kept, for a request and for a model, before the oldest go."""
+"""Keys kept, for a request and for a model, before the oldest go: 32 MB in C, 102 MB in a dict, each."""
 
 
 class DictMemory(dict[Key, Row]):
@@ -58,8 +59,8 @@ class DictMemory(dict[Key, Row]):
 
     def forget(self, limit: int) -> None:
         """Let the oldest keys go beyond the limit."""
-        while len(self) > limit:
-            del self[next(iter(self))]
+        for key in list(islice(self, max(0, len(self) - limit))):
+            del self[key]
 
 
 Memory = DictMemory | NativeMemory
