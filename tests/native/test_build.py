@@ -20,8 +20,9 @@ needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C 
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `library` found before a test counts for nothing in it, nor after it."""
+    monkeypatch.delenv("LOOKAHEAD_NATIVE", raising=False)
     native.library.cache_clear()
     yield
     native.library.cache_clear()
