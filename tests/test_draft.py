@@ -209,7 +209,7 @@ def test_the_last_three_tokens_of_a_path_are_asked_for() -> None:
 @given(cases(), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=25), st.integers(1, 6), st.integers(0, 15))
 def test_the_kept_count_gives_most_tokens_per_time(case: Case, rises: list[float], base: int, room: int) -> None:
     cost = [sum(rises[: k + 1]) for k in range(len(rises))]
-    everything = case.draft().grow(room, 3)
+    everything = case.draft().grow(room, 3, None, base)
     kept = case.draft().grow(room, 3, cost, base)
 
     def gain(count: int) -> float:

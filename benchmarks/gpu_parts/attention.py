@@ -90,11 +90,12 @@ def case(
     sdpa = median_ms(graphed(dense), 10) / sets * 1e3
     best = sorted(tried.items(), key=lambda one: one[1])
     floor = 2 * kv_heads * (context + count) * dim * 2 / bandwidth * 1e6
-    slots = attention.by_depth(places["positions"], places["lengths"], torch.zeros(1, 1 + 4 * count, **whole))
     for invariant in (True, False):
-        cut = attention.tiles_for(1, count, heads, kv_heads, dim)
-        if invariant:
-            cut = attention.invariant_tiles(count, heads, kv_heads, dim)
+        cut, slots = attention.tiles_for(1, count, heads, kv_heads, dim), None
+        if invariant:  # the trees' nodes by depth, once for all layers
+            cut, group = attention.invariant_tiles(count, heads, kv_heads, dim), heads // kv_heads
+            slots = attention.new_slots(1, count, cut, group, DEVICE)
+            attention.by_depth(places["positions"], places["lengths"], bits, slots, cut, group)
         ours = timed(tiles=cut, slots=slots)
         yield {
             "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context, "invariant": invariant,

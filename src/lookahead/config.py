@@ -76,6 +76,11 @@ class LookaheadConfig:
         """Tokens of the root and the lookahead branch: c is the oldest row's column 0, so W(N-1), at least 1."""
         return max(1, self.window * (self.ngram - 1)) if "jacobi" in self.sources else 1
 
+    @property
+    def deepest(self) -> int:
+        """How far from the root a guess may stand. Also as far as a GPU step in half precision is exact, by default."""
+        return self.budget - 1 if "fixed-point" in self.sources else max(self.suffix_length, self.ngram - 1)
+
     @classmethod
     def paper(cls, window: int, ngram: int, guesses: int, *, prompt: bool = False) -> LookaheadConfig:
         """The paper's method alone: the window, its pool, and optionally 'prompt as reference'."""

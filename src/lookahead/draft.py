@@ -4,6 +4,8 @@ A candidate's score is the estimated probability that it is accepted: its own ra
 never scores above its parent, and taking candidates best-first takes every parent before its child. The expected
 number of accepted tokens of a step is 1 + the sum of the scores taken; given what a step of each size costs, the size
 that gives most tokens per second is known before the step is run.
+
+The search runs in C where it can (`native`). `Draft._grow` is the same search in Python, to read and to fall back on.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 
-Row = tuple[int, ...]
-"""Likely successors of a token, best first, and then the bucket (probability level) of each: 2n small ints."""
+from lookahead import native
+from lookahead.native import calls
+from lookahead.native.calls import NativeMemory, Row
 
 Table = tuple[list[float], list[int]]
 """What the buckets of a row mean: the rate of each, and its origin."""
@@ -22,13 +25,16 @@ Table = tuple[list[float], list[int]]
 Successors = Callable[[int, int, int], "tuple[Row, Table] | None"]
 """The last three tokens of a path -> the row of the last one, if there is one, and the row's table."""
 
+MOST = 1 << 16
+"""The most guesses of a step: a bound on the memory that is taken for them beforehand."""
+
 CHAIN_MASS = 0.95
 """The most probability that the chains at one node claim together; what is left over scales the row beside them."""
 
 
 @dataclass(slots=True)
 class Guesses:
-    """The taken candidates, parents first. Parent 0 is the root, parent i + 1 is guess i."""
+    """The taken candidates, parents first. Parent 0 is the root, parent `base` + i is guess i."""
 
     tokens: list[int]
     parents: list[int]
@@ -40,40 +46,69 @@ class Guesses:
 class Draft:
     """A trie of chains below the root, and a rule that continues any path with a row of likely successors.
 
-    Trie node 0 is the root; chains that share a prefix share nodes. `text` ends with the root token.
+    `text` ends with the root token. The rule is `successors`, or `memories`, recycled rows that the C code asks by
+    itself: the request's own, the shared ones, and the first of their origins (see `sources.recycle`).
     """
 
-    def __init__(self, text: Sequence[int], rates: list[float]) -> None:
+    def __init__(self, text: Sequence[int], rates: Sequence[float]) -> None:
         self.root = text[-1]
         self.before = text[-2] if len(text) > 1 else -1
         self.before2 = text[-3] if len(text) > 2 else -1
         self.rates = rates
         self.successors: Successors | None = None
-        self._tokens = [self.root]
-        self._origins = [-1]
-        self._children: list[dict[int, int]] = [{}]
+        self.memories: tuple[NativeMemory, NativeMemory | None, int] | None = None
+        self._chains: tuple[list[int], list[int], list[int]] = [], [], []
 
     def chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
-        """Add a chain below the root. Where it runs along an earlier one, the likelier origin names the node."""
-        children, node_origins, rates = self._children, self._origins, self.rates
-        node = 0
-        for token, origin in zip(tokens, origins, strict=True):
-            below = children[node]
-            node = below.get(token, 0)
-            if not node:
-                node = below[token] = len(node_origins)
-                children.append({})
-                node_origins.append(origin)
-                self._tokens.append(token)
-            elif rates[origin] > rates[node_origins[node]]:
-                node_origins[node] = origin
+        """Add a chain below the root."""
+        if len(tokens) != len(origins):
+            raise ValueError(f"a chain of {len(tokens)} tokens with {len(origins)} origins")
+        all_tokens, all_origins, lengths = self._chains
+        all_tokens += tokens
+        all_origins += origins
+        lengths.append(len(tokens))
 
     def grow(self, room: int, max_depth: int, cost: Sequence[float] | None = None, base: int = 1) -> Guesses:
         """Take at most `room` candidates, best first, none deeper than `max_depth`.
 
         With `cost` (`cost[k]` is the time of a step of k + 1 tokens) only as many as give the best
-        (1 + sum of scores) / time, `base` tokens being in the step anyway.
+        (1 + sum of scores) / time. `base` tokens, the root among them, are in the step anyway.
         """
+        room = min(room, MOST)
+        max_depth = min(max_depth, room)
+        if max_depth < 1:
+            return Guesses([], [], [], [], [])
+        if self.successors is None and native.library() is not None:
+            text = self.before2, self.before, self.root
+            return Guesses(*calls.grow(self.memories, self.rates, text, self._chains, room, max_depth, cost, base))
+        return self._grow(room, max_depth, cost, base)
+
+    def _plant(self) -> None:
+        """The trie of the chains: node 0 is the root; chains that share a prefix share nodes.
+
+        Where a chain runs along an earlier one, the likelier origin names the node.
+        """
+        children: list[dict[int, int]] = [{}]
+        node_tokens, node_origins, rates = [self.root], [-1], self.rates
+        tokens, origins, lengths = self._chains
+        end = 0
+        for length in lengths:
+            node, start, end = 0, end, end + length
+            for token, origin in zip(tokens[start:end], origins[start:end], strict=True):
+                below = children[node]
+                node = below.get(token, 0)
+                if not node:
+                    node = below[token] = len(node_origins)
+                    children.append({})
+                    node_origins.append(origin)
+                    node_tokens.append(token)
+                elif rates[origin] > rates[node_origins[node]]:
+                    node_origins[node] = origin
+        self._tokens, self._origins, self._children = node_tokens, node_origins, children
+
+    def _grow(self, room: int, max_depth: int, cost: Sequence[float] | None, base: int) -> Guesses:
+        """The search itself."""
+        self._plant()
         # Entry 0 of each list is the root. Per taken node: its row of successors, what scales the row's rates, and its
         # trie node (-1 outside the chains).
         tokens, parents, depths, origins, scores, tries = [self.root], [-1], [0], [-1], [1.0], [0]
@@ -83,8 +118,8 @@ class Draft:
         heap: list[tuple[float, int, int, int]] = []
         successors, children = self.successors, self._children
         before, before2, token, score, depth, trie = self.before, self.before2, self.root, 1.0, 0, 0
-        node, last = 0, max(room, 0)
-        while node < last and max_depth:
+        node = 0
+        while node < room:
             # 1. The node taken last offers its chains' tokens and the best of its row.
             found, weight = None, score
             if depth < max_depth:
@@ -126,7 +161,8 @@ class Draft:
             scores.append(score)
             tries.append(trie)
         keep = len(tokens) if cost is None else _worth(scores, cost, base)
-        return Guesses(tokens[1:keep], parents[1:keep], depths[1:keep], origins[1:keep], scores[1:keep])
+        nodes = [parent + base - 1 if parent else 0 for parent in parents[1:keep]]
+        return Guesses(tokens[1:keep], nodes, depths[1:keep], origins[1:keep], scores[1:keep])
 
     def _offer_chains(
         self,

@@ -18,10 +18,10 @@ from jinja2 import TemplateError
 from lookahead import cost
 from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.choose import make_backend
+from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine import Accepted, Engine
 from lookahead.hf import asked_for, load_pretrained, processors, stop_ids
-from lookahead.models import cache_dir
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
 from lookahead.stats import Stats

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -26,6 +26,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
+
+from lookahead.cache import cache_dir
 
 EMBEDDED = "smollm2-135m-instruct"
 MANIFEST = "lookahead.json"
@@ -73,19 +75,6 @@ PRESETS: dict[str, str] = {
 Log = Callable[[str], None]
 Fetch = Callable[[EmbeddedModel, Path], Path]
 Convert = Callable[[Path, Path], None]
-
-
-def cache_dir(env: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
-    """Where models are kept: `LOOKAHEAD_CACHE`, else `lookahead` in the user's cache folder."""
-    if chosen := env.get("LOOKAHEAD_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    if platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif platform == "win32":
-        base = Path(env.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "lookahead"
 
 
 def resolve(name: str, *, log: Log | None = None) -> str:

@@ -81,14 +81,13 @@ class DecodingSequence:
         draft = Draft(self.tokens, self._warmth.calibration.rates)
         for source in self._sources:
             source.propose(self.tokens, draft)
-        guesses = draft.grow(config.budget - layout.size, left - 1, config.step_cost, layout.size)
+        guesses = draft.grow(config.budget - layout.size, min(left - 1, config.deepest), config.step_cost, layout.size)
 
-        shift = layout.size - 1
         size = layout.size + len(guesses.tokens)
         newest = layout.newest if config.ngram > 2 else layout.newest[1:]
         return TokenTree(
             tokens=[root, *(window.flat() if width else ()), *guesses.tokens],
-            parents=[*layout.parents, *[p + shift if p else 0 for p in guesses.parents]],
+            parents=[*layout.parents, *guesses.parents],
             depths=[*layout.depths, *guesses.depths],
             rows=[0, *newest, *range(layout.size, size)],
             branch=layout.size,
@@ -100,14 +99,12 @@ class DecodingSequence:
         """One per needed row: that of the output position the row predicts; the window's rows are greedy."""
         if self.sampling.greedy:
             return []
-        generated = self.stats.generated_tokens
-        deepest = max((tree.depths[node] for node in tree.rows if node == 0 or node >= tree.branch), default=0)
-        while len(self._uniforms) <= generated + deepest:
+        generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
+        while len(self._uniforms) <= generated + max(depths, default=0):
             self._uniforms.append(self._random.random())
-        return [
-            self._uniforms[generated + tree.depths[node]] if node == 0 or node >= tree.branch else NO_DRAW
-            for node in tree.rows
-        ]
+        left = self._uniforms[generated:]
+        window = len(tree.rows) - 1 - len(depths)
+        return [left[0], *[NO_DRAW] * window, *[left[depth] for depth in depths]]
 
     def verify(self, tree: TokenTree, result: Targets) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""

@@ -114,9 +114,9 @@ def visibility(parents: Sequence[int]) -> list[int]:
     return seen
 
 
-def packed_visibility(parents: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """[K, ceil(K/32)] words; bit j % 32 of word j // 32 of row i says whether node i sees node j."""
-    words = (len(parents) + 31) // 32
+def packed_visibility(parents: Sequence[int], words: int | None = None) -> npt.NDArray[np.uint32]:
+    """[K, words], as many as K bits need if not told; bit j % 32 of word j // 32 of row i: does node i see node j?"""
+    words = words or (len(parents) + 31) // 32
     raw = b"".join([bits.to_bytes(4 * words, "little") for bits in visibility(parents)])
     return np.frombuffer(raw, dtype="<u4").reshape(len(parents), words)
 

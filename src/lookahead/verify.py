@@ -39,7 +39,10 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
 
 def guess_for(tree: TokenTree, node: int, token: int) -> int | None:
     """The guess below a node that equals the token, if there is one."""
-    return next((guess for guess in tree.guesses_below(node) if tree.tokens[guess] == token), None)
+    for guess in tree.guesses_below(node):
+        if tree.tokens[guess] == token:
+            return guess
+    return None
 
 
 def cut(

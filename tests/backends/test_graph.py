@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lookahead.backends import graph
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
-from lookahead.backends.graph import GraphBackend, bucket
+from lookahead.backends.graph import GraphBackend, Packet, bucket
 from lookahead.backends.weights import check_graph, relay
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine import Engine
@@ -240,8 +241,12 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     """The comparison can fail."""
     backend = GraphBackend(make("llama"))
     if bug == "every earlier token is seen":
-        packed = graph.packed_visibility
-        monkeypatch.setattr(graph, "packed_visibility", lambda parents: packed(range(-1, len(parents) - 1)))
+        put = Packet.put_tree
+
+        def put_chain(packet: Packet, place: int, tree: TokenTree, length: int) -> None:
+            put(packet, place, replace(tree, parents=list(range(-1, len(tree) - 1))), length)
+
+        monkeypatch.setattr(Packet, "put_tree", put_chain)
     elif bug == "accepted rows stay where they are":
         monkeypatch.setattr(backend.ops, "keep", lambda *args: None)
     else:

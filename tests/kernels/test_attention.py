@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lookahead.kernels import reference
-from lookahead.kernels.attention import Tiles, Workspace, attend, by_depth, invariant_tiles, tiles_for
+from lookahead.kernels.attention import Tiles, Workspace, attend, by_depth, invariant_tiles, new_slots, tiles_for
 from lookahead.tree import packed_visibility
 
 DTYPES = [
@@ -142,7 +142,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     device: torch.device, dtype: torch.dtype, window: int, heads: int, kv_heads: int, length: int
 ) -> None:
     """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree."""
-    ahead, count, dim, scale = 20, 70, 64, 0.125
+    ahead, count, dim, scale = 16, 70, 64, 0.125
     rng = random.Random(length)
     inputs = step(device, dtype, [length], count, heads, kv_heads, dim)
     row = int(inputs["rows"][0])
@@ -170,7 +170,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     for name in ("keys", "values"):
         lined[name] = inputs[name].clone()
         lined[name][row, :, length : length + ahead + 1] = inputs[name][row][:, [length + node for node in text]]
-    for depth in (0, 1, 2, 7, 15, 19, 20):
+    for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
         alone = run(
             **lined,
@@ -183,9 +183,15 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
 
 
 def test_nodes_stand_in_fours_of_one_depth(device: torch.device) -> None:
-    depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1]
+    """Two blocks of rows, of eight tokens each: the first has no use for later nodes, the second for few earlier ones."""
+    parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
+    depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1, 2, 2, 2, 3, 1]
+    count, tiles = len(parents), Tiles(16, 64, 1, reach=16)
     whole = {"dtype": torch.int32, "device": device}
-    positions = torch.tensor([[70 + depth for depth in depths], list(range(5, 15))], **whole)
-    slots = by_depth(positions, torch.tensor([70, 5], **whole), torch.full((2, 41), 99, **whole)).tolist()
-    assert slots[0][: 1 + 20] == [20, 0, -1, -1, -1, 1, 2, 4, 7, 8, 9, -1, -1, 3, 6, -1, -1, 5, -1, -1, -1]
-    assert slots[1] == [40, *(place // 4 if place % 4 == 0 else -1 for place in range(40))]
+    bits = torch.from_numpy(packed_visibility(parents).view("<i4").copy())[None].to(device)
+    positions = torch.tensor([[70 + depth for depth in depths]], **whole)
+    slots = new_slots(1, count, tiles, 2, device).fill_(99)
+    by_depth(positions, torch.tensor([70], **whole), bits, slots, tiles, 2)
+    first, second = slots[0].tolist()
+    assert first[:17] == [16, 0, -1, -1, -1, 1, 2, 4, 7, 3, 6, -1, -1, 5, -1, -1, -1]
+    assert second[:17] == [16, 0, -1, -1, -1, 8, 9, 14, -1, 10, 11, 12, -1, 13, -1, -1, -1]

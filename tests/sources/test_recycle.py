@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 
+from lookahead import native
 from lookahead.config import LookaheadConfig
 from lookahead.draft import Row, Successors
 from lookahead.sampling import LEVELS
@@ -14,7 +14,7 @@ from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth, build, wants_top
 from lookahead.sources import recycle as module
 from lookahead.sources.base import Calibration, Outcome
-from lookahead.sources.recycle import Memory, RecycleSource
+from lookahead.sources.recycle import Key, Memory, RecycleSource, new_memory
 from lookahead.tree import TokenTree
 
 
@@ -22,11 +22,24 @@ def row(*tokens: int) -> Row:
     return (*tokens, *[0] * len(tokens))
 
 
+@pytest.fixture(params=["Python", "C"], autouse=True)
+def memories(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with both kinds of memory."""
+    if request.param == "Python":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("needs a C compiler")
+
+
 def rows_after(source: RecycleSource) -> Successors:
     """What the source answers when a draft asks."""
-    draft = SimpleNamespace(successors=None)
-    source.propose([], draft)
-    return draft.successors
+    return source.successors()
+
+
+def memory_of(rows: dict[Key, Row]) -> Memory:
+    memory = new_memory()
+    memory.update(rows)
+    return memory
 
 
 def absorb(source: RecycleSource, text: list[int], top: Row) -> None:
@@ -70,16 +83,16 @@ def keyed(text: list[int], length: int) -> Memory:
     source = RecycleSource(None, Calibration())
     absorb(source, text, row(0))
     by_length = dict(zip((3, 2, 1), source.memory, strict=True))
-    return {by_length[length]: row(0)}
+    return memory_of({by_length[length]: row(0)})
 
 
 def holding(*entries: tuple[str, int]) -> RecycleSource:
     """A source with these entries; the row of entry i of ANSWER_ORDER is i."""
-    source = RecycleSource({}, Calibration())
+    source = RecycleSource(new_memory(), Calibration())
     for entry in entries:
         owner, length = entry
         memory = source.memory if owner == "own" else source.shared
-        memory |= dict.fromkeys(keyed([1, 2, 3], length), row(ANSWER_ORDER.index(entry)))
+        memory.update(dict.fromkeys(keyed([1, 2, 3], length), row(ANSWER_ORDER.index(entry))))
     return source
 
 
@@ -93,7 +106,7 @@ def test_every_entry_answers_its_key_with_its_own_rates(entry: tuple[str, int]) 
         assert (found is not None) == (known >= length)
         if found is not None:
             place = (owner == "shared") * 3 + 3 - length
-            assert found[1][1][0] == RecycleSource({}, Calibration()).origin + place * LEVELS
+            assert found[1][1][0] == RecycleSource(new_memory(), Calibration()).origin + place * LEVELS
 
 
 @pytest.mark.parametrize(("first", "second"), list(combinations(ANSWER_ORDER, 2)))
@@ -144,7 +157,7 @@ def test_the_first_tokens_of_a_text() -> None:
 
 
 def test_finish_leaves_the_rows_to_the_model() -> None:
-    shared: Memory = {}
+    shared = new_memory()
     first = RecycleSource(shared, Calibration())
     absorb(first, [1, 2, 3], row(50))
     assert rows_after(RecycleSource(shared, Calibration()))(1, 2, 3) is None
@@ -160,19 +173,19 @@ def test_finish_leaves_the_rows_to_the_model() -> None:
 
 def test_the_oldest_rows_go_first_and_refreshed_ones_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT", 4)
-    shared: Memory = {}
+    shared = new_memory()
     for tokens in ([1], [2], [3], [4], [1], [5]):
         source = RecycleSource(shared, Calibration())
-        source.memory = {tokens[0]: row(tokens[0])}
+        source.memory = memory_of({tokens[0]: row(tokens[0])})
         source.finish()
     assert list(shared) == [3, 4, 1, 5]
 
 
 def test_one_request_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT", 2)
-    shared: Memory = {100: row(1)}
+    shared = memory_of({100: row(1)})
     source = RecycleSource(shared, Calibration())
-    source.memory = {key: row(key) for key in range(5)}
+    source.memory = memory_of({key: row(key) for key in range(5)})
     source.finish()
     assert list(shared) == [3, 4]
 
@@ -180,7 +193,7 @@ def test_one_request_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scope", ["request", "model"])
 def test_scope_request_neither_reads_nor_leaves_anything(scope: str) -> None:
     warmth = Warmth()
-    warmth.memory |= keyed([7, 8, 9], 3)
+    warmth.memory.update(keyed([7, 8, 9], 3))
     before = dict(warmth.memory)
     config = LookaheadConfig(window=0, sources=("recycle",), recycle_scope=scope)
     (source,) = build(config, warmth)

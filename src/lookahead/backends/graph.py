@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead import native
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops, TopOut
 from lookahead.backends.weights import check_graph, relay
+from lookahead.native import calls
 from lookahead.sampling import pick
 from lookahead.tree import Targets, TokenTree, packed_visibility
 
@@ -76,6 +78,26 @@ class Packet:
             start += size
         numbers = self.host.numpy()
         self.fields = {name: numbers[a:b].reshape(shape) for name, (a, b, shape) in self._places.items()}
+        self._sizes = count, words
+        self._trees = list(zip(*[self.fields[name] for name in ("tokens", "positions", "needed", "bits")], strict=True))
+        self._addresses = [[part.ctypes.data for part in parts] for parts in self._trees]
+        self._itself = packed_visibility([-1] * count, words).view("<i4")
+
+    def put_tree(self, place: int, tree: TokenTree, length: int) -> None:
+        """Write a tree below a prefix of this length; what is left of the row's K tokens sees itself alone."""
+        count, words = self._sizes
+        if native.library() is not None:
+            sizes = count, words, length, place * count
+            calls.write_tree(tree.tokens, tree.depths, tree.parents, tree.rows, sizes, self._addresses[place])
+            return
+        size, rows = len(tree), len(tree.rows)
+        tokens, positions, needed, bits = self._trees[place]
+        tokens[:size], tokens[size:] = tree.tokens, 0
+        positions[:size], positions[size:] = tree.depths, 0
+        positions += length
+        needed[:rows], needed[rows:] = tree.rows, 0
+        needed += place * count
+        bits[:size], bits[size:] = packed_visibility(tree.parents, words).view("<i4"), self._itself[size:]
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same views of a copy on the device."""
@@ -97,9 +119,8 @@ class Shape:
         half = dtype in (torch.float16, torch.bfloat16)
         invariant = backend.invariant and head and half and size <= TILE
         self.tiles = backend.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
-        self.slots = torch.zeros(batch, 1 + 4 * count, dtype=torch.int32, device=device) if invariant else None
+        self.slots = backend.ops.slots(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
         self.packet = Packet(batch, count, device.type == "cuda")
-        self.itself = packed_visibility([-1] * count).view("<i4")
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
 
@@ -140,7 +161,8 @@ class Shape:
         self.memory.copy_(self.packet.host, non_blocking=True)
         ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
         if self.slots is not None:
-            ops.by_depth(views["positions"], views["lengths"], self.slots)
+            group = w.heads // w.kv_heads
+            ops.by_depth(views["positions"], views["lengths"], views["bits"], self.slots, self.tiles, group)
         torch.index_select(w.embedding, 0, views["tokens"].view(-1), out=self.stream[:size])
         # 2. The layers.
         q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
@@ -226,12 +248,15 @@ class GraphBackend:
     def length(self, slot: int) -> int:
         return self._length[slot]
 
-    @torch.inference_mode()
     def _reserve(self, rows: int, capacity: int) -> None:
-        """Room for this many rows and tokens. Growing drops the graphs, which hold the old buffer's address."""
+        """Room for this many rows and tokens."""
+        if rows > self.cache.shape[2] or capacity > self.cache.shape[4]:
+            self._grow(rows, capacity)
+
+    @torch.inference_mode()
+    def _grow(self, rows: int, capacity: int) -> None:
+        """A larger buffer. It drops the graphs, which hold the old buffer's address."""
         old = self.cache
-        if rows <= old.shape[2] and capacity <= old.shape[4]:
-            return
         size = max(old.shape[4], GROW)
         if capacity > size:
             size = -(-max(capacity, size + size // 4) // 512) * 512
@@ -273,21 +298,21 @@ class GraphBackend:
         packed = shape.top.read()
         results = []
         for place, item in enumerate(launched.inputs):
-            start, rows = place * shape.count, len(item.tree.rows)
-            block = packed[start : start + rows]
-            targets = block[:, 0].tolist()
-            logits = shape.logits[start : start + rows]
-            if not item.sampling.greedy:
-                targets = pick(logits, item.sampling, item.uniforms).tolist()
+            start, end = place * shape.count, place * shape.count + len(item.tree.rows)
             # The next step writes over all of it: what is handed out is copied.
-            top: Any = shape.top.best(block, item.top) if item.top else []
-            results.append(Targets(targets, top, logits.clone() if item.logits else None))
+            result = Targets(packed[start:end, 0].tolist())
+            if item.top:
+                result.top = shape.top.best(packed[start:end], item.top)
+            if not item.sampling.greedy:
+                result.targets = pick(shape.logits[start:end], item.sampling, item.uniforms).tolist()
+            if item.logits:
+                result.logits = shape.logits[start:end].clone()
+            results.append(result)
         return results
 
     def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
         return self.collect(self.launch(inputs))
 
-    @torch.inference_mode()
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """The root stands where it belongs; the accepted nodes move with the next step."""
         for slot, path in accepted:
@@ -321,38 +346,23 @@ class GraphBackend:
         return self._shapes[key]
 
     def _fill(self, shape: Shape, place: int, item: StepInput) -> None:
-        """One input's part of the packet; what is left of the row's K tokens sees itself alone."""
-        fields, tree, count = shape.packet.fields, item.tree, shape.count
-        size, length = len(tree), self._length[item.slot]
-        pending = self._pending.pop(item.slot, None)
+        """One input's part of the packet."""
+        fields, length, pending = shape.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
         fields["rows"][place] = self._row[item.slot]
         fields["lengths"][place] = length
         fields["before"][place] = pending.length if pending else 0
         fields["counts"][place] = len(pending.path) if pending else 0
-        if pending:
+        if pending and pending.path:
             fields["paths"][place, : len(pending.path)] = pending.path
-        fields["tokens"][place, :size] = tree.tokens
-        fields["tokens"][place, size:] = 0
-        fields["positions"][place, :size] = tree.depths
-        fields["positions"][place, size:] = tree.depths[-1]
-        fields["positions"][place] += length
-        rows = len(tree.rows)
-        fields["needed"][place, :rows] = tree.rows
-        fields["needed"][place, rows:] = 0
-        fields["needed"][place] += place * count
-        bits = packed_visibility(tree.parents).view("<i4")
-        fields["bits"][place, :size, : bits.shape[1]] = bits
-        fields["bits"][place, :size, bits.shape[1] :] = 0
-        fields["bits"][place, size:] = shape.itself[size:]
+        shape.packet.put_tree(place, item.tree, length)
 
     def _fill_nothing(self, shape: Shape, place: int, row: int) -> None:
         """Padding of a batch: tokens that see themselves, in a row of the buffer that belongs to nobody."""
         fields = shape.packet.fields
-        for name in ("lengths", "before", "counts", "tokens", "positions"):
-            fields[name][place] = 0
         fields["rows"][place] = row
-        fields["needed"][place] = place * shape.count
-        fields["bits"][place] = shape.itself
+        for name in ("lengths", "before", "counts"):
+            fields[name][place] = 0
+        shape.packet.put_tree(place, chain([0]), 0)
 
     def _prefill(self, item: StepInput) -> None:
         """Run the trail in passes of its own, as chains without a head."""
@@ -366,6 +376,7 @@ class GraphBackend:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # the packet's memory is free again
 
+    @torch.inference_mode()
     def _flush(self) -> None:
         """Run the commits that wait for a step."""
         for slot, pending in self._pending.items():
@@ -388,8 +399,7 @@ class GraphBackend:
 
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As `EagerBackend.cached`."""
-        with torch.inference_mode():
-            self._flush()
+        self._flush()
         part = self.cache[:, :, self._row[slot], :, : self._length[slot]]
         return [(keys.clone(), values.clone()) for keys, values in part]
 

@@ -32,10 +32,22 @@ class Ops:
         graph goes on writing to the memory that it was captured with."""
         return self._attention.Workspace(self._device) if self.compiled else None
 
-    def by_depth(self, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> None:
+    def slots(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
+        """Room for what `by_depth` finds."""
+        return self._attention.new_slots(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
+
+    def by_depth(
+        self,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        bits: torch.Tensor,
+        slots: torch.Tensor,
+        tiles: Any,
+        group: int,
+    ) -> None:
         """What `attend` needs to know of an invariant step's trees; see `kernels.attention`."""
         if self.compiled:
-            self._attention.by_depth(positions, lengths, slots)
+            self._attention.by_depth(positions, lengths, bits, slots, tiles, group)
 
     def tiles(self, batch: int, count: int, heads: int, kv_heads: int, dim: int, *, invariant: bool) -> Any:
         """How `attend` cuts a step of this shape."""
@@ -77,6 +89,7 @@ class TopOut:
 
     def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
         """A copy of some rows' `count` best tokens and their levels."""
-        most = (self.out.shape[1] - 1) // 2
-        count = min(count, most)
+        most = (rows.shape[1] - 1) // 2
+        if count >= most:
+            return rows[:, 1:].copy()
         return np.concatenate([rows[:, 1 : 1 + count], rows[:, 1 + most : 1 + most + count]], axis=1)

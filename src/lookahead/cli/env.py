@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lookahead.cache import cache_dir
 from lookahead.cli.common import Host, package_version
-from lookahead.models import EMBEDDED, MANIFEST, cache_dir
+from lookahead.models import EMBEDDED, MANIFEST
 
 PACKAGES = {
     "lookahead": "lookahead-decoding",

@@ -14,12 +14,12 @@ from lookahead import cost
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import input_device, layer_shapes, position_limit, probe
 from lookahead.backends.eager import EagerBackend
+from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine import Accepted, Engine, Ran
 from lookahead.hook import caches
 from lookahead.hook.arguments import Rows
 from lookahead.hook.rules import Plan
-from lookahead.models import cache_dir
 from lookahead.sampling import top_rows
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import TOP, Warmth

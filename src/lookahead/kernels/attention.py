@@ -23,7 +23,7 @@ LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e6)
 """Below every score, in powers of two."""
 
-REACH = 24
+REACH = 16
 """In an invariant step, keys nearer to a row than this are added one by one: as far as a guess may be from the root."""
 
 MOST = 128
@@ -170,7 +170,7 @@ def _attend(
         word1 = tl.load(own_bits + tl.minimum(1, words - 1))
         word2 = tl.load(own_bits + tl.minimum(2, words - 1))
         word3 = tl.load(own_bits + tl.minimum(3, words - 1))
-        own_slots = slots + batch * (4 * count + 1)
+        own_slots = slots + (batch * tl.num_programs(1) + tl.program_id(1)) * (4 * count + 1)
         used = tl.load(own_slots)
         for slot0 in range(0, used, 16):
             node = tl.load(own_slots + 1 + slot0 + lane, mask=slot0 + lane < used, other=-1)
@@ -264,14 +264,23 @@ def invariant_tiles(count: int, heads: int, kv_heads: int, dim: int, *, processo
 
 
 @triton.jit
-def _by_depth(positions, lengths, slots, count, BLOCK: tl.constexpr):
-    """Grid: (batch). A node stands behind the fours of lesser depths and the nodes of its own depth before it."""
-    batch = tl.program_id(0)
-    slots += batch * (4 * count + 1)
+def _by_depth(
+    positions, lengths, bits, slots, count, words,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch, blocks of rows as `_attend` has them). A node that some row of the block sees stands behind the
+    fours of lesser depths and the nodes of its own depth before it."""
+    batch, block = tl.program_id(0), tl.program_id(1)
+    slots += (batch * tl.num_programs(1) + block) * (4 * count + 1)
     node = tl.arange(0, BLOCK)
     there = node < count
+    token = block * BLOCK_M // GROUP + tl.arange(0, TOKENS)
+    inside = (token < count) & (token <= (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+    at = (batch * count + token)[:, None] * words + (node // 32)[None, :]
+    its_bits = tl.load(bits + at, mask=inside[:, None] & there[None, :], other=0)
+    needed = tl.max((its_bits >> (node % 32)[None, :]) & 1, 0) != 0
     depth = tl.load(positions + batch * count + node, mask=there, other=0) - tl.load(lengths + batch)
-    depth = tl.where(there, tl.minimum(tl.maximum(depth, 0), count - 1), BLOCK)
+    depth = tl.where(needed, tl.minimum(tl.maximum(depth, 0), count - 1), BLOCK)
     same = depth[:, None] == depth[None, :]
     rank = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), 1)
     sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)  # by depth, which is below BLOCK, too
@@ -281,17 +290,28 @@ def _by_depth(positions, lengths, slots, count, BLOCK: tl.constexpr):
     for i in range(0, 4):
         tl.store(slots + 1 + i * count + node, -1, mask=there)
     tl.debug_barrier()
-    tl.store(slots + 1 + 4 * start + rank, node, mask=there)
+    tl.store(slots + 1 + 4 * start + rank, node, mask=needed)
     tl.store(slots, 4 * tl.sum(fours, 0))
 
 
-def by_depth(positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """A tree's nodes in fours of one depth, of which a row sees at most one.
+def new_slots(batch: int, count: int, tiles: Tiles, group: int, device: torch.device) -> torch.Tensor:
+    """[B, blocks of rows, 1 + 4 K] int32 for `by_depth`."""
+    blocks = triton.cdiv(count * group, tiles.block_m)
+    return torch.zeros(batch, blocks, 1 + 4 * count, dtype=torch.int32, device=device)
 
-    slots [B, 1 + 4 K] int32: how many places are used, and then the nodes, -1 where nobody stands.
+
+def by_depth(
+    positions: torch.Tensor, lengths: torch.Tensor, bits: torch.Tensor, slots: torch.Tensor, tiles: Tiles, group: int
+) -> torch.Tensor:
+    """For each block of rows, the tree's nodes that it sees in fours of one depth, of which a row sees at most one.
+
+    slots, see `new_slots`: how many places are used, and then the nodes, -1 where nobody stands.
     """
     batch, count = positions.shape
-    _by_depth[(batch,)](positions, lengths, slots, count, BLOCK=max(16, triton.next_power_of_2(count)))
+    _by_depth[(batch, slots.shape[1])](
+        positions, lengths, bits, slots, count, bits.shape[2], GROUP=group, BLOCK_M=tiles.block_m,
+        BLOCK=max(16, triton.next_power_of_2(count)), TOKENS=triton.next_power_of_2(tiles.block_m // group + 2),
+    )  # fmt: skip
     return slots
 
 
@@ -340,7 +360,8 @@ def attend(
     tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
     if tiles.reach and slots is None:
         assert count <= MOST, f"an invariant step has at most {MOST} tokens, not {count}"
-        slots = by_depth(positions, lengths, bits.new_empty(batch, 1 + 4 * count))
+        slots = new_slots(batch, count, tiles, group, q.device)
+        by_depth(positions, lengths, bits, slots, tiles, group)
     parts = tiles.splits + (tiles.reach > 0)
     grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), parts)
     work.reserve(batch * count * heads, parts, padded, grid[0] * grid[1])

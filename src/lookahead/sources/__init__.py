@@ -8,7 +8,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.sources.base import Calibration, Outcome, Source, source_of
 from lookahead.sources.fixed_point import FixedPointSource
 from lookahead.sources.pool import JacobiSource, NGramPool, PromptSource
-from lookahead.sources.recycle import TOP, Memory, RecycleSource
+from lookahead.sources.recycle import TOP, Memory, RecycleSource, new_memory
 from lookahead.sources.suffix import SuffixSource
 
 
@@ -16,7 +16,7 @@ class Warmth:
     """What may outlive a request of one loaded model: recycled rows, and how often each kind of guess was right."""
 
     def __init__(self) -> None:
-        self.memory: Memory = {}
+        self.memory: Memory = new_memory()
         self.calibration = Calibration()
 
 

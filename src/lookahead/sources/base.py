@@ -10,6 +10,7 @@ was; a guess's score is the product of those along its path: the estimated proba
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -68,14 +69,14 @@ class Calibration:
     PRIOR_TRIALS = 8
 
     def __init__(self) -> None:
-        self.rates = [0.0] * (BUCKETS * len(SOURCE_NAMES))
+        self.rates = array("d", [0.0]) * (BUCKETS * len(SOURCE_NAMES))
         self._trials = [self.PRIOR_TRIALS] * len(self.rates)
 
     def prior(self, source: str, rates: Sequence[float]) -> int:
         """Set a source's priors, once, bucket by bucket. Returns its first origin."""
         base = SOURCE_NAMES.index(source) * BUCKETS
         if self.rates[base] == 0.0:
-            self.rates[base : base + len(rates)] = rates
+            self.rates[base : base + len(rates)] = array("d", rates)
         return base
 
     def learn(self, origin: int, right: bool) -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+from typing import Any
 
-from lookahead.draft import Draft, Row, Table
+import numpy as np
+import numpy.typing as npt
+
+from lookahead import native
+from lookahead.draft import Draft, Successors, Table
+from lookahead.native.calls import Key, NativeMemory, Row
 from lookahead.sampling import LEVELS
 from lookahead.sources.base import Calibration, Outcome
 
@@ -12,10 +19,56 @@ TOP = 8
 """Successors kept per row."""
 
 LIMIT = 300_000
-"""Keys kept, for a request and for a model, before the oldest go; an estimated 100 MB each."""
+"""Keys kept, for a request and for a model, before the oldest go: 32 MB in C, 102 MB in a dict, each."""
 
-Memory = dict[int | tuple[int, int] | tuple[int, int, int], Row]
-"""The last token, or the last two or three -> what the model found likely after them."""
+
+class DictMemory(dict[Key, Row]):
+    """The last token, or the last two or three -> what the model found likely after them; oldest key first.
+
+    `NativeMemory` is the same in C.
+    """
+
+    def keep(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        rows: Sequence[int],
+        before: tuple[int, int],
+        top: Sequence[Row] | npt.NDArray[np.int32],
+    ) -> None:
+        """Keep the `top` of a tree's needed `rows` under their nodes' last three, two and one tokens; newest wins.
+
+        `before` are the two tokens before the root, -1 where there is none.
+        """
+        top = list(map(tuple, top.tolist())) if isinstance(top, np.ndarray) else top
+        for node, row in zip(rows, top, strict=True):
+            token, parent = tokens[node], parents[node]
+            if parent > 0:
+                one, two = tokens[parent], tokens[parents[parent]]
+            elif parent == 0:
+                one, two = tokens[0], before[1]
+            else:
+                two, one = before
+            self[two, one, token] = self[one, token] = self[token] = row
+
+    def leave(self, to: DictMemory) -> None:
+        """Leave the rows to another memory. Refreshed ones count as new there."""
+        for key, row in self.items():
+            to.pop(key, None)
+            to[key] = row
+
+    def forget(self, limit: int) -> None:
+        """Let the oldest keys go beyond the limit."""
+        for key in list(islice(self, max(0, len(self) - limit))):
+            del self[key]
+
+
+Memory = DictMemory | NativeMemory
+
+
+def new_memory() -> Memory:
+    """An empty one; in C where that can be had."""
+    return DictMemory() if native.library() is None else NativeMemory()
 
 
 class RecycleSource:
@@ -40,8 +93,9 @@ class RecycleSource:
     )
 
     def __init__(self, shared: Memory | None, calibration: Calibration) -> None:
-        self.memory: Memory = {}
-        self.shared = shared
+        # Two of a kind: what one leaves to the other is copied as it is.
+        self.memory: Any = new_memory() if shared is None else type(shared)()
+        self.shared: Any = shared
         self.calibration = calibration
         own = [rate for rates in self.PRIORS for rate in rates]
         self.origin = calibration.prior("recycle", own + own)
@@ -52,9 +106,16 @@ class RecycleSource:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:
+        if isinstance(self.memory, NativeMemory):
+            draft.memories = self.memory, self.shared, self.origin
+        else:
+            draft.successors = self.successors()
+
+    def successors(self) -> Successors:
+        """Which row answers: longer keys first, the request's own rows before what others left (`look_up` in C)."""
         rates = self.calibration.rates
         own3, own2, own1, shared3, shared2, shared1 = [
-            (rates[origins[0] : origins[-1] + 1], origins) for origins in self.origins
+            (rates[origins[0] : origins[-1] + 1].tolist(), origins) for origins in self.origins
         ]
         own = self.memory.get
         shared = (self.shared if self.shared is not None else {}).get
@@ -74,37 +135,17 @@ class RecycleSource:
                 return row, shared1
             return None
 
-        draft.successors = successors
+        return successors
 
     def absorb(self, outcome: Outcome) -> None:
-        tree, memory = outcome.tree, self.memory
-        tokens, parents = tree.tokens, tree.parents
-        root = len(outcome.text) - len(outcome.accepted) - 1
-        before = outcome.text[root - 1] if root else -1
-        before2 = outcome.text[root - 2] if root > 1 else -1
-        top = outcome.top if isinstance(outcome.top, list) else list(map(tuple, outcome.top.tolist()))
-        for node, row in zip(tree.rows, top, strict=True):
-            token, parent = tokens[node], parents[node]
-            if parent > 0:
-                one, two = tokens[parent], tokens[parents[parent]]
-            elif parent == 0:
-                one, two = tokens[0], before
-            else:
-                one, two = before, before2
-            memory[two, one, token] = memory[one, token] = memory[token] = row
-        forget(memory)
+        tree, text = outcome.tree, outcome.text
+        root = len(text) - len(outcome.accepted) - 1
+        before = text[root - 2] if root > 1 else -1, text[root - 1] if root else -1
+        self.memory.keep(tree.tokens, tree.parents, tree.rows, before, outcome.top)
+        self.memory.forget(LIMIT)
 
     def finish(self) -> None:
-        """Leave the request's rows to the model. Refreshed ones count as new, so that the oldest go first."""
-        if self.shared is None:
-            return
-        for key, row in self.memory.items():
-            self.shared.pop(key, None)
-            self.shared[key] = row
-        forget(self.shared)
-
-
-def forget(memory: Memory) -> None:
-    """Let the oldest keys go beyond the limit."""
-    while len(memory) > LIMIT:
-        del memory[next(iter(memory))]
+        """Leave the request's rows to the model, where the oldest go first."""
+        if self.shared is not None:
+            self.memory.leave(self.shared)
+            self.shared.forget(LIMIT)

@@ -1,0 +1,164 @@
+"""What Python hands to the C functions and takes back: ints and doubles, packed into bytes."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Iterator, MutableMapping, Sequence
+from ctypes import c_int32
+from struct import Struct, pack
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lookahead import native
+
+Key = int | tuple[int, int] | tuple[int, int, int]
+"""The last token of a text, or the last two or three."""
+
+Row = tuple[int, ...]
+"""Likely successors, best first, and then the probability level of each."""
+
+TOP = 8
+"""The most successors of a row."""
+
+Grown = tuple[list[int], list[int], list[int], list[int], list[float]]
+"""Tokens, parents, depths, origins and scores of guesses."""
+
+_NONE = -(1 << 31)
+_KEY = Struct("3i")
+
+
+class NativeMemory(MutableMapping[Key, Row]):
+    """Rows by key, oldest key first, as `sources.recycle.DictMemory` keeps them; in C, and freed with this object."""
+
+    def __init__(self, items: Sequence[tuple[Key, Row]] = ()) -> None:
+        self._c = native.library()
+        self.handle: int | None = self._c.memory_new()
+        if self.handle is None:
+            raise MemoryError
+        weakref.finalize(self, self._c.memory_free, self.handle)
+        self.update(items)
+
+    # The step's verbs.
+
+    def keep(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        rows: Sequence[int],
+        before: tuple[int, int],
+        top: Sequence[Row] | npt.NDArray[np.int32],
+    ) -> None:
+        table = np.ascontiguousarray(top, dtype=np.int32)
+        if len(table) != len(rows):
+            raise ValueError(f"{len(table)} top rows for {len(rows)} needed rows")
+        if not len(table):
+            return
+        numbers = pack(f"{2 * len(tokens) + len(rows)}i", *tokens, *parents, *rows)
+        count = _count(table.shape[1])
+        _check(self._c.memory_keep(self.handle, numbers, len(tokens), len(rows), *before, table.ctypes.data, count))
+
+    def leave(self, to: NativeMemory) -> None:
+        _check(self._c.memory_leave(self.handle, to.handle))
+
+    def forget(self, limit: int) -> None:
+        self._c.memory_forget(self.handle, limit)
+
+    # The mapping's.
+
+    def __getitem__(self, key: Key) -> Row:
+        row = (c_int32 * (2 * TOP))()
+        count = self._c.memory_get(self.handle, _packed(key), row)
+        if count < 0:
+            raise KeyError(key)
+        return tuple(row[: 2 * count])
+
+    def __setitem__(self, key: Key, row: Row) -> None:
+        _check(self._c.memory_set(self.handle, _packed(key), pack(f"{len(row)}i", *row), _count(len(row))))
+
+    def __delitem__(self, key: Key) -> None:
+        if self._c.memory_remove(self.handle, _packed(key)) < 0:
+            raise KeyError(key)
+
+    def __iter__(self) -> Iterator[Key]:
+        key, place, keys = (c_int32 * 3)(), 0, list[Key]()
+        while (place := self._c.memory_next(self.handle, place, key)) >= 0:
+            known: Any = tuple(token for token in key if token != _NONE)
+            keys.append(known if len(known) > 1 else known[0])
+        return iter(keys)
+
+    def __len__(self) -> int:
+        return self._c.memory_length(self.handle)
+
+    def clear(self) -> None:
+        self._c.memory_clear(self.handle)
+
+    def __reduce__(self) -> tuple[type[NativeMemory], tuple[list[tuple[Key, Row]]]]:
+        return NativeMemory, (list(self.items()),)
+
+
+def _packed(key: Key) -> bytes:
+    if isinstance(key, tuple):
+        return _KEY.pack(*[_NONE] * (3 - len(key)), *key)
+    return _KEY.pack(_NONE, _NONE, key)
+
+
+def _count(numbers: int) -> int:
+    """Successors in a row of this many numbers."""
+    if numbers % 2 or numbers > 2 * TOP:
+        raise ValueError(f"a row of {numbers} numbers; it needs up to {TOP} tokens and a level for each")
+    return numbers // 2
+
+
+def _check(code: int) -> None:
+    if code == -2:
+        raise IndexError("a node, a parent or an origin that does not exist")
+    if code < 0:
+        raise MemoryError
+
+
+def grow(
+    memories: tuple[NativeMemory, NativeMemory | None, int] | None,
+    rates: Sequence[float],
+    text: tuple[int, int, int],
+    chains: tuple[list[int], list[int], list[int]],
+    room: int,
+    max_depth: int,
+    cost: Sequence[float] | None,
+    base: int,
+) -> Grown:
+    """`Draft._grow`, in C.
+
+    `memories`: the request's own rows, the shared ones, and the first of their origins. `text`: its last three tokens.
+    `chains`: their tokens and origins, one chain after the other, and their lengths.
+    """
+    own, shared, origin = memories or (None, None, 0)
+    tokens, origins, lengths = chains
+    handles = [None if memory is None else memory.handle for memory in (own, shared)]
+    doubles = rates if isinstance(rates, array) else array("d", rates)
+    size = room + 1
+    out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))
+    taken = native.library().draft_grow(
+        *handles, origin, doubles.buffer_info()[0], len(doubles),
+        pack(f"{3 + 2 * len(tokens) + len(lengths)}i", *text, *tokens, *origins, *lengths), len(tokens), len(lengths),
+        room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base,
+        out.buffer_info()[0], scores.buffer_info()[0],
+    )  # fmt: skip
+    _check(taken)
+    parts = [out[start + 1 : start + 1 + taken].tolist() for start in range(0, 4 * size, size)]
+    return parts[0], parts[1], parts[2], parts[3], scores[1 : 1 + taken].tolist()
+
+
+def write_tree(
+    tokens: Sequence[int],
+    depths: Sequence[int],
+    parents: Sequence[int],
+    rows: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    addresses: Sequence[int],
+) -> None:
+    """`Packet.put_tree` in C. `sizes`: tokens and words per row, the prefix's length, what to add to needed rows."""
+    numbers = pack(f"{3 * len(tokens) + len(rows)}i", *tokens, *depths, *parents, *rows)
+    _check(native.library().tree_write(numbers, len(tokens), len(rows), *sizes, *addresses))

@@ -1,0 +1,482 @@
+/* The host's inner loops in C. Every function here has a readable twin in Python, with the same results bit for bit:
+
+     memory_*     DictMemory, in sources/recycle.py
+     draft_grow   Draft._grow, in draft.py
+     tree_write   Packet.put_tree, in backends/graph.py
+
+   No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative number
+   says that there was no memory (-1), or that a number from outside points nowhere (-2). */
+
+#include <float.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if FLT_EVAL_METHOD != 0
+#error "doubles are computed with more bits than Python's"
+#endif
+
+#ifdef __GNUC__
+#define PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PREFETCH(address) (void)(address)
+#endif
+
+#define TOP 8 /* successors kept per row */
+#define NONE INT32_MIN /* in place of the tokens that a short key does not have; -1 is 'nothing before' */
+#define CHAIN_MASS 0.95
+#define LEVELS 16 /* probability levels of a row's tokens */
+
+/* 1. Recycled rows: keys of one, two or three tokens, in the order in which they came.
+
+   As Python's dict does it: entries in a dense array, oldest first, and a table of places in it, by hash, with linear
+   probing. A removed entry leaves a hole (count -1) that goes when the array is full. A slot of the table holds part
+   of the hash, too, so that an entry, far off in memory, is looked at only when it is most likely the right one. */
+
+typedef struct {
+    int32_t key[3];
+    int32_t token[TOP];
+    uint8_t level[TOP];
+    int32_t count;
+} Entry;
+
+typedef struct {
+    uint32_t tag;
+    int32_t place; /* in `entries`, or FREE or GONE */
+} Slot;
+
+typedef struct {
+    Entry *entries;
+    Slot *table;
+    int64_t used, room, live;      /* entries written, entries there is room for, entries that are not holes */
+    int64_t oldest;                /* no entry before this one is alive */
+    uint64_t mask;                 /* slots of the table, a power of two and at least twice the room, minus one */
+} Memory;
+
+enum { FREE = -1, GONE = -2 };
+
+static uint64_t hash(const int32_t key[3]) {
+    uint64_t h = (uint32_t)key[2] * 0x9E3779B97F4A7C15u;
+    h = (h ^ (h >> 29) ^ (uint32_t)key[1]) * 0xBF58476D1CE4E5B9u;
+    h = (h ^ (h >> 32) ^ (uint32_t)key[0]) * 0x94D049BB133111EBu;
+    return h ^ (h >> 31);
+}
+
+static int same(const int32_t a[3], const int32_t b[3]) {
+    return a[0] == b[0] && a[1] == b[1] && a[2] == b[2];
+}
+
+/* The slot in the table of the key with this hash, or -1. */
+static int64_t find_hashed(const Memory *m, const int32_t key[3], uint64_t h) {
+    if (!m->room) return -1;
+    for (uint64_t slot = h & m->mask;; slot = (slot + 1) & m->mask) {
+        Slot at = m->table[slot];
+        if (at.place == FREE) return -1;
+        if (at.place >= 0 && at.tag == (uint32_t)(h >> 32) && same(m->entries[at.place].key, key)) return (int64_t)slot;
+    }
+}
+
+static int64_t find(const Memory *m, const int32_t key[3]) { return find_hashed(m, key, hash(key)); }
+
+static Entry *entry_at(const Memory *m, int64_t slot) { return &m->entries[m->table[slot].place]; }
+
+/* Enter a place into the table, under a key that is not there. */
+static void enter(Slot *table, uint64_t mask, const int32_t key[3], int64_t place) {
+    uint64_t h = hash(key), slot = h & mask;
+    while (table[slot].place >= 0) slot = (slot + 1) & mask;
+    table[slot] = (Slot){(uint32_t)(h >> 32), (int32_t)place};
+}
+
+/* Make room for one more entry: drop the holes, and double where they were fewer than a quarter. */
+static int make_room(Memory *m) {
+    int64_t room = m->room ? m->room : 64;
+    if (m->live > room - room / 4) room *= 2;
+    if (room > INT32_MAX / 4) return -1;
+    uint64_t slots = 2 * (uint64_t)room;
+    Entry *entries = malloc((size_t)room * sizeof(Entry));
+    Slot *table = malloc(slots * sizeof(Slot));
+    if (!entries || !table) {
+        free(entries);
+        free(table);
+        return -1;
+    }
+    for (uint64_t slot = 0; slot < slots; slot++) table[slot].place = FREE;
+    int64_t used = 0;
+    for (int64_t i = m->oldest; i < m->used; i++) {
+        if (m->entries[i].count < 0) continue;
+        entries[used] = m->entries[i];
+        enter(table, slots - 1, entries[used].key, used);
+        used++;
+    }
+    free(m->entries);
+    free(m->table);
+    *m = (Memory){entries, table, used, room, used, 0, slots - 1};
+    return 0;
+}
+
+/* The key's entry; a new one, the youngest, where there was none. NULL: out of memory. */
+static Entry *entry_for(Memory *m, const int32_t key[3]) {
+    int64_t slot = find(m, key);
+    if (slot >= 0) return entry_at(m, slot);
+    if (m->used == m->room && make_room(m)) return NULL;
+    enter(m->table, m->mask, key, m->used);
+    m->live++;
+    Entry *entry = &m->entries[m->used++];
+    memcpy(entry->key, key, sizeof entry->key);
+    return entry;
+}
+
+static void remove_at(Memory *m, int64_t slot) {
+    entry_at(m, slot)->count = -1;
+    m->table[slot].place = GONE;
+    m->live--;
+}
+
+Memory *memory_new(void) { return calloc(1, sizeof(Memory)); }
+
+void memory_free(Memory *m) {
+    free(m->entries);
+    free(m->table);
+    free(m);
+}
+
+int64_t memory_length(const Memory *m) { return m->live; }
+
+void memory_clear(Memory *m) {
+    free(m->entries);
+    free(m->table);
+    *m = (Memory){0};
+}
+
+/* One row under one key; `row` are the tokens, then their levels. */
+int memory_set(Memory *m, const int32_t key[3], const int32_t *row, int32_t count) {
+    Entry *entry = entry_for(m, key);
+    if (!entry) return -1;
+    entry->count = count;
+    for (int32_t i = 0; i < count; i++) {
+        entry->token[i] = row[i];
+        uint32_t level = (uint32_t)row[count + i];
+        entry->level[i] = (uint8_t)(level < LEVELS ? level : LEVELS - 1);
+    }
+    return 0;
+}
+
+/* Copies the key's row; how many tokens it has, or -1. */
+int32_t memory_get(const Memory *m, const int32_t key[3], int32_t *row) {
+    int64_t slot = find(m, key);
+    if (slot < 0) return -1;
+    const Entry *entry = entry_at(m, slot);
+    for (int32_t i = 0; i < entry->count; i++) {
+        row[i] = entry->token[i];
+        row[entry->count + i] = entry->level[i];
+    }
+    return entry->count;
+}
+
+int memory_remove(Memory *m, const int32_t key[3]) {
+    int64_t slot = find(m, key);
+    if (slot < 0) return -1;
+    remove_at(m, slot);
+    return 0;
+}
+
+/* The first key at or after `place`; where to go on, or -1 when there is none. */
+int64_t memory_next(const Memory *m, int64_t place, int32_t key[3]) {
+    for (int64_t i = place > m->oldest ? place : m->oldest; i < m->used; i++) {
+        if (m->entries[i].count < 0) continue;
+        memcpy(key, m->entries[i].key, sizeof m->entries[i].key);
+        return i + 1;
+    }
+    return -1;
+}
+
+/* Let the oldest keys go beyond the limit. */
+void memory_forget(Memory *m, int64_t limit) {
+    while (m->live > limit) {
+        while (m->entries[m->oldest].count < 0) m->oldest++;
+        remove_at(m, find(m, m->entries[m->oldest].key));
+    }
+}
+
+/* Keep the row of every needed node under the node's last three, two and one tokens. `numbers` are the tree's tokens
+   and parents, `nodes` each, then the needed rows' nodes; `top` is [rows, 2 * count]. */
+int memory_keep(
+    Memory *m, const int32_t *numbers, int32_t nodes, int32_t rows, int32_t before2, int32_t before,
+    const int32_t *top, int32_t count
+) {
+    const int32_t *tokens = numbers, *parents = numbers + nodes, *needed = numbers + 2 * nodes;
+    for (int32_t r = 0; r < rows; r++) {
+        int32_t node = needed[r], one = before, two = before2;
+        if (node < 0 || node >= nodes || parents[node] >= node) return -2;
+        int32_t parent = parents[node];
+        if (parent > 0 && (parents[parent] < 0 || parents[parent] >= parent)) return -2;
+        if (parent >= 0) {
+            one = tokens[parent];
+            two = parent ? tokens[parents[parent]] : before;
+        }
+        int32_t keys[3][3] = {{two, one, tokens[node]}, {NONE, one, tokens[node]}, {NONE, NONE, tokens[node]}};
+        for (int k = 0; k < 3; k++) {
+            if (memory_set(m, keys[k], top + (int64_t)r * 2 * count, count)) return -1;
+        }
+    }
+    return 0;
+}
+
+/* Leave every row to another memory, where it counts as new. */
+int memory_leave(const Memory *m, Memory *to) {
+    for (int64_t i = m->oldest; i < m->used; i++) {
+        const Entry *entry = &m->entries[i];
+        if (entry->count < 0) continue;
+        int64_t slot = find(to, entry->key);
+        if (slot >= 0) remove_at(to, slot);
+        Entry *copy = entry_for(to, entry->key);
+        if (!copy) return -1;
+        *copy = *entry;
+    }
+    return 0;
+}
+
+/* 2. The best-first draft. */
+
+typedef struct {
+    int32_t token, origin;
+    int32_t first, last, next; /* children in the order they came, and the next sibling; 0 is none */
+} Node;
+
+typedef struct {
+    double negative; /* minus the score */
+    int32_t parent, index, trie;
+} Candidate;
+
+typedef struct {
+    const Entry *row;
+    int32_t origin; /* of the row's level 0 */
+    int32_t trie;
+    double weight;
+} Taken;
+
+static int before_(const Candidate *a, const Candidate *b) {
+    if (a->negative != b->negative) return a->negative < b->negative;
+    if (a->parent != b->parent) return a->parent < b->parent;
+    if (a->index != b->index) return a->index < b->index;
+    return a->trie < b->trie;
+}
+
+static void push(Candidate *heap, int32_t *size, Candidate new) {
+    int32_t at = (*size)++;
+    while (at && before_(&new, &heap[(at - 1) / 2])) {
+        heap[at] = heap[(at - 1) / 2];
+        at = (at - 1) / 2;
+    }
+    heap[at] = new;
+}
+
+/* Put another candidate in the first one's place. */
+static void replace(Candidate *heap, int32_t size, Candidate new) {
+    int32_t at = 0, child;
+    while ((child = 2 * at + 1) < size) {
+        if (child + 1 < size && before_(&heap[child + 1], &heap[child])) child++;
+        if (!before_(&heap[child], &new)) break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = new;
+}
+
+static void pop(Candidate *heap, int32_t *size) {
+    if (--*size) replace(heap, *size, heap[*size]);
+}
+
+static int32_t child_of(const Node *trie, int32_t node, int32_t token) {
+    int32_t child = trie[node].first;
+    while (child && trie[child].token != token) child = trie[child].next;
+    return child;
+}
+
+/* Where a chain runs along an earlier one, the likelier origin names the node. Returns how many nodes there are. */
+static int32_t plant(Node *trie, int32_t nodes, const int32_t *chain, int32_t length, const int32_t *origins,
+                     const double *rates) {
+    int32_t node = 0;
+    for (int32_t i = 0; i < length; i++) {
+        int32_t child = child_of(trie, node, chain[i]);
+        if (!child) {
+            child = nodes++;
+            trie[child] = (Node){chain[i], origins[i], 0, 0, 0};
+            if (trie[node].first) trie[trie[node].last].next = child;
+            else trie[node].first = child;
+            trie[node].last = child;
+        } else if (rates[origins[i]] > rates[trie[child].origin]) {
+            trie[child].origin = origins[i];
+        }
+        node = child;
+    }
+    return nodes;
+}
+
+/* The row of a path's last token. Six kinds of key, each with its own LEVELS origins: three, two and one tokens of the
+   request's own rows, then the same of the shared ones; asked in this order: */
+static const struct { int shared, length; } ASKED[6] = {{0, 3}, {0, 2}, {1, 3}, {1, 2}, {0, 1}, {1, 1}};
+
+static const Entry *look_up(const Memory *own, const Memory *shared, const int32_t last[3], int32_t *kind) {
+    /* By length less one. The table's slots are fetched side by side: each is a wait for memory by itself. */
+    int32_t keys[3][3] = {{NONE, NONE, last[2]}, {NONE, last[1], last[2]}, {last[0], last[1], last[2]}};
+    uint64_t hashes[3];
+    for (int i = 0; i < 3; i++) {
+        hashes[i] = hash(keys[i]);
+        if (own->room) PREFETCH(&own->table[hashes[i] & own->mask]);
+        if (shared->room) PREFETCH(&shared->table[hashes[i] & shared->mask]);
+    }
+    for (int i = 0; i < 6; i++) {
+        const Memory *m = ASKED[i].shared ? shared : own;
+        int length = ASKED[i].length;
+        int64_t slot = find_hashed(m, keys[length - 1], hashes[length - 1]);
+        if (slot < 0 || !entry_at(m, slot)->count) continue;
+        *kind = 3 * ASKED[i].shared + 3 - length;
+        return entry_at(m, slot);
+    }
+    return NULL;
+}
+
+/* How many entries (the root's 1.0 first, then best first) give most tokens per unit of time. */
+static int32_t worth(const double *scores, int32_t count, const double *cost, int32_t costs, int32_t base) {
+    double expected = 0.0, best = 0.0;
+    int32_t keep = 0;
+    for (int32_t k = 0; k < count; k++) {
+        int32_t at = base - 1 + k < costs - 1 ? base - 1 + k : costs - 1;
+        expected = k ? expected + scores[k] : scores[k];
+        double gain = expected / cost[at];
+        if (!k || gain > best) {
+            best = gain;
+            keep = k + 1;
+        }
+    }
+    return keep;
+}
+
+/* Grow a draft. `text` are its last three tokens and the chains below it: `chain_tokens` tokens, then as many origins,
+   then the lengths of `chain_count` chains. `origin` is the first of the rows' origins. Results, entry 0 being the root:
+   `out` are 1 + room tokens, then as many parents, depths and origins; and the scores. Returns how many guesses were
+   taken. `base` tokens, the root among them, stand before the guesses. */
+int32_t draft_grow(
+    const Memory *own, const Memory *shared, int32_t origin, const double *rates, int32_t rate_count,
+    const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
+    const double *cost, int32_t costs, int32_t base, int32_t *out, double *scores
+) {
+    for (int32_t i = 0; i < chain_tokens; i++) {
+        int32_t named = text[3 + chain_tokens + i];
+        if (named < 0 || named >= rate_count) return -2;
+    }
+    if ((own || shared) && (origin < 0 || origin + 6 * LEVELS > rate_count)) return -2;
+    static const Memory empty;
+    own = own ? own : &empty;
+    shared = shared ? shared : &empty;
+    int32_t *tokens = out, *parents = tokens + room + 1, *depths = parents + room + 1, *origins = depths + room + 1;
+    size_t most = (size_t)chain_tokens + (size_t)room + 2;
+    Candidate *heap = malloc(most * sizeof(Candidate) + most * sizeof(Node) + ((size_t)room + 1) * sizeof(Taken));
+    if (!heap) return -1;
+    Taken *taken = (Taken *)(heap + most);
+    Node *trie = (Node *)(taken + room + 1);
+
+    /* 1. The trie of chains. */
+    int32_t nodes = 1, size = 0;
+    const int32_t *chain = text + 3, *lengths = chain + 2 * (int64_t)chain_tokens;
+    trie[0] = (Node){text[2], -1, 0, 0, 0};
+    for (int32_t i = 0; i < chain_count; chain += lengths[i++]) {
+        nodes = plant(trie, nodes, chain, lengths[i], chain + chain_tokens, rates);
+    }
+
+    int32_t node = 0;
+    tokens[0] = text[2], parents[0] = -1, depths[0] = 0, origins[0] = -1, scores[0] = 1.0;
+    taken[0].trie = 0;
+    while (node < room) {
+        /* 2. The node taken last offers its chains' tokens and the best of its row. */
+        double score = scores[node], weight = score;
+        Taken *this = &taken[node];
+        this->row = NULL;
+        if (depths[node] < max_depth) {
+            int32_t kind = 0, parent = parents[node];
+            int32_t before = node ? tokens[parent] : text[1];
+            int32_t before2 = !node ? text[0] : parent ? tokens[parents[parent]] : text[1];
+            const Entry *row = look_up(own, shared, (int32_t[3]){before2, before, tokens[node]}, &kind);
+            this->row = row;
+            this->origin = origin + kind * LEVELS;
+            if (this->trie >= 0 && trie[this->trie].first) {
+                double mass = 0.0;
+                for (int32_t child = trie[this->trie].first; child; child = trie[child].next) {
+                    double rate = rates[trie[child].origin];
+                    for (int32_t i = 0; row && i < row->count; i++) {
+                        if (row->token[i] != trie[child].token) continue;
+                        int32_t other = this->origin + row->level[i];
+                        if (rates[other] > rate) {
+                            rate = rates[other];
+                            trie[child].origin = other;
+                        }
+                        break;
+                    }
+                    mass += rate;
+                    push(heap, &size, (Candidate){-score * rate, node, -1, child});
+                }
+                weight = score * (1 - (mass < CHAIN_MASS ? mass : CHAIN_MASS));
+            }
+            if (row) push(heap, &size, (Candidate){-weight * rates[this->origin + row->level[0]], node, 0, -1});
+        }
+        this->weight = weight;
+        /* 3. Take the best candidate there is. Its next sibling of the row is a candidate from now on. */
+        int found = 0;
+        Candidate best = {0};
+        int32_t token = 0, from = 0;
+        while (size && !found) {
+            best = heap[0];
+            if (best.index < 0) {
+                pop(heap, &size);
+                token = trie[best.trie].token, from = trie[best.trie].origin;
+                found = 1;
+                break;
+            }
+            const Taken *parent = &taken[best.parent];
+            token = parent->row->token[best.index], from = parent->origin + parent->row->level[best.index];
+            int32_t next = best.index + 1;
+            if (next < parent->row->count) {
+                double rate = rates[parent->origin + parent->row->level[next]];
+                replace(heap, size, (Candidate){-parent->weight * rate, best.parent, next, -1});
+            } else {
+                pop(heap, &size);
+            }
+            found = parent->trie < 0 || !child_of(trie, parent->trie, token);
+        }
+        if (!found) break;
+        node++;
+        tokens[node] = token, parents[node] = best.parent, depths[node] = depths[best.parent] + 1;
+        origins[node] = from, scores[node] = -best.negative;
+        taken[node].trie = best.trie;
+    }
+    free(heap);
+    for (int32_t i = 1; i <= node; i++) parents[i] += parents[i] ? base - 1 : 0;
+    return (cost ? worth(scores, node + 1, cost, costs, base) : node + 1) - 1;
+}
+
+/* 3. A tree in the form that a device reads it.
+
+   `numbers` are a tree's tokens, depths and parents, `nodes` each, then its needed rows. They become a row of `count`
+   of each of these: the tokens, the positions (`length` plus depth), the needed rows (`first` plus node) and who sees
+   whom, as `words` 32-bit words per token: the parent's bits and one's own. The nodes that the tree leaves empty are
+   zeros that see themselves. */
+int tree_write(
+    const int32_t *numbers, int32_t nodes, int32_t rows, int32_t count, int32_t words, int32_t length, int32_t first,
+    int32_t *tokens, int32_t *positions, int32_t *needed, uint32_t *bits
+) {
+    const int32_t *depths = numbers + nodes, *parents = depths + nodes, *nodes_needed = parents + nodes;
+    if (nodes > count || rows > count) return -2;
+    memset(tokens, 0, (size_t)count * sizeof *tokens);
+    memcpy(tokens, numbers, (size_t)nodes * sizeof *tokens);
+    for (int32_t i = 0; i < count; i++) {
+        uint32_t *row = bits + (int64_t)i * words;
+        if (i < nodes && parents[i] >= i) return -2;
+        positions[i] = length + (i < nodes ? depths[i] : 0);
+        needed[i] = first + (i < rows ? nodes_needed[i] : 0);
+        if (i < nodes && parents[i] >= 0) memcpy(row, bits + (int64_t)parents[i] * words, (size_t)words * sizeof *row);
+        else memset(row, 0, (size_t)words * sizeof *row);
+        row[i / 32] |= 1u << i % 32;
+    }
+    return 0;
+}

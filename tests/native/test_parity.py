@@ -1,0 +1,423 @@
+"""C and its Python twins: the same rows, the same drafts bit for bit, the same packets, the same generations."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lookahead import LookaheadConfig, native
+from lookahead.backends.graph import GraphBackend, Packet
+from lookahead.config import SOURCES, SamplingParams, StopRules
+from lookahead.draft import Draft, Guesses
+from lookahead.engine import Engine
+from lookahead.native.calls import TOP, NativeMemory, Row
+from lookahead.sampling import LEVELS
+from lookahead.sequence import DecodingSequence
+from lookahead.sources import Warmth
+from lookahead.sources.base import Calibration
+from lookahead.sources.recycle import DictMemory, RecycleSource
+from lookahead.tree import TokenTree
+from toy import steps, toy_model
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+
+TOKENS = (0, 1, 2, 3, 4, 5, 49151, 2**31 - 1)
+"""Few, so that keys and chains meet; and the largest that there can be."""
+
+
+@contextmanager
+def python() -> Iterator[None]:
+    """The twins in place of the C functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        yield
+
+
+token = st.sampled_from(TOKENS)
+before = st.sampled_from((-1, *TOKENS))
+keys = st.one_of(token, st.tuples(before, token), st.tuples(before, before, token))
+
+
+@st.composite
+def rows(draw: st.DrawFn, count: int | None = None) -> Row:
+    tokens = draw(st.lists(token, min_size=count or 0, max_size=count or TOP, unique=True))
+    levels = st.integers(0, LEVELS - 1)
+    return (*tokens, *sorted(draw(st.lists(levels, min_size=len(tokens), max_size=len(tokens)))))
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 12) -> TokenTree:
+    """Any tree, any needed rows, in any order."""
+    size = draw(st.integers(1, most))
+    parents = [-1, *(draw(st.integers(0, i - 1)) for i in range(1, size))]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tokens = draw(st.lists(token, min_size=size, max_size=size))
+    return TokenTree(tokens, parents, depths, draw(st.lists(st.integers(0, size - 1), unique=True)))
+
+
+# Memory
+
+
+@st.composite
+def kept(draw: st.DrawFn) -> tuple[str, Any]:
+    """A step's rows; all of one step are of one length, and come as tuples or as an array."""
+    tree = draw(trees())
+    count = draw(st.integers(1, TOP))
+    top: Any = [draw(rows(count)) for _ in tree.rows]
+    if draw(st.booleans()):
+        top = np.array(top, dtype=np.int32).reshape(len(top), 2 * count)
+    return "keep", (tree.tokens, tree.parents, tree.rows, (draw(before), draw(before)), top)
+
+
+operations = st.one_of(
+    kept(),
+    kept(),
+    st.tuples(st.just("forget"), st.integers(0, 12)),
+    st.tuples(st.just("set"), st.tuples(keys, rows())),
+    st.tuples(st.just("pop"), keys),
+    st.tuples(st.just("leave"), st.none()),
+    st.tuples(st.just("clear"), st.none()),
+)
+
+
+def perform(memory: Any, other: Any, operation: str, data: Any) -> Any:
+    if operation == "keep":
+        return memory.keep(*data)
+    if operation == "forget":
+        return memory.forget(data)
+    if operation == "set":
+        memory[data[0]] = data[1]
+        return None
+    if operation == "pop":
+        return memory.pop(data, None)
+    return memory.leave(other) if operation == "leave" else memory.clear()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), operations), max_size=30))
+def test_memories_hold_the_same_in_the_same_order(done: list[tuple[int, tuple[str, Any]]]) -> None:
+    """Two of each kind, that leave their rows to each other."""
+    ours, twins = [NativeMemory(), NativeMemory()], [DictMemory(), DictMemory()]
+    for which, (operation, data) in done:
+        answers = [perform(pair[which], pair[1 - which], operation, data) for pair in (ours, twins)]
+        assert answers[0] == answers[1]
+        for our, twin in zip(ours, twins, strict=True):
+            assert list(our.items()) == list(twin.items())
+            assert len(our) == len(twin)
+            assert all(our.get(key) == twin.get(key) for key in (0, (1, 2), (-1, -1, 3)))
+
+
+def test_a_memory_that_grows_and_forgets_for_long() -> None:
+    """Through many doublings, and round and round at the limit."""
+    rng, our, twin = random.Random(1), NativeMemory(), DictMemory()
+    for i in range(400):
+        limit = 100_000 if i < 100 else 3000
+        tokens = [rng.randrange(2000) for _ in range(60)]
+        tree = (tokens, list(range(-1, 59)), list(range(60)), (-1, 7), [(i, j, 0, 3) for j in range(60)])
+        for memory in (our, twin):
+            memory.keep(*tree)
+            memory.forget(limit)
+    assert len(twin) == 3000
+    assert list(our.items()) == list(twin.items())
+    shared, shared_twin = NativeMemory(), DictMemory()
+    for _ in range(3):
+        our.leave(shared)
+        twin.leave(shared_twin)
+        our.forget(1000)
+        twin.forget(1000)
+    assert list(shared.items()) == list(shared_twin.items())
+
+
+def test_a_memory_is_a_mapping() -> None:
+    memory = NativeMemory()
+    assert not memory
+    memory.update({3: (5, 0), (1, 3): (6, 7, 0, 15), (-1, 1, 3): ()})
+    assert memory == {(1, 3): (6, 7, 0, 15), 3: (5, 0), (-1, 1, 3): ()}
+    assert list(memory) == [3, (1, 3), (-1, 1, 3)]
+    assert (memory[1, 3], (1, 3) in memory, (3, 1) in memory, memory.get(1)) == ((6, 7, 0, 15), True, False, None)
+    with pytest.raises(KeyError, match="4"):
+        memory[4]
+    with pytest.raises(KeyError, match="4"):
+        del memory[4]
+    for other in (copy.copy(memory), copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
+        assert list(other.items()) == list(memory.items())
+        other[3] = (9, 1)
+        assert memory[3] == (5, 0)
+    for bad in ((1,), (*range(9), *[0] * 9)):
+        with pytest.raises(ValueError, match=f"a row of {len(bad)} numbers"):
+            memory[3] = bad
+    with pytest.raises(ValueError, match="1 top rows for 2 needed rows"):
+        memory.keep([3, 4], [-1, 0], [0, 1], (-1, -1), [(1, 0)])
+
+
+def test_memory_is_freed_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[int] = []
+    library = native.library()
+
+    def free(handle: int) -> None:
+        freed.append(handle)
+        library.memory_free(handle)
+
+    counting = SimpleNamespace(**{name: getattr(library, name) for name in native.SIGNATURES} | {"memory_free": free})
+    monkeypatch.setattr(native, "library", lambda: counting)
+    memory = NativeMemory()
+    handle = memory.handle
+    gc.collect()
+    assert freed == []
+    del memory
+    gc.collect()
+    assert freed == [handle]
+
+
+def test_threads_share_a_memory() -> None:
+    """Each leaves its rows to the one that all read."""
+    shared, failures = NativeMemory(), []
+
+    def work(number: int) -> None:
+        try:
+            for i in range(200):
+                own = NativeMemory()
+                own.keep([number, i], [-1, 0], [0, 1], (-1, -1), [(i, 0), (number, 3)])
+                draft = Draft([number], Calibration().rates)
+                draft.memories = own, shared, 0
+                draft.grow(20, 9)
+                own.leave(shared)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(1000 + number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert {(number, i) in shared for number in range(1000, 1004) for i in range(200)} == {True}
+
+
+# Drafts
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> dict[str, Any]:
+    """Rows, chains, rates, a text, and how much to take of it."""
+    # Few different rates: ties are decided by the rest of a candidate's order.
+    rate = st.sampled_from((0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 0.95, 1.0)) if draw(st.booleans()) else st.floats(0, 1)
+    rates = draw(st.lists(rate, min_size=40, max_size=40))
+    chains = []
+    for tokens in draw(st.lists(st.lists(token, max_size=6), max_size=6)):
+        chains.append((tokens, draw(st.lists(st.integers(0, 39), min_size=len(tokens), max_size=len(tokens)))))
+    many = st.dictionaries(keys, rows(), max_size=60)
+    return {
+        "rates": rates,
+        "levels": draw(st.randoms(use_true_random=False)),
+        "chains": chains,
+        "own": draw(st.none() | many),
+        "shared": draw(st.none() | many),
+        "text": draw(st.lists(token, min_size=1, max_size=4)),
+        "room": draw(st.integers(-1, 60)),
+        "depth": draw(st.integers(-1, 9) | st.just(2**40)),
+        "cost": draw(st.none() | st.lists(st.floats(0.01, 10), min_size=1, max_size=70)),
+        "base": draw(st.integers(1, 20)),
+    }
+
+
+def grown(case: dict[str, Any], kind: type[Any], rates: Calibration) -> Guesses:
+    """What a draft with these rows takes; no rows of its own means no source of rows at all."""
+    draft = Draft(case["text"], rates.rates)
+    for chain in case["chains"]:
+        draft.chain(*chain)
+    if case["own"] is not None:
+        shared = None if case["shared"] is None else kind()
+        source = RecycleSource(shared, rates)
+        source.memory = kind()
+        source.memory.update(case["own"])
+        if shared is not None:
+            shared.update(case["shared"])
+        source.propose(case["text"], draft)
+        assert (draft.successors is None) == (kind is NativeMemory)
+    return draft.grow(case["room"], case["depth"], case["cost"], case["base"])
+
+
+@settings(max_examples=600, deadline=None)
+@given(asked())
+def test_drafts_are_the_same_bit_for_bit(case: dict[str, Any]) -> None:
+    calibration = Calibration()
+    source = RecycleSource(None, calibration)
+    # The chains' rates, and the recycled rows' own: usually falling with the level, as they are, but not always.
+    for place, rate in enumerate(case["rates"]):
+        calibration.rates[place] = rate
+    if case["levels"].random() < 0.5:
+        for origins in source.origins:
+            calibration.rates[origins[0] + case["levels"].randrange(LEVELS)] = case["levels"].choice(case["rates"])
+    ours = grown(case, NativeMemory, calibration)
+    with python():
+        twins = grown(case, DictMemory, calibration)
+    assert repr(ours) == repr(twins)
+
+
+def test_a_chain_goes_before_a_row_of_the_same_score() -> None:
+    """The chain's 1/2 leaves the row 1/2, which is sure of its token."""
+    calibration = Calibration()
+    source = RecycleSource(None, calibration)
+    calibration.rates[0], calibration.rates[source.origins[2][0]] = 0.5, 1.0
+    case = {"own": {3: (7, 0)}, "shared": None, "chains": [([8], [0])]}
+    case |= {"text": [3], "room": 2, "depth": 1, "cost": None, "base": 1}
+    ours = grown(case, NativeMemory, calibration)
+    with python():
+        twins = grown(case, DictMemory, calibration)
+    assert (ours.tokens, ours.scores) == ([8, 7], [0.5, 0.5])
+    assert ours == twins
+
+
+def test_a_large_draft_takes_all_of_the_room() -> None:
+    rng = random.Random(2)
+
+    def some(count: int, below: int) -> list[int]:
+        return [rng.randrange(below) for _ in range(count)]
+
+    case: dict[str, Any] = {
+        "own": {t: (*rng.sample(range(500), 8), *sorted(some(8, LEVELS))) for t in range(500)},
+        "shared": {(a, b): (*rng.sample(range(500), 8), *[3] * 8) for a in range(60) for b in range(60)},
+        "chains": [(some(30, 500), some(30, 100)) for _ in range(60)],
+        **{"text": [1, 2, 3], "room": 2000, "depth": 40, "cost": None, "base": 20},
+    }
+    calibration = Calibration()
+    RecycleSource(None, calibration)
+    for origin in range(100):
+        calibration.rates[origin] = rng.random()
+    ours = grown(case, NativeMemory, calibration)
+    with python():
+        twins = grown(case, DictMemory, calibration)
+    assert len(ours.tokens) == 2000
+    assert repr(ours) == repr(twins)
+
+
+# Packets
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(most=40), st.integers(0, 70), st.integers(0, 5000), st.integers(0, 2))
+@example(TokenTree([5], [-1], [0], [0]), 0, 0, 0)
+@example(TokenTree([5] * 33, [-1, *range(32)], list(range(33)), list(range(33))), 0, 9, 1)
+def test_packets_are_the_same(tree: TokenTree, padding: int, length: int, place: int) -> None:
+    """Whatever was in them before."""
+    ours, twins = (Packet(3, len(tree) + padding, False) for _ in range(2))
+    for packet in (ours, twins):
+        for field in packet.fields.values():
+            field[...] = -77
+    ours.put_tree(place, tree, length)
+    with python():
+        twins.put_tree(place, tree, length)
+    assert all((ours.fields[name] == twins.fields[name]).all() for name in ours.fields)
+    assert (ours.fields["tokens"][place] != -77).all()
+
+
+# Numbers that point nowhere
+
+
+def test_what_points_nowhere_is_refused() -> None:
+    """Memory that is not ours is never read: the twins would raise, too, or read what no tree has."""
+    memory, tree = NativeMemory(), TokenTree([1, 2], [-1, 0], [0, 1], [0, 1])
+    for rows, parents in (([2], [-1, 0]), ([-1], [-1, 0]), ([1], [-1, 1]), ([1], [-1, 7])):
+        with pytest.raises(IndexError, match="does not exist"):
+            memory.keep(tree.tokens, parents, rows, (-1, -1), [(5, 0)])
+    packet = Packet(1, 2, False)
+    for bad in (replace(tree, parents=[-1, 2]), TokenTree([1] * 3, [-1, 0, 0], [0, 1, 1], [])):
+        with pytest.raises(IndexError, match="does not exist"):
+            packet.put_tree(0, bad, 0)
+    for origin in (-1, 3):
+        draft = Draft([1], [0.5] * 3)
+        draft.chain([5], [origin])
+        with pytest.raises(IndexError, match="does not exist"):
+            draft.grow(3, 3)
+    draft = Draft([1], [0.5] * 3)
+    draft.memories = memory, None, 0
+    with pytest.raises(IndexError, match="does not exist"):
+        draft.grow(3, 3)
+    with pytest.raises(ValueError, match="a chain of 2 tokens with 1 origins"):
+        draft.chain([5, 6], [0])
+
+
+# Whole generations
+
+
+EVERYTHING = LookaheadConfig(window=4, ngram=4, guesses=4, budget=48)
+COST = tuple(1 + 0.03 * k for k in range(48))
+
+
+def told(vocabulary: int, config: LookaheadConfig, sampling: SamplingParams) -> list[Any]:
+    """Every tree and block of three requests that share what they learn."""
+    warmth, model, told = Warmth(), toy_model(vocabulary, seed=3, order=2), list[Any]()
+    for prompt in ([1, 2, 3], [2], [1, 2, 3, 1, 2]):
+        sequence = DecodingSequence(prompt, config, sampling, StopRules(max_tokens=60), warmth=warmth)
+        told += list(steps(sequence, model))
+        told.append(sequence.stats)
+    return [*told, warmth.calibration.rates, list(warmth.memory.items())]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 5, 40])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "drawn"]
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        EVERYTHING,
+        replace(EVERYTHING, step_cost=COST),
+        replace(EVERYTHING, recycle_scope="request"),
+        replace(EVERYTHING, window=0, sources=("recycle",)),
+        LookaheadConfig.paper(3, 4, 4, prompt=True),
+        LookaheadConfig.jacobi(8),
+        LookaheadConfig.autoregressive(),
+    ],
+    ids=["all", "cost", "request", "recycle", "paper", "fixed-point", "plain"],
+)
+def test_every_step_of_a_generation_is_the_same(
+    vocabulary: int, config: LookaheadConfig, sampling: SamplingParams
+) -> None:
+    ours = told(vocabulary, config, sampling)
+    with python():
+        twins = told(vocabulary, config, sampling)
+    assert ours == twins
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_every_step_of_the_graph_backend_is_the_same(model: Any, temperature: float) -> None:
+    """A batch of a tiny Llama, with packets and top rows as they go to and come from a device."""
+
+    def run() -> list[Any]:
+        engine, warmth, seen = Engine(GraphBackend(copy.deepcopy(model))), Warmth(), list[Any]()
+        config = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40, sources=SOURCES)
+        for seed, prompt in enumerate([[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3, 4]]):
+            sampling = SamplingParams(temperature=temperature, seed=seed)
+            engine.add(DecodingSequence(prompt, config, sampling, StopRules(max_tokens=40), warmth=warmth))
+        forward = engine._forward
+        engine._forward = lambda group: seen_in(forward(group))  # type: ignore[method-assign]
+
+        def seen_in(ran: Any) -> Any:
+            seen.extend((one.item.tree, one.result.targets, np.asarray(one.result.top).tolist()) for one in ran)
+            return ran
+
+        while engine.running:
+            seen += [accepted.tokens for accepted in engine.step()]
+        return [*seen, list(warmth.memory.items())]
+
+    ours = run()
+    with python():
+        assert run() == ours
+    assert any(len(tokens) > 1 for tokens in ours if isinstance(tokens, list))
