@@ -62,7 +62,7 @@ def step_lines(results: Results) -> Iterable[Line]:
 def attention_lines(results: Results) -> Iterable[Line]:
     for context in (2048, 16384):
         target = f"attention of 121 tokens at context {context} at least 2 times as fast as SDPA with a dense mask"
-        rows = results.all("attention", None, K=121, context=context)
+        rows = results.all("attention", None, K=121, context=context, invariant=results.invariant)
         shapes = {(r["heads"], r["kv_heads"], r["dim"]): r for r in rows}
         words = [
             f"{r['speedup']:.2f} ({heads} heads, {kv} for K/V, of {dim}; {100 * r['of_copy_bandwidth']:.0f}% of copy "

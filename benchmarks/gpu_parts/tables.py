@@ -69,11 +69,11 @@ def step_table(results: Results) -> str:
 
 def attention_table(results: Results) -> str:
     rows = [
-        [f"{r['heads']}, {r['kv_heads']}, {r['dim']}", r["K"], r["context"], r["us"], r["sdpa_us"], r["speedup"],
-         r["of_copy_bandwidth"]]
+        [f"{r['heads']}, {r['kv_heads']}, {r['dim']}", r["K"], r["context"], "yes" if r["invariant"] else "no", r["us"],
+         r["sdpa_us"], r["speedup"], r["of_copy_bandwidth"]]
         for r in results.all("attention", None)
     ]  # fmt: skip
-    head = ["heads, K/V heads, dim", "K", "context", "ours us", "SDPA us", "ratio", "of copy bandwidth"]
+    head = ["heads, K/V heads, dim", "K", "context", "invariant", "ours us", "SDPA us", "ratio", "of copy bandwidth"]
     return table(head, rows) if rows else ""
 
 

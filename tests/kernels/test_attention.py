@@ -183,7 +183,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
 
 
 def test_nodes_stand_in_fours_of_one_depth(device: torch.device) -> None:
-    """Two blocks of rows, of eight tokens each: the first has no use for later nodes, the second for few earlier ones."""
+    """Two blocks of rows, of eight tokens each: the first needs no later node, the second few earlier ones."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
     depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1, 2, 2, 2, 3, 1]
     count, tiles = len(parents), Tiles(16, 64, 1, reach=16)
