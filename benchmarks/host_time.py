@@ -2,15 +2,15 @@
 
 The engine and the graph backend run as they are, on a CPU, but the model's forward is replaced by a text that is played
 back: targets are its next tokens, and every row's top-8 is drawn at random around them, so that pools, suffix index
-and recycled rows are as full as in real use. Medians per step, in microseconds. `learn` runs while a GPU works; the
-others stand between two steps:
+and recycled rows are as full as in real use. Medians per step, in microseconds:
 
     propose   the tree, and the uniforms when sampling
     fill      the packet of integers that goes to the device
     read      targets and top-8 out of the packet that comes back
     take      verify, window, counters
+    learn     how good the guesses were, and new ones
     rest      commit and the engine's own
-    host      all of these
+    host      all of these: what stands between two steps of a GPU
 
 The C library and its Python twins take turns, step by step, so that a busy machine slows both.
 """
@@ -38,7 +38,7 @@ from lookahead.sources import Warmth
 
 VOCABULARY = 49152
 PROMPT, OUTPUT = 200, 192
-PARTS = ("propose", "fill", "read", "take", "rest", "host", "learn")
+PARTS = ("propose", "fill", "read", "take", "learn", "rest", "host")
 
 
 def text(rng: random.Random, length: int) -> list[int]:
@@ -135,9 +135,10 @@ class Run:
             self.backend.forward_seconds = 0.0
             begin = perf_counter()
             self.engine.step()
-            host = perf_counter() - begin - self.backend.forward_seconds - self.clock.seconds["learn"]
+            host = perf_counter() - begin - self.backend.forward_seconds
         spent = {part: self.clock.seconds[part] for part in PARTS}
-        spent |= {"host": host, "rest": host - sum(spent[part] for part in ("propose", "fill", "read", "take"))}
+        spent["take"] -= spent["learn"]
+        spent |= {"host": host, "rest": host - sum(spent[part] for part in PARTS[:-2])}
         for part in PARTS:
             self.times[part].append(1e6 * spent[part])
 
@@ -148,7 +149,12 @@ class Run:
         for row in range(self.batch):
             tokens, rules = text(self.rng, PROMPT + OUTPUT + 64), StopRules(max_tokens=OUTPUT)
             sequence = DecodingSequence(tokens[:PROMPT], self.config, rules=rules, warmth=self.warmth)
-            for part, name in (("propose", "propose"), ("propose", "uniforms"), ("take", "take"), ("learn", "learn")):
+            for part, name in (
+                ("propose", "propose"),
+                ("propose", "uniforms"),
+                ("take", "absorb"),
+                ("learn", "_learn"),
+            ):
                 self.clock.time(part, sequence, name)
             self.engine.add(sequence)
             self.backend.texts[row] = np.array(tokens, dtype=np.int32)

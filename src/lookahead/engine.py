@@ -44,7 +44,6 @@ class Engine:
 
     Every sequence has its own config, sampling and stop rules. A newcomer's first step carries its prompt and runs by
     itself (padding the others to a prompt's length would cost more); from then on it shares the batch's forward pass.
-    Where the device runs beside the host, sequences learn from a step while the next one is on its way.
     A `judge` verifies in place of the sequences themselves. `leaving` is told of every sequence that leaves, and its
     slot, while the backend still holds its K/V.
     """
@@ -90,12 +89,9 @@ class Engine:
         begin = perf_counter()
         verdicts: Sequence[Verdict | None] = [None] * len(ran) if self.judge is None else self.judge(ran)
         accepted = [
-            (one, one.sequence.take(one.item.tree, one.result, verdict))
+            (one, one.sequence.absorb(one.item.tree, one.result, verdict))
             for one, verdict in zip(ran, verdicts, strict=True)
         ]
-        if not self.backend.asynchronous:
-            for one in ran:
-                one.sequence.learn()
         absorbed = perf_counter()
         # 3. Commit: the accepted tokens' K/V move next to the prefix. Finished sequences leave.
         if commit:
@@ -121,10 +117,7 @@ class Engine:
             else:
                 inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
         proposed = perf_counter()
-        launched = self.backend.launch(inputs)
-        for sequence in group:
-            sequence.learn()  # from the step before, while this one runs
-        results = self.backend.collect(launched)
+        results = self.backend.step(inputs)
         ran = perf_counter()
         for sequence in group:
             sequence.stats.propose_seconds += (proposed - begin) / len(group)

@@ -54,7 +54,6 @@ class DecodingSequence:
         shared = warmth is not None and self.config.recycle_scope == "model"
         self._warmth = warmth if warmth is not None and shared else Warmth()
         self._uniforms: list[float] = []
-        self._shown: Outcome | None = None
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
         self._window = Window(width, self.config.ngram, self.tokens)
@@ -112,12 +111,8 @@ class DecodingSequence:
         count, reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
         return Verdict(path[: count - 1], tokens[:count], reason)
 
-    def take(self, tree: TokenTree, result: Targets, verdict: Verdict | None = None) -> Verdict:
-        """Take the accepted tokens and roll the window. Without a verdict the sequence verifies by itself.
-
-        What else the step showed waits for `learn`: the next tree can do without, and be on its way.
-        """
-        self.learn()
+    def absorb(self, tree: TokenTree, result: Targets, verdict: Verdict | None = None) -> Verdict:
+        """Take the accepted tokens, roll the window, learn. Without a verdict the sequence verifies by itself."""
         verdict = verdict or self.verify(tree, result)
         path, tokens = verdict.path, verdict.tokens
         self.finish_reason = verdict.finish_reason
@@ -135,23 +130,14 @@ class DecodingSequence:
             new = result.targets[first : first + tree.width]
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
-        self._shown = Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams)
+        self._learn(Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams))
         return verdict
 
-    def learn(self) -> None:
-        """Learn what the step taken last has shown: how good its guesses were, and new ones for the sources."""
-        if self._shown is None:
-            return
-        shown, self._shown = self._shown, None
+    def _learn(self, shown: Outcome) -> None:
+        """Learn what a step has shown: how good its guesses were, and new ones for the sources."""
         tree, learn = shown.tree, self._warmth.calibration.learn
         for parent, target in zip([0, *shown.path], shown.accepted, strict=True):
             for guess in tree.guesses_below(parent):
                 learn(tree.origins[guess - tree.branch], tree.tokens[guess] == target)
         for source in self._sources:
             source.absorb(shown)
-
-    def absorb(self, tree: TokenTree, result: Targets, verdict: Verdict | None = None) -> Verdict:
-        """Take and learn at once."""
-        verdict = self.take(tree, result, verdict)
-        self.learn()
-        return verdict

@@ -28,7 +28,6 @@ from lookahead.config import SamplingParams, StopRules
 from lookahead.engine import Engine
 from lookahead.sampling import NO_DRAW
 from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
 from lookahead.tree import Targets, TokenTree
 from lookahead.walk import Rule, Walk
 
@@ -815,7 +814,6 @@ def test_launch_and_collect_apart(device: str) -> None:
     """The host may do as it likes between them; `step` is the two together."""
     model = make("llama", device)
     backend = GraphBackend(model)
-    assert backend.asynchronous
     tree = random_tree(20, 5)
     slots = [backend.open(), backend.open()]
     launched = backend.launch([greedy(slots[0], PROMPTS[0], tree, 8)])
@@ -823,68 +821,3 @@ def test_launch_and_collect_apart(device: str) -> None:
     found = backend.collect(launched)[0]
     again = backend.step([greedy(slots[1], PROMPTS[0], random_tree(20, 5), 8)])[0]
     assert (found.targets, tops(found)) == (again.targets, tops(again))
-
-
-# Learning while the next step runs
-
-
-@pytest.mark.parametrize(("sampling", "least"), [(SamplingParams(), 3.0), (SAMPLING, 1.3)])
-def test_lagged_learning_gives_the_same_tokens(device: str, sampling: SamplingParams, least: float) -> None:
-    """A step is proposed before the one before it was learnt from. That may cost guesses, never tokens.
-
-    On a text that repeats itself nearly all guesses come from far back, so S hardly suffers: 5.5 instead of 5.7 here,
-    and 1.6 instead of 1.75 where tokens are drawn.
-    """
-    model = make("llama", device)
-    found, texts = {}, []
-    for lagged in (True, False):
-        backend = GraphBackend(model)
-        backend.asynchronous = lagged
-        engine, warmth, done = Engine(backend), Warmth(), []
-        for prompt in ([*range(10, 40)] * 3, PROMPTS[3], PROMPTS[3]):
-            done.append(DecodingSequence(prompt, LookaheadConfig(), sampling, StopRules(120), warmth=warmth))
-            engine.add(done[-1])
-            while engine.running:
-                engine.step()
-        texts.append([sequence.output for sequence in done])
-        found[lagged] = 360 / sum(sequence.stats.steps for sequence in done)
-    assert texts[0] == texts[1]
-    assert found[True] > least
-    assert 0.8 * found[False] <= found[True] <= 1.1 * found[False]
-
-
-def test_a_sequence_learns_while_the_next_step_runs(
-    device: str, settings: LookaheadConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between launch and collect, every step's outcome reaches the sources: once, in order, all but the last one's."""
-    backend = GraphBackend(make("llama", device))
-    sequence = DecodingSequence(PROMPTS[0], settings, rules=StopRules(30))
-    learnt: list[int] = []
-    blocks: list[int] = []
-
-    class Noting:
-        def start(self, prompt: Sequence[int]) -> None: ...
-
-        def propose(self, text: list[int], draft: Any) -> None:
-            assert learnt == blocks[:-1]  # the tree does not wait for what the step before has shown
-
-        def absorb(self, outcome: Any) -> None:
-            assert len(outcome.text) == len(PROMPTS[0]) + sum(blocks)
-            learnt.append(len(outcome.accepted))
-
-        def finish(self) -> None: ...
-
-    collect = backend.collect
-
-    def collect_and_look(launched: Any) -> Any:
-        assert learnt == blocks
-        return collect(launched)
-
-    monkeypatch.setattr(backend, "collect", collect_and_look)
-    sequence._sources.append(Noting())
-    engine = Engine(backend)
-    engine.add(sequence)
-    while engine.running:
-        blocks += [len(accepted.tokens) for accepted in engine.step()]
-    assert sum(blocks) == 30
-    assert learnt == blocks[:-1]

@@ -32,8 +32,6 @@ class Backend(Protocol):
     """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text."""
 
     max_length: int | None
-    asynchronous: bool
-    """Whether `launch` returns while the device still runs, so that the host has time for something else."""
 
     def open(self) -> int:
         """A slot for a new sequence, with nothing cached."""
@@ -48,7 +46,7 @@ class Backend(Protocol):
         ...
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:
-        """Start one forward pass over every input's trail and tree."""
+        """Start one forward pass over every input's trail and tree; it may still run on return."""
         ...
 
     def collect(self, launched: Any) -> list[Targets]:

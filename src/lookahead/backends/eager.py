@@ -27,8 +27,6 @@ class EagerBackend:
     their row's own end on commit.
     """
 
-    asynchronous = False
-
     def __init__(
         self,
         model: Any,

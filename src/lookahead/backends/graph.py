@@ -207,8 +207,6 @@ class GraphBackend:
     as it needs to do the same.
     """
 
-    asynchronous = True
-
     def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
         check_supported(model)
         check_graph(model)
