@@ -1,0 +1,98 @@
+"""Worlds of a few processes for tests: started together, given a hard limit, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WORKER = Path(__file__).parent / "worker.py"
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours, one thread per process, the loopback interface, and no rank of some other launcher's."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "PYTHONPATH": path}
+    return {**kept, **fixed, **more}
+
+
+class World:
+    """R processes of one script, each with torchrun's variables. Use it in a `with`: what still runs then is killed."""
+
+    def __init__(self, folder: Path, ranks: int, task: dict[str, Any], *, only: Sequence[int] | None = None) -> None:
+        """`only`: of the ranks, start these."""
+        self.folder, self.ranks = folder, ranks
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "task.json").write_text(json.dumps(task))
+        port = free_port()
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in range(ranks) if only is None else only:
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
+                self.processes[rank] = subprocess.Popen(
+                    [sys.executable, str(WORKER), str(folder)], env=environment(**place), stdout=out, stderr=err
+                )
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def wait(self, seconds: float) -> list[int]:
+        """The exit codes; a process that has not ended by then fails the test."""
+        end = time.monotonic() + seconds
+        for rank, process in self.processes.items():
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} still runs after {seconds} s\n{self.everything()}") from None
+        return [process.returncode for process in self.processes.values()]
+
+    def until(self, rank: int, text: str, seconds: float = 60.0) -> None:
+        """Wait until a rank has written this to stdout."""
+        end = time.monotonic() + seconds
+        while text not in self.out(rank):
+            assert time.monotonic() < end, f"rank {rank} did not write {text!r}\n{self.everything()}"
+            assert self.processes[rank].poll() is None, self.everything()
+            time.sleep(0.02)
+
+    def out(self, rank: int) -> str:
+        return (self.folder / f"out{rank}").read_text()
+
+    def err(self, rank: int) -> str:
+        return (self.folder / f"err{rank}").read_text()
+
+    def everything(self) -> str:
+        return "\n".join(f"-- rank {r}\n{self.out(r)[-1000:]}{self.err(r)[-2000:]}" for r in self.processes)
+
+    def reports(self, seconds: float) -> list[Any]:
+        """What the ranks wrote down, once all of them have ended well."""
+        codes = self.wait(seconds)
+        assert codes == [0] * self.ranks, self.everything()
+        return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(self.ranks)]
