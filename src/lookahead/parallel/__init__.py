@@ -9,10 +9,24 @@ if model.rank == 0:
 
 from __future__ import annotations
 
-from lookahead.parallel.backend import Counters, ParallelBackend
-from lookahead.parallel.deal import Share, deal
-from lookahead.parallel.group import Group, join
-from lookahead.parallel.model import ParallelModel, load
-from lookahead.parallel.watch import RankError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lookahead.parallel.backend import Counters, ParallelBackend
+    from lookahead.parallel.deal import Share, deal
+    from lookahead.parallel.group import Group, join
+    from lookahead.parallel.model import ParallelModel, load
+    from lookahead.parallel.watch import RankError
 
 __all__ = ["Counters", "Group", "ParallelBackend", "ParallelModel", "RankError", "Share", "deal", "join", "load"]
+
+_HOMES = {"Counters": "backend", "ParallelBackend": "backend", "Share": "deal", "Group": "group", "join": "group"}
+_HOMES |= {"ParallelModel": "model", "load": "model", "RankError": "watch"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first asked for: whoever only starts ranks needs no torch."""
+    if name in _HOMES:
+        return getattr(import_module(f"lookahead.parallel.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'lookahead.parallel' has no attribute {name!r}")

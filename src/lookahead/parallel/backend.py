@@ -167,18 +167,18 @@ class ParallelBackend:
 
     def _check_headers(self, headers: Numbers) -> None:
         """Every rank must have been at the same step with the same trees."""
-        for rank, header in enumerate(headers.tolist()):
-            if header[:2] != headers[0, :2].tolist():
+        for rank, (step, checksum, *_) in enumerate(headers.tolist()):
+            if (step, checksum) != (headers[0, 0], headers[0, 1]):
+                what = f"is at step {step}" if step != headers[0, 0] else "has other trees"
                 raise RankError(
-                    f"rank {rank} is not where rank 0 is (step {header[0]} and {headers[0, 0]}): every rank must make "
-                    "the same calls with the same arguments"
+                    f"rank {rank} {what} and rank 0 is at step {headers[0, 0]}: every rank must make the same calls"
                 )
 
     def _compare(self, inputs: Sequence[StepInput]) -> None:
         """The debug mode: a hash of all that was exchanged so far, and of what the ranks are about to do with it."""
         for item in inputs:
             self._state.update(repr((item, self._slots[item.slot])).encode())
-        digest = np.frombuffer(self._state.digest(), dtype=np.int32)
+        digest = np.frombuffer(self._state.digest(), dtype=np.int32).copy()
         hashes = self.group.exchange(digest)
         for rank, other in enumerate(hashes):
             if other.tobytes() != hashes[0].tobytes():

@@ -11,7 +11,7 @@ import atexit
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, perf_counter, sleep
@@ -30,6 +30,9 @@ START = 600.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
+
+# torch 2.13 has another name for it, and a warning for the old one.
+_all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class Group:
         own, everyone, host = self._memory(len(numbers))
         own.copy_(torch.from_numpy(numbers), non_blocking=True)
         try:
-            work = distributed.all_gather_into_tensor(everyone, own, async_op=True)
+            work = _all_gather(everyone, own, async_op=True)
         except RuntimeError as error:
             self._broken(error)
         if self._wire_device.type == "cpu":
@@ -329,9 +332,6 @@ class Guard:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, RankError):
+        if isinstance(error, Exception) and not isinstance(error, RankError):
             self._group.suspect(error)
             self._group.fail(error)
-
-
-Log = Callable[[str], None]

@@ -65,7 +65,7 @@ class Watch:
         """This rank's own failure: the others are told."""
         self._state = "fail"
         self._told = True
-        self._decide(f"{self.name(self.rank)} failed at step {self._shown(self.step)}: {message}")
+        self._decide(f"{self.name(self.rank)} failed after step {self._shown(self.step)}: {message}")
         self._until(lambda: self._written is not None, 2 * BEAT)
 
     def check(self) -> None:
@@ -82,6 +82,8 @@ class Watch:
         """A connection broke: wait until it is known whose, and raise RankError; return if all ranks are there."""
         self.suspicious = True
         self._until(lambda: self.verdict is not None, SUSPECT + 4 * BEAT)
+        if found := self._look(monotonic()):
+            self._decide(found)
         self.check()
         self.suspicious = False
 
@@ -101,15 +103,17 @@ class Watch:
         """Leave. The store's keeper waits a little for the others to leave first."""
         if self._stop.is_set():
             return
-        self._state, self._told = "left", True
-        self._until(lambda: self._spoken == "left", 4 * BEAT)
-        if self.keeper == self.name(self.rank) and self.verdict is None:
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            self._until(lambda: all(self._beats[rank][2] == "left" for rank in others), GRACE)
+        self._told = True
+        if self.verdict is None:
+            self._state = "left"
+            self._until(lambda: self._spoken == "left", 4 * BEAT)
+            if self.keeper == self.name(self.rank):
+                others = [rank for rank in range(self.size) if rank != self.rank]
+                self._until(lambda: all(self._beats[rank][2] == "left" for rank in others), GRACE)
         self._stop.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(2 * BEAT)
+            thread.join(BEAT)
 
     # The thread that speaks with the store.
 
@@ -165,8 +169,8 @@ class Watch:
             rank = min(silent, key=lambda rank: self._changed[rank])
             quiet = now - self._changed[rank]
             if quiet > (SUSPECT if self.suspicious else self.timeout):
-                step = self._shown(self._beats[rank][1])
-                return f"{self.name(rank)} has died or is stopped: no sign of life for {quiet:.0f} s, last at step {step}"
+                where = f"step {self._shown(self.step)}" if self.step else "the start"
+                return f"{self.name(rank)} has died or is stopped: no sign of life for {quiet:.0f} s, at {where}"
         if waited > 2 * BEAT:
             gone = [rank for rank in others if self._beats[rank][2] == "left"]
             if gone:
