@@ -63,7 +63,6 @@ class StepCost:
             times.append(seconds[i] + slope * (size - self.sizes[i]))
         return tuple(times)
 
-
     def shared(self, ranks: int) -> StepCost:
         """The curve of `ranks` ranks that share a step: each runs the root and its part of the rest."""
         return StepCost(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)

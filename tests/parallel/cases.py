@@ -13,13 +13,15 @@ from lookahead.backends.graph import GraphBackend
 from lookahead.config import SamplingParams
 
 
-def random_cases(seed: int, count: int) -> list[dict[str, Any]]:
-    """W, N, G, K, sampling, batch and backend by chance; every second case is greedy, every third one is the paper's."""
+def random_cases(seed: int, count: int, tokens: int = 24) -> list[dict[str, Any]]:
+    """W, N, G, K, sampling, batch and backend by chance; every second case is greedy, every third the paper's."""
     rng = random.Random(seed)
     cases = []
     for number in range(count):
         window, ngram, guesses = rng.choice([0, 1, 3, 5, 8]), rng.randint(2, 6), rng.randint(0, 8)
-        sampling = {} if number % 2 else {"temperature": rng.uniform(0.5, 1.5), "top_k": 20, "top_p": 0.95, "seed": number}
+        sampling = (
+            {} if number % 2 else {"temperature": rng.uniform(0.5, 1.5), "top_k": 20, "top_p": 0.95, "seed": number}
+        )
         config: dict[str, Any] = {"window": window, "ngram": ngram, "guesses": guesses}
         if number % 3:
             config["budget"] = max(1, window * (ngram - 1)) + rng.randint(0, 60)
@@ -29,7 +31,7 @@ def random_cases(seed: int, count: int) -> list[dict[str, Any]]:
                 "sampling": sampling,
                 "prompts": rng.sample(range(len(PROMPTS)), rng.choice([1, 1, 2, 4])),
                 "backend": "graph" if number % 4 == 1 else "eager",
-                "tokens": 24,
+                "tokens": tokens,
             }
         )
     return cases
@@ -48,4 +50,7 @@ def config_of(case: dict[str, Any]) -> LookaheadConfig:
 def decode(backend: Any, case: dict[str, Any]) -> dict[str, Any]:
     prompts = [PROMPTS[i] for i in case["prompts"]]
     done = run(backend, prompts, config_of(case), case["tokens"], SamplingParams(**case["sampling"]))
-    return {"outputs": [sequence.output for sequence in done], "steps_each": [sequence.stats.steps for sequence in done]}
+    return {
+        "outputs": [sequence.output for sequence in done],
+        "steps_each": [sequence.stats.steps for sequence in done],
+    }

@@ -84,16 +84,19 @@ def test_counters() -> None:
     def work(group: Any) -> Any:
         backend = ParallelBackend(ToyBackend(), group)
         done = decode(backend, *request)
-        return backend.counters, done[0].stats, group.collectives, group.sent_bytes
+        backend.counters.exchange_seconds = 0.0
+        return backend.counters, done[0].stats
 
     per_rank = {}
     for ranks in (1, 2, 4, 8):
         reports = on_ranks(ranks, work)
-        counters, stats, collectives, sent = reports[0]
+        counters, stats = reports[0]
         assert all(report[0] == counters for report in reports)
-        assert counters.steps == stats.steps == collectives
+        assert counters.steps == stats.steps == counters.collectives
         assert counters.tree_tokens == stats.step_tokens
-        assert sent == collectives * 4 * (HEADER + ROWS * 17)
+        assert counters.sent_bytes == counters.steps * 4 * (HEADER + ROWS * 17)
+        assert f"{ranks} ranks: {counters.tokens[0] / counters.steps:.1f} " in counters.summary()
+        assert " 1.00 collectives and 4368 bytes per rank and step" in counters.summary()
         assert len(counters.tokens) == ranks
         assert max(counters.tokens) <= counters.slowest
         per_rank[ranks] = counters.slowest
@@ -111,12 +114,13 @@ def test_a_large_batch_widens_the_exchange() -> None:
     config = LookaheadConfig(3, 3, 4, 60)
 
     def work(group: Any) -> Any:
-        return summary(decode(ParallelBackend(ToyBackend(), group), prompts, config)), group.sent_bytes, group.collectives
+        backend = ParallelBackend(ToyBackend(), group)
+        return summary(decode(backend, prompts, config)), backend.counters
 
     expected = summary(decode(ToyBackend(), prompts, config))
-    (found, sent, collectives), other = on_ranks(2, work)
+    (found, counters), other = on_ranks(2, work)
     assert found == other[0] == expected
-    assert sent > collectives * 4 * (HEADER + ROWS * 17)
+    assert counters.sent_bytes > counters.collectives * 4 * (HEADER + ROWS * 17)
 
 
 def test_inputs_that_differ_in_what_they_want() -> None:

@@ -88,7 +88,7 @@ class ToyBackend:
         if not item.top:
             return Targets(targets)
         ids, levels = top_rows(logits, item.top)
-        return Targets(targets, [(*i, *l) for i, l in zip(ids.tolist(), levels.tolist(), strict=True)])
+        return Targets(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
 
 
 def decode(
@@ -117,7 +117,7 @@ def decode(
 class ThreadGroup:
     """One of R ranks that are threads of this process; `exchange` is a barrier on either side of a list."""
 
-    copies, check, collectives, sent_bytes = 1, False, 0, 0
+    copies, check = 1, False
 
     def __init__(self, rank: int, size: int, said: list[Any], barrier: threading.Barrier) -> None:
         self.rank = self.share = rank
@@ -129,8 +129,6 @@ class ThreadGroup:
         self._barrier.wait(60)
         gathered = np.stack(self._said)
         self._barrier.wait(60)
-        self.collectives += 1
-        self.sent_bytes += numbers.nbytes
         return gathered
 
     def guarded(self) -> Any:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,16 @@ def environment(**more: str) -> dict[str, str]:
 class World:
     """R processes of one script, each with torchrun's variables. Use it in a `with`: what still runs then is killed."""
 
-    def __init__(self, folder: Path, ranks: int, task: dict[str, Any], *, only: Sequence[int] | None = None) -> None:
-        """`only`: of the ranks, start these."""
+    def __init__(
+        self, folder: Path, ranks: int, *parts: dict[str, Any], variables: dict[str, str] | None = None
+    ) -> None:
+        """`parts` are done one after the other, each by a group of its own."""
         self.folder, self.ranks = folder, ranks
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "task.json").write_text(json.dumps(task))
+        (folder / "task.json").write_text(json.dumps({"parts": [{**part, "port": free_port()} for part in parts]}))
         port = free_port()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        for rank in range(ranks) if only is None else only:
+        for rank in range(ranks):
             place = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -49,6 +50,7 @@ class World:
                 "LOCAL_WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                **(variables or {}),
             }
             with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
                 self.processes[rank] = subprocess.Popen(
@@ -91,8 +93,8 @@ class World:
     def everything(self) -> str:
         return "\n".join(f"-- rank {r}\n{self.out(r)[-1000:]}{self.err(r)[-2000:]}" for r in self.processes)
 
-    def reports(self, seconds: float) -> list[Any]:
-        """What the ranks wrote down, once all of them have ended well."""
+    def reports(self, seconds: float) -> list[list[Any]]:
+        """What each rank wrote down of every part, once all of them have ended well."""
         codes = self.wait(seconds)
         assert codes == [0] * self.ranks, self.everything()
         return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(self.ranks)]

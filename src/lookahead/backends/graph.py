@@ -31,8 +31,8 @@ TILE = 128
 PREFILL = 512
 """Prompt tokens per pass."""
 TRAIL = 32
-"""The longest trail behind cached tokens that runs within the step's own pass: a rank of lookahead parallelism lacks the
-few tokens that another one computed. Longer ones, and prompts, run by themselves."""
+"""The longest trail behind cached tokens that runs within the step's own pass: the few tokens that another rank of
+lookahead parallelism computed. Longer ones, and prompts, run by themselves."""
 GROW = 2048
 """The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
 

@@ -11,7 +11,7 @@ import typer
 from lookahead.cli.answer import answer, interrupted, legend, summary
 from lookahead.cli.common import FAILED, INTERRUPTED, Completion, Host, Model
 from lookahead.cli.compare import BASELINE, Comparison, baseline_request, warm_up
-from lookahead.cli.ranks import Ranks, account
+from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings, takes_settings
 
 EXACT = ("float32", "float64")  # where a method must give the baseline's tokens
@@ -65,7 +65,7 @@ def _generate(
 ) -> None:
     """One process's part of it, or all of it. A rank that follows takes rank 0's prompt, and is silent."""
     text = read_prompt(host, prompt) if not several.follows else None
-    model = several.load(host, settings)
+    model: Any = several.load(host, settings)
     request = {**settings.request(model), "raw": raw}
     if several.follows:
         _follow(host, model, request, compare)
@@ -90,8 +90,8 @@ def _generate(
         host.say(summary(completion.stats, completion.finish_reason))
     else:
         report(host, model, comparison)
-    if several.together and (line := account(model)):
-        host.say(line)
+    if several.together:
+        host.say(model.backend.counters.summary())
     if stopped:
         raise typer.Exit(INTERRUPTED)
 

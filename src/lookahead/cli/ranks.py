@@ -43,9 +43,10 @@ class Ranks:
 
     def launch(self, host: Host, prompt: str | None) -> int:
         """Start them all; rank 0 reads `prompt` from its stdin. The exit code."""
-        from lookahead.parallel.launch import launch
+        from lookahead.parallel.launch import LOOKAHEAD, launch
 
-        return launch(host.arguments, self.count or 1, prompt, lambda line: host.say(line, style="red"))
+        command = [*LOOKAHEAD, *host.arguments]
+        return launch(command, self.count or 1, prompt, lambda line: host.say(line, style="red"))
 
     def load(self, host: Host, settings: Settings) -> Model:
         """This rank's model."""
@@ -81,15 +82,3 @@ class Ranks:
                 raise
             host.fail(error)
             os._exit(FAILED)
-
-
-def account(model: Any) -> str | None:
-    """One line about the ranks' work, for a model that has several."""
-    counters = getattr(model.backend, "counters", None)
-    if counters is None:
-        return None
-    group, steps = model.group, max(1, counters.steps)
-    return (
-        f"{group.size} ranks: {counters.slowest / steps:.1f} tokens per step on the fullest of {counters.tree_tokens / steps:.1f}, "
-        f"{group.collectives / steps:.2f} collectives and {group.sent_bytes / steps:.0f} bytes per rank and step"
-    )

@@ -17,6 +17,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -36,24 +37,38 @@ are 4.4 kB per rank, and their number almost never changes."""
 
 @dataclass
 class Counters:
-    """What the ranks did, the same numbers on each of them. All are sums over steps; the prompt is not counted.
+    """What the ranks did since `ParallelBackend.reset`: sums over steps, the prompt not counted.
 
     `tree_tokens` is what one rank alone would have run, `tokens[r]` what rank r ran, of it `caught_up[r]` tokens that
-    had been accepted on another rank, and `slowest` the largest share.
+    had been accepted on another rank, and `slowest` the largest share; these are the same on every rank. `sent_bytes`
+    and `exchange_seconds`, the waiting for slower ranks included, are this rank's own.
     """
 
+    tokens: list[int]
+    caught_up: list[int]
     steps: int = 0
     tree_tokens: int = 0
     slowest: int = 0
-    tokens: list[int] = field(default_factory=list)
-    caught_up: list[int] = field(default_factory=list)
+    collectives: int = 0
+    sent_bytes: int = 0
+    exchange_seconds: float = 0.0
+
+    def summary(self) -> str:
+        """One line, per step."""
+        steps = max(1, self.steps)
+        each = " ".join(f"{tokens / steps:.1f}" for tokens in self.tokens)
+        return (
+            f"{len(self.tokens)} ranks: {each} of {self.tree_tokens / steps:.1f} tokens per step, "
+            f"{self.collectives / steps:.2f} collectives and {self.sent_bytes / steps:.0f} bytes per rank and step"
+        )
 
 
 @dataclass
 class Slot:
     """A sequence as all ranks see it: its length, and the accepted path's tokens, the last `lacks[r]` of which rank r
-    has yet to run."""
+    has yet to run. Only `inner`, its slot in the backend inside, is this rank's own."""
 
+    inner: int = field(repr=False)
     lacks: list[int]
     length: int = 0
     path: list[int] = field(default_factory=list)
@@ -77,19 +92,24 @@ class ParallelBackend:
         self.vocab_size: int = inner.vocab_size
         self.max_length: int | None = inner.max_length
         self.asynchronous: bool = inner.asynchronous
-        self.counters = Counters(tokens=[0] * group.shares, caught_up=[0] * group.shares)
+        self.reset()
+        self._steps = 0
         self._slots: dict[int, Slot] = {}
+        self._opened = 0
         self._last: dict[int, tuple[StepInput, list[Share]]] = {}
         self._state = hashlib.blake2b(digest_size=16)
 
+    def reset(self) -> None:
+        """Count from zero."""
+        self.counters = Counters([0] * self.group.shares, [0] * self.group.shares)
+
     def open(self) -> int:
-        slot: int = self.inner.open()
-        self._slots[slot] = Slot([0] * self.group.shares)
-        return slot
+        self._opened += 1
+        self._slots[self._opened] = Slot(self.inner.open(), [0] * self.group.shares)
+        return self._opened
 
     def close(self, slot: int) -> None:
-        self.inner.close(slot)
-        del self._slots[slot]
+        self.inner.close(self._slots.pop(slot).inner)
         self._last.pop(slot, None)
 
     def length(self, slot: int) -> int:
@@ -115,8 +135,8 @@ class ParallelBackend:
         with self.group.guarded():
             results = self.inner.collect(launched.inner)
         top = max(len_top(item, self.vocab_size) for item in launched.inputs)
-        packed = pack(launched, results, self.group.share, self.counters.steps, top)
-        gathered = self.group.exchange(packed)
+        packed = pack(launched, results, self.group.share, self._steps, top)
+        gathered = self._exchange(packed)
         self._check_headers(gathered[:, :HEADER])
         gathered = gathered[:: self.group.copies]  # ranks that share a model answer with one voice
         found = unpack(launched, gathered, top, self.vocab_size)
@@ -136,7 +156,7 @@ class ParallelBackend:
             state.length += len(item.trail) + 1 + len(path)
             state.path = [item.tree.tokens[node] for node in path]
             state.lacks = [len(path) - len(local) for local in held]
-            own.append((slot, held[self.group.share]))
+            own.append((state.inner, held[self.group.share]))
         with self.group.guarded():
             self.inner.commit(own)
 
@@ -149,13 +169,14 @@ class ParallelBackend:
             by_node = dict(zip(item.tree.rows, item.uniforms, strict=True))
             uniforms = [by_node[node] for node in share.rows or [0]]
         trail = [*(state.path[-lacks:] if lacks else ()), *item.trail]
-        return StepInput(item.slot, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
+        return StepInput(state.inner, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
 
     def _count(self, inputs: Sequence[StepInput], shares: Sequence[Sequence[Share]]) -> None:
         counters = self.counters
         lacks = [self._slots[item.slot].lacks for item in inputs]
         again = [sum(column) for column in zip(*lacks, strict=True)]
         tokens = [sum(len(share.nodes) for share in column) for column in zip(*shares, strict=True)]
+        self._steps += 1
         counters.steps += 1
         counters.tree_tokens += sum(len(item.tree) for item in inputs)
         counters.slowest += max(map(sum, zip(tokens, again, strict=True)))
@@ -179,11 +200,19 @@ class ParallelBackend:
         for item in inputs:
             self._state.update(repr((item, self._slots[item.slot])).encode())
         digest = np.frombuffer(self._state.digest(), dtype=np.int32).copy()
-        hashes = self.group.exchange(digest)
+        hashes = self._exchange(digest)
         for rank, other in enumerate(hashes):
             if other.tobytes() != hashes[0].tobytes():
-                step = self.counters.steps + 1
+                step = self._steps + 1
                 raise RankError(f"rank {rank} has come to another state than rank 0 before step {step}")
+
+    def _exchange(self, numbers: Numbers) -> Numbers:
+        begin = perf_counter()
+        gathered = self.group.exchange(numbers)
+        self.counters.exchange_seconds += perf_counter() - begin
+        self.counters.collectives += 1
+        self.counters.sent_bytes += numbers.nbytes
+        return gathered
 
 
 def pack(launched: Launched, results: Sequence[Targets], share: int, step: int, top: int) -> Numbers:

@@ -14,12 +14,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic, perf_counter, sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 
 from lookahead.parallel.watch import BEAT, NONE, RankError, Watch
 
@@ -30,6 +31,10 @@ START = 600.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
+
+# Made by torch's C++ part: its stubs do not name them.
+TCPStore: Any = getattr(distributed, "TCPStore", None)
+PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 
 # torch 2.13 has another name for it, and a warning for the old one.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -57,7 +62,9 @@ class Place:
             raise ValueError(f"{given[0]} is set and {missing[0]} is not: start the ranks with torchrun, or unset it")
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         if not 0 <= rank < size:
-            raise ValueError(f"RANK={rank} is not one of the {size} ranks that WORLD_SIZE={size} names: 0 to {size - 1}")
+            raise ValueError(
+                f"RANK={rank} is not one of the {size} ranks that WORLD_SIZE={size} names: 0 to {size - 1}"
+            )
         return cls(
             rank,
             size,
@@ -106,7 +113,7 @@ class Group:
     """The ranks that decode together.
 
     `rank` and `size` count processes; `share` of `shares` is this rank's part of the work, which the `copies` ranks of
-    one tensor-parallel group have in common. `collectives`, `sent_bytes` and `exchange_seconds` count exchanges.
+    one tensor-parallel group have in common; `mesh` is then the device mesh of both, lookahead x tensor.
     """
 
     def __init__(
@@ -115,9 +122,9 @@ class Group:
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
         self.copies, self.shares, self.share = copies, self.size // copies, self.rank // copies
         self.device, self.timeout, self.check = device, timeout, check
-        self.collectives, self.sent_bytes, self.exchange_seconds = 0, 0, 0.0
         self.mesh: Any = None
         self._watch: Watch | None = None
+        self._store: Any = None
         self._agreed = 0
         self._owns = False
         if place is None or place.size == 1:
@@ -130,7 +137,7 @@ class Group:
         if copies > 1:
             kind = "cuda" if nccl else "cpu"
             shape = (self.shares, copies)
-            self.mesh = distributed.init_device_mesh(kind, shape, mesh_dim_names=("lookahead", "tensor"))
+            self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("lookahead", "tensor"))
         atexit.register(self.close)
 
     # Meeting.
@@ -141,12 +148,14 @@ class Group:
         port = place.port
         if distributed.is_initialized():  # by the caller, who may have taken the port: rank 0 opens another
             torchrun, port = False, self._another_port(place)
-        prefix = f"lookahead/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        prefix = (
+            f"lookahead/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        )
         wait = timedelta(seconds=self.timeout)
 
         def connect(keeper: bool) -> Any:
-            store = distributed.TCPStore(place.host, port, None, keeper, wait, wait_for_workers=False)
-            return distributed.PrefixStore(prefix, store)
+            store = TCPStore(place.host, port, None, keeper, wait, wait_for_workers=False)
+            return PrefixStore(prefix, store)
 
         try:
             self._store = connect(self.rank == 0 and not torchrun)
@@ -159,7 +168,11 @@ class Group:
         keys = {rank: f"beat/{rank}" for rank in range(self.size)}
         missing = self._wait_for(keys, self.timeout)
         if missing:
-            raise RankError(f"rank {missing[0]} of {self.size} has not come within {self.timeout:.0f} s")
+            message = f"rank {missing[0]} of {self.size} has not come within {self.timeout:.0f} s"
+            if self.rank == 0:  # the store ends with this rank: let those who came read it
+                self._store.set("failure", message)
+                sleep(4 * BEAT)
+            raise RankError(message)
         keeper = "torchrun" if torchrun else "rank 0"
         self._watch = Watch(spoken, self.rank, self.size, self.timeout, keeper, 2 if self.check else 1)
 
@@ -178,7 +191,7 @@ class Group:
             return
         # The watch ends what hangs; the library's own limit is there for what nobody watches.
         limit = timedelta(seconds=START)
-        store = distributed.PrefixStore("torch", self._store)
+        store = PrefixStore("torch", self._store)
         device = self._wire_device if backend == "nccl" else None
         with self.guarded():
             distributed.init_process_group(
@@ -192,18 +205,13 @@ class Group:
         """[n] integers of every rank, [size, n]: the step's one collective. n is the same on all ranks."""
         if self._watch is None:
             return numbers[None]
-        begin = perf_counter()
         watch = self._watch
         watch.step += 1
         watch.limit, watch.waiting = self.timeout, monotonic()
         try:
-            gathered = self._gather(numbers)
+            return self._gather(numbers).reshape(self.size, -1)
         finally:
             watch.waiting = None
-        self.collectives += 1
-        self.sent_bytes += numbers.nbytes
-        self.exchange_seconds += perf_counter() - begin
-        return gathered.reshape(self.size, -1)
 
     def _gather(self, numbers: Numbers) -> Numbers:
         own, everyone, host = self._memory(len(numbers))
@@ -264,6 +272,14 @@ class Group:
 
     def _wait_for(self, keys: Mapping[int, str], limit: float) -> list[int]:
         """Wait until the ranks' keys are there; the ranks whose are not in time."""
+        try:
+            return self._poll(keys, limit)
+        except distributed.DistError as error:
+            if self._watch is not None:
+                self._watch.broken(error)
+            raise RankError("rank 0 has died: its store is gone") from error
+
+    def _poll(self, keys: Mapping[int, str], limit: float) -> list[int]:
         end, pause = monotonic() + limit, 0.0005
         left = dict(keys)
         while left:
@@ -284,6 +300,10 @@ class Group:
         """Raise RankError if another rank is known to have failed."""
         if self._watch is not None:
             self._watch.check()
+        elif self._store is not None and self._store.check(["failure"]):  # before there is a watch
+            failure = self._store.get("failure")
+            if failure != NONE:
+                raise RankError(failure.decode())
 
     def suspect(self, error: BaseException) -> None:
         """Raise RankError if it was another rank that caused this error, as may be where they share a model."""
@@ -307,7 +327,7 @@ class Group:
 
     def close(self) -> None:
         """Leave the group. What runs at the end of the program by itself, too."""
-        watch, self._watch = self._watch, None
+        watch, self._watch, self._store = self._watch, None, None
         if watch is None:
             return
         atexit.unregister(self.close)

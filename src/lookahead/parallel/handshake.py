@@ -54,7 +54,7 @@ def facts_of(model: Any, tokenizer: Any, backend: Any, group: Group) -> dict[str
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> str:
     """Of shape and exact bits. Reads the tensor twice and makes nothing of its size."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.device.type == "meta":  # offloaded: it is nowhere to be read
         return f"{tuple(local.shape)} offloaded"
     if type(local) not in (torch.Tensor, torch.nn.Parameter):

@@ -30,13 +30,16 @@ class Child:
     stderr: IO[bytes] | None
 
 
-def launch(arguments: Sequence[str], ranks: int, stdin: str | None, say: Callable[[str], None]) -> int:
-    """Run `lookahead ARGUMENTS` as this many ranks; rank 0 is given `stdin`. Returns the exit code."""
+LOOKAHEAD = (sys.executable, "-m", "lookahead")
+
+
+def launch(command: Sequence[str], ranks: int, stdin: str | None, say: Callable[[str], None]) -> int:
+    """Run a command as this many ranks; rank 0 is given `stdin`. Returns the exit code."""
     port = free_port()
     children: list[Child] = []
     try:
         for rank in range(ranks):
-            children.append(_start(arguments, rank, ranks, port, stdin is not None))
+            children.append(_start(command, rank, ranks, port, stdin is not None))
         if stdin is not None:
             _feed(children[0], stdin)
         return _supervise(children, say)
@@ -53,7 +56,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _start(arguments: Sequence[str], rank: int, ranks: int, port: int, fed: bool) -> Child:
+def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) -> Child:
     place = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -70,7 +73,7 @@ def _start(arguments: Sequence[str], rank: int, ranks: int, port: int, fed: bool
     }
     stderr = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115, it is read when the rank has ended
     process = subprocess.Popen(
-        [sys.executable, "-m", "lookahead", *arguments],
+        list(command),
         env={**defaults, **os.environ, **place},
         stdin=subprocess.PIPE if fed and rank == 0 else subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
@@ -107,7 +110,7 @@ def _supervise(children: Sequence[Child], say: Callable[[str], None]) -> int:
         failed = next((child for child in children if child.process.poll()), None)
         if failed is not None and first is None:
             first, end = failed, time.monotonic() + PATIENCE
-        if first is not None and time.monotonic() > end:
+        if first is not None and (time.monotonic() > end or children[0].process.poll()):
             break
         time.sleep(0.05)
     first = first or next((child for child in children if child.process.poll()), None)
@@ -137,9 +140,10 @@ def _end(children: Sequence[Child]) -> None:
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:
         process.terminate()
+    end = time.monotonic() + 2.0
     for process in running:
         try:
-            process.wait(2.0)
+            process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -31,8 +31,9 @@ class RankError(RuntimeError):
 class Watch:
     """This rank's beats and what it knows of the others'.
 
-    `step` counts the exchanges this rank has come to, `per_step` of which are one step; `waiting` since when it waits for the others, and `limit` for how long
-    it may. These are set by the decoding thread. `verdict` is the failure, once there is one. `keeper` holds the store.
+    `step` counts the exchanges this rank has come to, `per_step` of which are one step; `waiting` is since when it
+    waits for the others, and `limit` for how long it may. These are set by the decoding thread. `verdict` is the
+    failure, once there is one. `keeper` holds the store.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, keeper: str, per_step: int) -> None:
@@ -69,7 +70,7 @@ class Watch:
         self._until(lambda: self._written is not None, 2 * BEAT)
 
     def check(self) -> None:
-        """Raise RankError when there is a verdict. The store's keeper waits a little, so that the others can read it."""
+        """Raise RankError when there is a verdict. The store's keeper waits a little, so that the others read it."""
         if self.verdict is None:
             return
         self._told = True
@@ -171,15 +172,16 @@ class Watch:
             if quiet > (SUSPECT if self.suspicious else self.timeout):
                 where = f"step {self._shown(self.step)}" if self.step else "the start"
                 return f"{self.name(rank)} has died or is stopped: no sign of life for {quiet:.0f} s, at {where}"
+        here = f"the others wait at step {self._shown(self.step)}"
         if waited > 2 * BEAT:
             gone = [rank for rank in others if self._beats[rank][2] == "left"]
             if gone:
-                return f"{self._names(gone)} left (the program has ended), and the others wait at step {self._shown(self.step)}"
+                return f"{self._names(gone)} left (the program has ended), and {here}"
         if waited > self.limit:
             behind = [rank for rank in others if self._beats[rank][1] < self.step]
             where = ", ".join(str(self._shown(self._beats[rank][1])) for rank in behind)
             who = self._names(behind) if behind else "no rank in particular"
-            return f"{who} did not answer for {waited:.0f} s: at step {where}, and the others wait at step {self._shown(self.step)}"
+            return f"{who} did not answer for {waited:.0f} s: at step {where}, and {here}"
         return None
 
     def _decide(self, verdict: str) -> None:
