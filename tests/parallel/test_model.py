@@ -8,43 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from requests_of_two import CHANGES, CONFIG, REQUESTS
 from worlds import World
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.parallel.handshake import checksum
-
-CONFIG = {"window": 3, "ngram": 4, "guesses": 4, "budget": 40}
-SAMPLED = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
-CHANGES = ["none", "weight", "swap", "config", "dtype", "vocabulary"]
-REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "the fox", "settings": {"max_tokens": 20}},
-    {"prompt": ["the fox", "once more", "a dog"], "settings": SAMPLED},
-    {"prompt": "once more", "settings": SAMPLED, "stream": True},
-    {"prompt": "the fox", "settings": SAMPLED, "rank1": {"prompt": None}},
-    {"prompt": "the fox", "settings": {"max_tokens": 8, "method": "prompt-lookup"}},
-    {"prompt": "the fox", "settings": {"max_tokens": 20, "stop": ["o", "x"]}},
-    {"prompt": "the fox", "settings": {"max_tokens": 16, "temperature": 1.0}},
-    {"prompt": "the fox", "settings": {"max_tokens": 16}, "rank1": {"max_tokens": 17}},
-    {"prompt": "the fox", "settings": {}, "rank1": {"prompt": "the dog"}},
-    {"prompt": "the fox", "settings": SAMPLED, "rank1": {"seed": 6}},
-    {"prompt": "the fox", "settings": {"max_tokens": 0}},
-    {"prompt": "the fox", "settings": {"max_token": 3}},
-    {"prompt": "", "settings": {"raw": True}},
-    {"prompt": ["a", "b"], "settings": {}, "stream": True},
-]
-
-
-@pytest.fixture(scope="module")
-def reports(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    parts = [
-        {"do": "requests", "model": str(folder), "config": CONFIG, "requests": REQUESTS},
-        {"do": "requests", "model": str(folder), "requests": REQUESTS[:1]},
-        {"do": "mismatch", "model": str(folder), "changes": CHANGES},
-    ]
-    home = tmp_path_factory.mktemp("two")
-    with World(home, 2, *parts, variables={"LOOKAHEAD_CACHE": str(home / "cache")}) as world:
-        return world.reports(120)
 
 
 def same_as(alone: Any, request: dict[str, Any], found: list[Any]) -> None:
@@ -56,23 +25,23 @@ def same_as(alone: Any, request: dict[str, Any], found: list[Any]) -> None:
     ]
 
 
-def test_answers_are_those_of_one_process(reports: list[list[Any]], folder: Path) -> None:
+def test_answers_are_those_of_one_process(two: list[list[Any]], folder: Path) -> None:
     """One after the other, as a model that is kept knows more after each answer."""
-    first, second = (report[0] for report in reports)
+    first, second = (report[1] for report in two)
     assert first == second
     alone = lookahead.load(folder, config=LookaheadConfig(**CONFIG))
     for request, found in zip(REQUESTS[:6], first[1:], strict=False):
         same_as(alone, request, found)
 
 
-def test_a_seed_that_nobody_chose_is_rank_0s(reports: list[list[Any]]) -> None:
-    first, second = (report[0][7] for report in reports)
+def test_a_seed_that_nobody_chose_is_rank_0s(two: list[list[Any]]) -> None:
+    first, second = (report[1][7] for report in two)
     assert first == second
     assert 0 < len(first[0][0]) <= 16
 
 
-def test_a_measured_config_is_rank_0s(reports: list[list[Any]]) -> None:
-    first, second = (report[1] for report in reports)
+def test_a_measured_config_is_rank_0s(two: list[list[Any]]) -> None:
+    first, second = (report[2] for report in two)
     assert first == second
     window, times = first[0]
     assert window == LookaheadConfig().window or times is not None
@@ -90,10 +59,10 @@ def test_a_measured_config_is_rank_0s(reports: list[list[Any]]) -> None:
         (13, "stream() takes one prompt, not 2"),
     ],
 )
-def test_a_request_that_is_refused_is_refused_everywhere(reports: list[list[Any]], number: int, message: str) -> None:
+def test_a_request_that_is_refused_is_refused_everywhere(two: list[list[Any]], number: int, message: str) -> None:
     """And the next one runs."""
-    for report in reports:
-        assert report[0][number + 1].startswith(message)
+    for report in two:
+        assert report[1][number + 1].startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +76,9 @@ def test_a_request_that_is_refused_is_refused_everywhere(reports: list[list[Any]
         ("vocabulary", "rank 1 differs from rank 0 in the tokenizer: '"),
     ],
 )
-def test_ranks_that_differ_are_refused(reports: list[list[Any]], change: str, message: str) -> None:
-    for report in reports:
-        assert report[2][CHANGES.index(change)].startswith(message)
+def test_ranks_that_differ_are_refused(two: list[list[Any]], change: str, message: str) -> None:
+    for report in two:
+        assert report[3][CHANGES.index(change)].startswith(message)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
@@ -163,10 +132,10 @@ def test_one_process_needs_no_launcher(
 @pytest.mark.model
 def test_the_embedded_model(tmp_path: Path) -> None:
     """Greedy and sampled, alone and in a batch; as many steps as one process takes."""
-    config = {"window": 5, "ngram": 5, "guesses": 8, "budget": 64}
+    config = {"window": 3, "ngram": 4, "guesses": 8, "budget": 32}
     requests: list[dict[str, Any]] = [
-        {"prompt": "Name three colours.", "settings": {"max_tokens": 24}},
-        {"prompt": ["Hello!", "What is a fox?"], "settings": {"max_tokens": 16, "temperature": 0.7, "seed": 3}},
+        {"prompt": "Name three colours.", "settings": {"max_tokens": 16}},
+        {"prompt": ["Hello!", "What is a fox?"], "settings": {"max_tokens": 8, "temperature": 0.7, "seed": 3}},
     ]
     task = {"do": "requests", "model": None, "config": config, "requests": requests}
     with World(tmp_path, 2, task) as world:

@@ -44,10 +44,9 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["steps_each"] == expected["steps_each"]
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    with World(tmp_path, 2, {"do": "identity", "cases": CASES, "check": False}) as world:
-        expected = alone(CASES)
-        first, second = (report[0] for report in world.reports(120))
+def test_two_processes(two: list[list[Any]]) -> None:
+    expected = alone(CASES)
+    first, second = (report[0] for report in two)
     assert first == second
     for one, other in zip(first, expected, strict=True):
         same(one, other)
@@ -80,7 +79,7 @@ def test_two_by_two(four: tuple[list[Any], list[Any]]) -> None:
 @pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     """Ranks that decode for ever; the parameters are the accident."""
-    task = {"do": "fault", "accident": "none", "who": 1, "at": 6, "timeout": 4, **request.param}
+    task = {"do": "fault", "accident": "none", "who": 1, "at": 6, "timeout": 3, **request.param}
     with World(tmp_path, task.get("ranks", 3), task) as made:
         yield made
 
@@ -111,7 +110,7 @@ def test_rank_0_is_killed(world: World) -> None:
 @pytest.mark.parametrize("world", [{"accident": "sleep", "ranks": 2}], indirect=True)
 def test_a_rank_stalls(world: World) -> None:
     """It gives signs of life, and does not come to the exchange. The others end, and then it does."""
-    ends(world, [0, 1], "rank 1 did not answer for 4 s: at step 5, and the others wait at step 6")
+    ends(world, [0, 1], "rank 1 did not answer for 3 s: at step 5, and the others wait at step 6")
 
 
 @pytest.mark.parametrize("world", [{"accident": "diverge", "check": True, "ranks": 2}], indirect=True)

@@ -129,15 +129,19 @@ class Group:
         self._owns = False
         if place is None or place.size == 1:
             return
-        nccl = device.startswith("cuda") and torch.cuda.device_count() >= place.local_size
+        cuda = device.startswith("cuda")
+        if cuda:
+            torch.cuda.set_device(device)
+        nccl = cuda and torch.cuda.device_count() >= place.local_size
+        if distributed.is_initialized():
+            nccl = "nccl" in distributed.get_backend()
         self._wire_device = torch.device(device if nccl else "cpu")
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
         self._meet(place)
         self._connect("nccl" if nccl else "gloo")
         if copies > 1:
-            kind = "cuda" if nccl else "cpu"
             shape = (self.shares, copies)
-            self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("lookahead", "tensor"))
+            self.mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=("lookahead", "tensor"))
         atexit.register(self.close)
 
     # Meeting.

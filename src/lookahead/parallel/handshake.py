@@ -58,7 +58,8 @@ def checksum(tensor: torch.Tensor) -> str:
     if local.device.type == "meta":  # offloaded: it is nowhere to be read
         return f"{tuple(local.shape)} offloaded"
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        local = torch.cat([getattr(local, name).flatten().view(torch.uint8) for name in local.__tensor_flatten__()[0]])
+        inside = [getattr(local, name).contiguous().flatten() for name in local.__tensor_flatten__()[0]]
+        local = torch.cat([part.view(torch.uint8) for part in inside])
     words = local.detach().contiguous().flatten()
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(words.element_size(), torch.uint8)
     words = words.view(wide)
