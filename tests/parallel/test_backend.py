@@ -38,8 +38,8 @@ def random_request(seed: int) -> tuple[list[list[int]], LookaheadConfig, Samplin
     return prompts, LookaheadConfig(window, ngram, rng.randint(0, 8), budget), sampling
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_number_of_ranks(ranks: int, seed: int) -> None:
     request = random_request(10 * seed + ranks)
     expected = summary(decode(ToyBackend(), *request))
@@ -48,7 +48,7 @@ def test_any_number_of_ranks(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(6))
 def test_a_models_tokens(ranks: int, number: int) -> None:
     """A tiny Llama on either backend: K/V of what another rank computed must be made up for, at the right places."""
     case = random_cases(3, 8)[number]

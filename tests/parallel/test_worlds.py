@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import backend_of, decode, random_cases
 from tiny import tiny
-from worlds import World
+from worlds import World, torchrun
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch has no gloo"
@@ -29,13 +29,12 @@ def alone(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
-    """Four ranks, checked at every step; then the same four as two tensor-parallel pairs."""
+    """Four ranks of torchrun's, checked at every step; then the same four as two tensor-parallel pairs."""
     parts = [
         {"do": "identity", "cases": CASES[:3], "check": True},
         {"do": "tensor_parallel", "cases": SHARED, "tensor_parallel": 2},
     ]
-    with World(tmp_path_factory.mktemp("four"), 4, *parts) as world:
-        reports = world.reports(150)
+    reports = torchrun(tmp_path_factory.mktemp("four"), 4, *parts, seconds=150)
     return [report[0] for report in reports], [report[1] for report in reports]
 
 

@@ -39,7 +39,7 @@ class World:
         """`parts` are done one after the other, each by a group of its own."""
         self.folder, self.ranks = folder, ranks
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "task.json").write_text(json.dumps({"parts": [{**part, "port": free_port()} for part in parts]}))
+        (folder / "task.json").write_text(json.dumps({"parts": parts}))
         port = free_port()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         for rank in range(ranks):
@@ -98,3 +98,23 @@ class World:
         codes = self.wait(seconds)
         assert codes == [0] * self.ranks, self.everything()
         return [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(self.ranks)]
+
+
+def torchrun(folder: Path, ranks: int, *parts: dict[str, Any], seconds: float) -> list[list[Any]]:
+    """A world that torchrun starts and keeps the store of; what each rank wrote down."""
+    (folder / "task.json").write_text(json.dumps({"parts": parts}))
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*run, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(WORKER), str(folder)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # and it ends its ranks
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]

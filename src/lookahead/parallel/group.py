@@ -12,8 +12,8 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
@@ -22,13 +22,13 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from lookahead.parallel.place import Place, pick_device
 from lookahead.parallel.watch import BEAT, NONE, RankError, Watch
 
 TIMEOUT = 60.0
 """Seconds without an answer after which a rank counts as lost."""
 START = 600.0
 """The most seconds that one rank may need longer than another to load its model."""
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -36,43 +36,13 @@ Numbers = np.ndarray[Any, np.dtype[np.int32]]
 TCPStore: Any = getattr(distributed, "TCPStore", None)
 PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 
+# A program may join a group after another. They meet at the same store, each under its own number; who keeps a store
+# keeps it to the end, as others may have joined anew before it did.
+_groups = count()
+_kept: dict[int, Any] = {}
+
 # torch 2.13 has another name for it, and a warning for the old one.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process's place in the run, as torchrun's variables give it."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    host: str
-    port: int
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place | None:
-        """None where no variable is set: the process runs by itself."""
-        given = [name for name in VARIABLES if environment.get(name)]
-        if not given:
-            return None
-        missing = [name for name in VARIABLES if name not in given]
-        if missing:
-            raise ValueError(f"{given[0]} is set and {missing[0]} is not: start the ranks with torchrun, or unset it")
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        if not 0 <= rank < size:
-            raise ValueError(
-                f"RANK={rank} is not one of the {size} ranks that WORLD_SIZE={size} names: 0 to {size - 1}"
-            )
-        return cls(
-            rank,
-            size,
-            int(environment.get("LOCAL_RANK", rank)),
-            int(environment.get("LOCAL_WORLD_SIZE", size)),
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-        )
 
 
 def join(
@@ -99,14 +69,6 @@ def join(
     if tensor_parallel < 1 or size % tensor_parallel:
         raise ValueError(f"{size} ranks cannot be cut into tensor-parallel groups of {tensor_parallel}")
     return Group(place, pick_device(device, place), timeout, tensor_parallel, check)
-
-
-def pick_device(name: str, place: Place | None) -> str:
-    """A device for `load`: on a machine with a GPU for each of its ranks, that rank's own."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place is None or name not in ("auto", "cuda") or not count:
-        return name
-    return f"cuda:{place.local_rank % count}"
 
 
 class Group:
@@ -152,17 +114,17 @@ class Group:
         port = place.port
         if distributed.is_initialized():  # by the caller, who may have taken the port: rank 0 opens another
             torchrun, port = False, self._another_port(place)
-        prefix = (
-            f"lookahead/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        )
+        prefix = f"lookahead/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_groups)}"
         wait = timedelta(seconds=self.timeout)
 
         def connect(keeper: bool) -> Any:
             store = TCPStore(place.host, port, None, keeper, wait, wait_for_workers=False)
+            if keeper:
+                _kept[port] = store
             return PrefixStore(prefix, store)
 
         try:
-            self._store = connect(self.rank == 0 and not torchrun)
+            self._store = connect(self.rank == 0 and not torchrun and port not in _kept)
             spoken = connect(False)
         except (distributed.DistNetworkError, distributed.DistStoreError) as error:
             raise RankError(f"rank 0 does not answer at {place.host}:{port} within {self.timeout:.0f} s") from error
