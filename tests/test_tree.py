@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.sequence import DecodingSequence
-from lookahead.tree import Targets, TokenTree, dense_visibility, packed_visibility, visibility, window_layout
+from lookahead.tree import (
+    Targets,
+    TokenTree,
+    below_trail,
+    dense_visibility,
+    packed_visibility,
+    visibility,
+    window_layout,
+)
 
 Place = tuple[Any, ...]
 ROOT: Place = ("c",)
@@ -231,3 +239,23 @@ def test_packed_equals_dense_bit_by_bit(size: int) -> None:
         assert [sum(int(word) << 32 * w for w, word in enumerate(row)) for row in packed] == visibility(parents)
     assert dense_visibility(chain).sum() == size * (size + 1) // 2
     assert all(a < b for a, b in pairwise(visibility(chain)))
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_a_tree_below_a_trail(size: int, count: int) -> None:
+    """The root hangs from the trail's last token, and every row is the node it was."""
+    parents = [-1, *[max(0, i - 3) for i in range(1, size)]]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tree = TokenTree(list(range(50, 50 + size)), parents, depths, list(range(0, size, 2)))
+    trail = list(range(count))
+    joined = below_trail(trail, tree)
+    assert joined.tokens == trail + tree.tokens
+    assert [joined.tokens[row] for row in joined.rows] == [tree.tokens[row] for row in tree.rows]
+    seen = visibility(joined.parents)
+    for node, before in enumerate(visibility(tree.parents)):
+        assert seen[node + count] == before << count | (1 << count) - 1
+        assert joined.depths[node + count] == tree.depths[node] + count
+    assert joined.depths[:count] == trail

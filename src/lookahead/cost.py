@@ -63,6 +63,10 @@ class StepCost:
             times.append(seconds[i] + slope * (size - self.sizes[i]))
         return tuple(times)
 
+    def shared(self, ranks: int) -> StepCost:
+        """The curve of `ranks` ranks that share a step: each runs the root and its part of the rest."""
+        return StepCost(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
+
 
 def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4) -> StepCost:
     """Time real steps: a root with a chain of guesses behind a short prefix. A few seconds on a CPU.
@@ -116,9 +120,9 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
 
 
 def fitted(
-    config: LookaheadConfig, backend: Any, folder: Path, log: Callable[[str], None] | None = None
+    config: LookaheadConfig, backend: Any, folder: Path, log: Callable[[str], None] | None = None, ranks: int = 1
 ) -> LookaheadConfig:
-    """The config for a backend's model on this machine; the measured curve is kept in `folder`.
+    """The config for a backend's model on this machine; the measured curve is kept in `folder`. `ranks` share a step.
 
     The ranks of a tensor-parallel model would each measure a curve of their own, plan different trees and wait for each
     other for ever, so they take the config as it is.
@@ -135,7 +139,7 @@ def fitted(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
         "torch": torch.__version__,
     }
-    return suited(config, cached(backend, identity, folder, log))
+    return suited(config, cached(backend, identity, folder, log).shared(ranks))
 
 
 def cached(

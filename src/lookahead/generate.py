@@ -159,10 +159,14 @@ class LookaheadModel:
         template; `method` is 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'; `config` a LookaheadConfig
         for 'lookahead'.
         """
-        prompt = _plain(prompt)
-        many = _is_batch(prompt)
+        prompt = as_plain(prompt)
+        many = is_batch(prompt)
         prompts: Sequence[Any] = prompt if many else [prompt]
-        requests = [self._request(p, **_known(settings)) for p in prompts]
+        completions = self.run([self._request(p, **check_settings(settings)) for p in prompts])
+        return completions if many else completions[0]
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Step requests together, to their ends."""
         engine = self._engine(requests)
         try:
             for request in requests:
@@ -172,21 +176,20 @@ class LookaheadModel:
         finally:
             for sequence in engine.running:
                 engine.remove(sequence)
-        completions = [request.completion() for request in requests]
-        return completions if many else completions[0]
+        return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
         """Text pieces of one answer as they are accepted; settings as for `generate`."""
-        prompt = _plain(prompt)
-        if _is_batch(prompt):
+        prompt = as_plain(prompt)
+        if is_batch(prompt):
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        request = self._request(prompt, **_known(settings))
+        request = self._request(prompt, **check_settings(settings))
         return Stream(self._engine([request]), request)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
         template = getattr(self.tokenizer, "chat_template", None)
-        prompt = _plain(prompt)
+        prompt = as_plain(prompt)
         if isinstance(prompt, str) and (raw or not template):
             ids = list(self.tokenizer(prompt)["input_ids"])
         elif isinstance(prompt, str):
@@ -277,14 +280,7 @@ def load(
     best that runs it. Without a `config` the cost of a step is measured for a moment (once per model and machine) and
     the default fitted to it.
     """
-    if isinstance(name, tuple):
-        if (dtype, device) != ("auto", "auto"):
-            raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
-        model, tokenizer = name
-        label = getattr(model.config, "name_or_path", "") or type(model).__name__
-        model.eval()
-    else:
-        model, tokenizer, label = load_pretrained(name, dtype=dtype, device=device, log=log)
+    model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
     loaded = LookaheadModel(model, tokenizer, label, config, backend, log)
     if log is not None and (asked := asked_for(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
@@ -294,7 +290,19 @@ def load(
     return loaded
 
 
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
+def open_model(
+    name: str | Path | tuple[Any, Any] | None, *, dtype: str, device: str, log: Callable[[str], None] | None
+) -> tuple[Any, Any, str]:
+    """What `load` was given -> model, tokenizer and label."""
+    if not isinstance(name, tuple):
+        return load_pretrained(name, dtype=dtype, device=device, log=log)
+    if (dtype, device) != ("auto", "auto"):
+        raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
+    model, tokenizer = name
+    return model.eval(), tokenizer, getattr(model.config, "name_or_path", "") or type(model).__name__
+
+
+def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, when `_request` takes all of them."""
     known = signature(LookaheadModel._request).parameters
     for name in settings:
@@ -309,7 +317,7 @@ def new_seed() -> int:
     return random.SystemRandom().getrandbits(31)
 
 
-def _plain(prompt: Any) -> Any:
+def as_plain(prompt: Any) -> Any:
     """Tensors and arrays of token ids as lists."""
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
@@ -319,7 +327,7 @@ def _all(prompt: Any, kind: type) -> bool:
     return isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(x, kind) for x in prompt)
 
 
-def _is_batch(prompt: Any) -> bool:
+def is_batch(prompt: Any) -> bool:
     """A list of texts, of token lists or of chats; one chat is a list of dicts, one token list a list of ints."""
     return bool(prompt) and _all(prompt, Sequence) and not isinstance(prompt, str)
 

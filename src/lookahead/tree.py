@@ -59,6 +59,17 @@ class TokenTree:
             return
 
 
+def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
+    """The tree hanging from a chain of tokens before it: the root is node len(trail), the rows are the same ones."""
+    shift = len(trail)
+    return TokenTree(
+        tokens=[*trail, *tree.tokens],
+        parents=[*range(-1, shift), *[parent + shift for parent in tree.parents[1:]]],
+        depths=[*range(shift), *[depth + shift for depth in tree.depths]],
+        rows=[row + shift for row in tree.rows],
+    )
+
+
 @dataclass(slots=True)
 class Targets:
     """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.

@@ -768,6 +768,50 @@ def test_results_of_a_ragged_batch(device: str) -> None:
         assert_same_results(found, expected, top)
 
 
+@pytest.mark.parametrize("kind", [EagerBackend, GraphBackend])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
+    """Rows of a batch that lack none, a few and many of the tokens before their roots: K/V stand where they belong.
+
+    Then a step without trails on top of it gives the logits of the whole text.
+    """
+    model = make(name, device)
+    backend = kind(model)
+    rng = random.Random(0)
+    trails = [[rng.randrange(VOCABULARY) for _ in range(count)] for count in (0, 3, graph.TRAIL, graph.TRAIL + 5)]
+    trees = [random_tree(size, size) for size in (12, 5, 20, 7)]
+    paths = [descent(tree) for tree in trees]
+    slots = [backend.open() for _ in PROMPTS]
+    texts = [[*prompt, 9] for prompt in PROMPTS]
+    for slot, prompt in zip(slots, PROMPTS, strict=True):
+        backend.step([greedy(slot, prompt, root(9))])
+        backend.commit([(slot, ())])
+    backend.step([greedy(*parts) for parts in zip(slots, trails, trees, strict=True)])
+    backend.commit(list(zip(slots, paths, strict=True)))
+    for text, trail, tree, path in zip(texts, trails, trees, paths, strict=True):
+        text += [*trail, tree.tokens[0], *(tree.tokens[node] for node in path)]
+    assert [backend.length(slot) for slot in slots] == list(map(len, texts))
+    if kind is GraphBackend:  # those that are short enough cost no pass of their own
+        assert max(count for batch, count, head in backend._shapes if head and batch == 4) >= 32 + 20
+        assert [count for _, count, head in backend._shapes if not head and count > 32] == [64]
+    found = backend.step([greedy(slot, (), root(2), logits=True) for slot in slots])
+    for text, result in zip(texts, found, strict=True):
+        ids = torch.tensor([[*text, 2]], device=device)
+        with torch.inference_mode():
+            expected = model(input_ids=ids).logits[0, -1]
+        torch.testing.assert_close(result.logits[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def descent(tree: TokenTree) -> list[int]:
+    """From the root, the last child and its last child and so on."""
+    path: list[int] = []
+    node = 0
+    while node in tree.parents[node + 1 :]:
+        node = max(child for child, parent in enumerate(tree.parents) if parent == node)
+        path.append(node)
+    return path
+
+
 def test_as_many_of_the_likeliest_as_asked_for(device: str) -> None:
     model = make("llama", device)
     found, expected = (

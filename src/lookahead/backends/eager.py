@@ -49,7 +49,7 @@ class EagerBackend:
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}
-        self._last: dict[int, tuple[int, int]] = {}  # slot -> (place of the root in the last step, length after it)
+        self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (place in the last step, trail, length before it)
         self._next_slot = 0
         if verify:
             probe(self)
@@ -98,10 +98,12 @@ class EagerBackend:
     @torch.inference_mode()
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, path in accepted:
-            root, length = self._last.pop(slot)
-            kept = [root, *(root + node for node in path)]
-            self._buffer.move(self._row[slot], kept, length - 1)
-            self._length[slot] = length + len(path)
+            start, trail, length = self._last.pop(slot)
+            root = start + trail
+            kept = [*range(start, root + 1), *(root + node for node in path)]
+            placed = trail if start == length else 0  # the longest row's trail stands where it belongs
+            self._buffer.move(self._row[slot], kept[placed:], length + placed)
+            self._length[slot] = length + len(kept)
 
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -162,7 +164,7 @@ class EagerBackend:
             parents = [*range(-1, trail), *[parent + trail for parent in tree.parents[1:]]]
             seen[i, :size, :size] = dense_visibility(parents)
             rows.update(trail + row for row in tree.rows)
-            self._last[item.slot] = start + trail, length + trail + 1
+            self._last[item.slot] = start, trail, length
         kept = sorted(rows)
         return self._run(tokens, positions, seen, lengths, first, start, kept), kept
 

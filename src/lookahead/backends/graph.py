@@ -10,7 +10,7 @@ On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from lookahead.backends.ops import Ops, TopOut
 from lookahead.backends.weights import check_graph, relay
 from lookahead.native import calls
 from lookahead.sampling import pick
-from lookahead.tree import Targets, TokenTree, packed_visibility
+from lookahead.tree import Targets, TokenTree, below_trail, packed_visibility
 
 TOP = 8
 SIZES = (1, 16, 32, 64, 128, 256, 512)
@@ -32,6 +32,9 @@ TILE = 128
 """Steps of at most so many tokens, all rows together, give a row the same bits whatever K and the other rows are."""
 PREFILL = 512
 """Prompt tokens per pass."""
+TRAIL = 32
+"""The longest trail behind cached tokens that runs within the step's own pass: the few tokens that another rank of
+lookahead parallelism computed. Longer ones, and prompts, run by themselves."""
 GROW = 2048
 """The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
 
@@ -273,7 +276,9 @@ class GraphBackend:
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
         """Start a step; the host is free until `collect`."""
         for item in inputs:
-            self._prefill(item)
+            if not (self._length[item.slot] and len(item.trail) <= TRAIL):
+                self._prefill(item)
+        inputs = [replace(item, tree=below_trail(item.trail, item.tree)) if item.trail else item for item in inputs]
         count = bucket(max(len(item.tree) for item in inputs))
         batch = 1 << (len(inputs) - 1).bit_length()
         nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
@@ -282,6 +287,7 @@ class GraphBackend:
         shape = self._shape(batch, count, head=True)
         for place, item in enumerate(inputs):
             self._fill(shape, place, item)
+            self._length[item.slot] += len(item.trail)  # now it is the root's place, from which `commit` goes on
         for place in range(len(inputs), batch):
             self._fill_nothing(shape, place, nobody)
         shape.run()

@@ -54,4 +54,4 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character that the terminal lacks is no reason to stop
             stream.reconfigure(errors="replace")
-    app(args, prog_name="lookahead")
+    app(args, prog_name="lookahead", obj=Host(arguments=sys.argv[1:] if args is None else args))

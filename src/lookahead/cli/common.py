@@ -49,7 +49,7 @@ class Model(Protocol):
     dtype: Any
     default_config: LookaheadConfig
 
-    def stream(self, prompt: str | Sequence[dict[str, str]], **settings: Any) -> Stream: ...
+    def stream(self, prompt: Any, **settings: Any) -> Stream: ...
 
 
 def load_model(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Model:
@@ -65,6 +65,7 @@ class Host:
     """Where a verb runs: the model loader and the two consoles. Tests hand in their own as typer's `obj`.
 
     Results go to `out`, everything else to `err`. `interactive` is whether a person types; None asks stdin.
+    `arguments` are the command line, for who has to run it again.
     """
 
     load: Callable[..., Model] = load_model
@@ -72,6 +73,7 @@ class Host:
     err: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
     ask: Callable[[str], str] = input
     interactive: bool | None = None
+    arguments: Sequence[str] = field(default_factory=lambda: sys.argv[1:])
     debug: bool = False
 
     @property

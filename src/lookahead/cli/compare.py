@@ -84,7 +84,7 @@ class Comparison:
         }
 
 
-def warm_up(host: Host, model: Model, prompt: str, request: dict[str, Any]) -> bool:
+def warm_up(host: Host, model: Model, prompt: str | None, request: dict[str, Any]) -> bool:
     """A short run of each, so that neither pays for what happens once; False when it was interrupted.
 
     It must not teach the method its own text: nothing it sees is kept for the run that is timed.

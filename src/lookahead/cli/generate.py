@@ -11,6 +11,7 @@ import typer
 from lookahead.cli.answer import answer, interrupted, legend, summary
 from lookahead.cli.common import FAILED, INTERRUPTED, Completion, Host, Model
 from lookahead.cli.compare import BASELINE, Comparison, baseline_request, warm_up
+from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings, takes_settings
 
 EXACT = ("float32", "float64")  # where a method must give the baseline's tokens
@@ -30,6 +31,18 @@ def generate(
         bool,
         typer.Option("--compare", help=f"Also run {BASELINE} decoding, check the tokens, print both speeds."),
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", help="Start this many ranks that share every step's tokens.", rich_help_panel="Ranks"),
+    ] = None,
+    rank_timeout: Annotated[
+        float,
+        typer.Option("--rank-timeout", help="Seconds without an answer that end the run.", rich_help_panel="Ranks"),
+    ] = 60.0,
+    check_ranks: Annotated[
+        bool,
+        typer.Option("--check-ranks", help="Compare the ranks' state at every step.", rich_help_panel="Ranks"),
+    ] = False,
 ) -> None:
     """Generate text from a prompt: text to stdout, a summary to stderr.
 
@@ -38,9 +51,25 @@ def generate(
     host = ctx.ensure_object(Host)
     if compare and settings.method == BASELINE:
         raise ValueError(f"--compare runs {BASELINE} beside another method; choose another --method")
-    text = read_prompt(host, prompt)
-    model = settings.load(host)
+    several = Ranks(ranks, rank_timeout, check_ranks)
+    if several.together and not several.started:
+        settings.check()
+        text = read_prompt(host, prompt)
+        raise typer.Exit(several.launch(host, None if prompt not in (None, "-") else text))
+    with several.watched(host):
+        _generate(host, settings, several, prompt, raw, as_json, compare)
+
+
+def _generate(
+    host: Host, settings: Settings, several: Ranks, prompt: str | None, raw: bool, as_json: bool, compare: bool
+) -> None:
+    """One process's part of it, or all of it. A rank that follows takes rank 0's prompt, and is silent."""
+    text = read_prompt(host, prompt) if not several.follows else None
+    model: Any = several.load(host, settings)
     request = {**settings.request(model), "raw": raw}
+    if several.follows:
+        _follow(host, model, request, compare)
+        return
 
     if compare and not warm_up(host, model, text, request):
         raise typer.Exit(INTERRUPTED)
@@ -61,8 +90,19 @@ def generate(
         host.say(summary(completion.stats, completion.finish_reason))
     else:
         report(host, model, comparison)
+    if several.together:
+        host.say(model.backend.counters.summary())
     if stopped:
         raise typer.Exit(INTERRUPTED)
+
+
+def _follow(host: Host, model: Any, request: dict[str, Any], compare: bool) -> None:
+    """What rank 0 asks for, in the same order."""
+    asked = [request, baseline_request(request)] if compare else [request]
+    if compare:
+        warm_up(host, model, None, request)
+    for one in asked:
+        answer(host, model.stream(None, **one), show=False)
 
 
 def read_prompt(host: Host, prompt: str | None) -> str:

@@ -73,8 +73,8 @@ class Settings:
         int | None, _option("Sampling", "--seed", help="The same seed draws the same text; without one, a new one.")
     ] = None
 
-    def load(self, host: Host) -> Model:
-        """The model, after everything that can be wrong without it was looked at: loading may take long."""
+    def check(self) -> SamplingParams:
+        """Everything that can be wrong without a model, which may take long to load."""
         choice("--dtype", self.dtype, DTYPES)
         choice("--backend", self.backend, BACKENDS)
         choice("--method", self.method, METHODS)
@@ -86,6 +86,11 @@ class Settings:
         StopRules(self.max_tokens)
         if "" in (self.stop or ()):
             raise ValueError("--stop is empty: give the text to end before, or leave it out")
+        return sampling
+
+    def load(self, host: Host) -> Model:
+        """The model, after a `check`."""
+        sampling = self.check()
         if sampling.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             host.say("note: top-k, top-p and min-p do nothing at temperature 0; add --temperature 0.8 to sample")
         return host.load(self.model, dtype=self.dtype, device=self.device, backend=self.backend, log=host.say)

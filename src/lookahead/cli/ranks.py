@@ -1,0 +1,84 @@
+"""`--ranks`: the same command on several ranks. One process starts them and watches; each of them decodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lookahead.cli.common import FAILED, Host, Model
+from lookahead.cli.settings import Settings
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What was asked for, and which rank of how many this process is, if it is one (torchrun's variables say so)."""
+
+    count: int | None
+    timeout: float
+    check: bool
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"--ranks {self.count}: give at least 1")
+        if not self.timeout >= 2:
+            raise ValueError(f"--rank-timeout {self.timeout:g}: give at least 2 seconds")
+
+    @property
+    def started(self) -> bool:
+        """Whether somebody has started this process as a rank."""
+        return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+    @property
+    def together(self) -> bool:
+        """Whether there are several."""
+        return (self.count or 1) > 1 or (self.started and os.environ["WORLD_SIZE"] != "1")
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank speaks for this one."""
+        return self.together and self.started and os.environ["RANK"] != "0"
+
+    def launch(self, host: Host, prompt: str | None) -> int:
+        """Start them all; rank 0 reads `prompt` from its stdin. The exit code."""
+        from lookahead.parallel.launch import LOOKAHEAD, launch
+
+        command = [*LOOKAHEAD, *host.arguments]
+        return launch(command, self.count or 1, prompt, lambda line: host.say(line, style="red"))
+
+    def load(self, host: Host, settings: Settings) -> Model:
+        """This rank's model."""
+        if not self.together:
+            return settings.load(host)
+        import lookahead.parallel
+
+        settings.check()
+        model: Any = lookahead.parallel.load(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            backend=settings.backend,
+            log=None if self.follows else host.say,
+            ranks=self.count,
+            timeout=self.timeout,
+            check=self.check,
+        )
+        return model
+
+    @contextmanager
+    def watched(self, host: Host) -> Iterator[None]:
+        """The one line that the loss of another rank gets. Nothing that waits for a lost rank may hold up the end."""
+        if not self.together:
+            yield
+            return
+        from lookahead.parallel import RankError
+
+        try:
+            yield
+        except RankError as error:
+            if host.debug:
+                raise
+            host.fail(error)
+            os._exit(FAILED)

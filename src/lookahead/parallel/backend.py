@@ -1,0 +1,266 @@
+"""Lookahead parallelism (the paper's section 3.4) as a backend: the engine and the sequences do not know of it.
+
+Every rank runs the same engine on the same sequences, so all propose the same tree. A step deals the tree
+(`deal`), runs this rank's share on the backend inside, and exchanges the targets and top rows of all shares in one
+fixed-size tensor. Each rank, the owner too, reads its results from that tensor alone: ranks cannot diverge.
+
+What a rank has not computed itself of the accepted path, it lacks keys and values of. It could be sent them: for a 7B
+model in half precision that is 32 layers x 2 x 4096 x 2 bytes = 0.5 MB per token, in a second collective that has to
+wait for the first. Instead the rank runs these tokens again with its next share, as a chain above the root: no bytes,
+no second wait, and one or two more tokens in a pass of dozens (`Counters.caught_up`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from lookahead.backends.base import StepInput
+from lookahead.parallel.deal import Share, deal
+from lookahead.parallel.group import Group, Numbers
+from lookahead.parallel.watch import RankError
+from lookahead.tree import Targets
+
+HEADER = 4
+"""Integers before a rank's rows: the step's number, a checksum of its inputs, how many rows follow, and a spare one."""
+ROWS = 64
+"""Rows of the exchanged tensor: the power of two from here up that holds the largest share's. 64 rows with their top-8
+are 4.4 kB per rank, and their number almost never changes."""
+
+
+@dataclass
+class Counters:
+    """What the ranks did since `ParallelBackend.reset`: sums over steps, the prompt not counted.
+
+    `tree_tokens` is what one rank alone would have run, `tokens[r]` what rank r ran, of it `caught_up[r]` tokens that
+    had been accepted on another rank, and `slowest` the largest share; these are the same on every rank. `sent_bytes`
+    and `exchange_seconds`, the waiting for slower ranks included, are this rank's own.
+    """
+
+    tokens: list[int]
+    caught_up: list[int]
+    steps: int = 0
+    tree_tokens: int = 0
+    slowest: int = 0
+    collectives: int = 0
+    sent_bytes: int = 0
+    exchange_seconds: float = 0.0
+
+    def summary(self) -> str:
+        """One line, per step."""
+        steps = max(1, self.steps)
+        each = " ".join(f"{tokens / steps:.1f}" for tokens in self.tokens)
+        return (
+            f"{len(self.tokens)} ranks: {each} of {self.tree_tokens / steps:.1f} tokens per step, "
+            f"{self.collectives / steps:.2f} collectives and {self.sent_bytes / steps:.0f} bytes per rank and step"
+        )
+
+
+@dataclass
+class Slot:
+    """A sequence as all ranks see it: its length, and the accepted path's tokens, the last `lacks[r]` of which rank r
+    has yet to run. Only `inner`, its slot in the backend inside, is this rank's own."""
+
+    inner: int = field(repr=False)
+    lacks: list[int]
+    length: int = 0
+    path: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Launched:
+    """A step on its way: its inputs, the shares of each, and what the backend inside was given and gave back."""
+
+    inputs: list[StepInput]
+    shares: list[list[Share]]
+    inner: Any
+
+
+class ParallelBackend:
+    """A backend that runs its rank's share of every tree on the backend `inner`. All ranks make the same calls."""
+
+    def __init__(self, inner: Any, group: Group) -> None:
+        self.inner, self.group = inner, group
+        self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
+        self.vocab_size: int = inner.vocab_size
+        self.max_length: int | None = inner.max_length
+        self.reset()
+        self._steps = 0
+        self._slots: dict[int, Slot] = {}
+        self._opened = 0
+        self._last: dict[int, tuple[StepInput, list[Share]]] = {}
+        self._state = hashlib.blake2b(digest_size=16)
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.counters = Counters([0] * self.group.shares, [0] * self.group.shares)
+
+    def open(self) -> int:
+        self._opened += 1
+        self._slots[self._opened] = Slot(self.inner.open(), [0] * self.group.shares)
+        return self._opened
+
+    def close(self, slot: int) -> None:
+        self.inner.close(self._slots.pop(slot).inner)
+        self._last.pop(slot, None)
+
+    def length(self, slot: int) -> int:
+        """As on one rank: what this rank still lacks of it counts, too."""
+        return self._slots[slot].length
+
+    def launch(self, inputs: Sequence[StepInput]) -> Launched:
+        """Deal every tree, and start this rank's shares."""
+        if any(item.logits for item in inputs):
+            raise ValueError("ranks exchange tokens, not logits: logits processors need a model on one rank")
+        if self.group.check:
+            self._compare(inputs)
+        shares = [deal(item.tree, self.group.shares, self._slots[item.slot].lacks) for item in inputs]
+        self._count(inputs, shares)
+        own = [self._own(item, share[self.group.share]) for item, share in zip(inputs, shares, strict=True)]
+        with self.group.guarded():
+            inner = self.inner.launch(own)
+        self._last.update({item.slot: (item, share) for item, share in zip(inputs, shares, strict=True)})
+        return Launched(list(inputs), shares, inner)
+
+    def collect(self, launched: Launched) -> list[Targets]:
+        """Wait for this rank's share, exchange, and read all results from what was exchanged."""
+        with self.group.guarded():
+            results = self.inner.collect(launched.inner)
+        top = max(len_top(item, self.vocab_size) for item in launched.inputs)
+        packed = pack(launched, results, self.group.share, self._steps, top)
+        gathered = self._exchange(packed)
+        self._check_headers(gathered[:, :HEADER])
+        gathered = gathered[:: self.group.copies]  # ranks that share a model answer with one voice
+        found = unpack(launched, gathered, top, self.vocab_size)
+        if self.group.check:
+            self._state.update(gathered.tobytes())
+        return found
+
+    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+        return self.collect(self.launch(inputs))
+
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Keep what this rank holds of the accepted paths; the rest is run again with the next step."""
+        own = []
+        for slot, path in accepted:
+            state, (item, shares) = self._slots[slot], self._last.pop(slot)
+            held = [share.local(path) for share in shares]
+            state.length += len(item.trail) + 1 + len(path)
+            state.path = [item.tree.tokens[node] for node in path]
+            state.lacks = [len(path) - len(local) for local in held]
+            own.append((state.inner, held[self.group.share]))
+        with self.group.guarded():
+            self.inner.commit(own)
+
+    def _own(self, item: StepInput, share: Share) -> StepInput:
+        """This rank's part of an input: what it lacks, its share, and the uniforms of its rows."""
+        state = self._slots[item.slot]
+        lacks = state.lacks[self.group.share]
+        uniforms: Sequence[float] = ()
+        if item.uniforms:
+            by_node = dict(zip(item.tree.rows, item.uniforms, strict=True))
+            uniforms = [by_node[node] for node in share.rows or [0]]
+        trail = [*(state.path[-lacks:] if lacks else ()), *item.trail]
+        return StepInput(state.inner, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
+
+    def _count(self, inputs: Sequence[StepInput], shares: Sequence[Sequence[Share]]) -> None:
+        counters = self.counters
+        lacks = [self._slots[item.slot].lacks for item in inputs]
+        again = [sum(column) for column in zip(*lacks, strict=True)]
+        tokens = [sum(len(share.nodes) for share in column) for column in zip(*shares, strict=True)]
+        self._steps += 1
+        counters.steps += 1
+        counters.tree_tokens += sum(len(item.tree) for item in inputs)
+        counters.slowest += max(map(sum, zip(tokens, again, strict=True)))
+        for rank, (fresh, old) in enumerate(zip(tokens, again, strict=True)):
+            counters.tokens[rank] += fresh + old
+            counters.caught_up[rank] += old
+
+    # Agreement.
+
+    def _check_headers(self, headers: Numbers) -> None:
+        """Every rank must have been at the same step with the same trees."""
+        for rank, (step, checksum, *_) in enumerate(headers.tolist()):
+            if (step, checksum) != (headers[0, 0], headers[0, 1]):
+                what = f"is at step {step}" if step != headers[0, 0] else "has other trees"
+                raise RankError(
+                    f"rank {rank} {what} and rank 0 is at step {headers[0, 0]}: every rank must make the same calls"
+                )
+
+    def _compare(self, inputs: Sequence[StepInput]) -> None:
+        """The debug mode: a hash of all that was exchanged so far, and of what the ranks are about to do with it."""
+        for item in inputs:
+            self._state.update(repr((item, self._slots[item.slot])).encode())
+        digest = np.frombuffer(self._state.digest(), dtype=np.int32).copy()
+        hashes = self._exchange(digest)
+        for rank, other in enumerate(hashes):
+            if other.tobytes() != hashes[0].tobytes():
+                step = self._steps + 1
+                raise RankError(f"rank {rank} has come to another state than rank 0 before step {step}")
+
+    def _exchange(self, numbers: Numbers) -> Numbers:
+        begin = perf_counter()
+        gathered = self.group.exchange(numbers)
+        self.counters.exchange_seconds += perf_counter() - begin
+        self.counters.collectives += 1
+        self.counters.sent_bytes += numbers.nbytes
+        return gathered
+
+
+def pack(launched: Launched, results: Sequence[Targets], share: int, step: int, top: int) -> Numbers:
+    """[HEADER + rows * (1 + 2 top)] integers: this rank's rows of all inputs, one after the other, then zeros."""
+    width = 1 + 2 * top
+    counts = [sum(len(part[rank].rows) for part in launched.shares) for rank in range(len(launched.shares[0]))]
+    rows = max(ROWS, 1 << (max(counts) - 1).bit_length())
+    packed = np.zeros(HEADER + rows * width, dtype=np.int32)
+    packed[:3] = step & 0x7FFFFFFF, _checksum(launched.inputs), counts[share]
+    body = packed[HEADER:].reshape(rows, width)
+    start = 0
+    for item, shares, result in zip(launched.inputs, launched.shares, results, strict=True):
+        count = len(shares[share].rows)
+        body[start : start + count, 0] = result.targets[:count]
+        if item.top and count:
+            likely = np.asarray(result.top, dtype=np.int32)[:count]
+            body[start : start + count, 1 : 1 + likely.shape[1]] = likely
+        start += count
+    return packed
+
+
+def unpack(launched: Launched, gathered: Numbers, top: int, vocabulary: int) -> list[Targets]:
+    """Every input's targets and top rows, each from the rank that owns the row."""
+    width = 1 + 2 * top
+    bodies = gathered[:, HEADER:].reshape(len(gathered), -1, width)
+    starts = [0] * len(gathered)
+    found = []
+    for item, shares in zip(launched.inputs, launched.shares, strict=True):
+        place = {node: i for i, node in enumerate(item.tree.rows)}
+        rows = np.empty((len(place), width), dtype=np.int32)
+        for rank, share in enumerate(shares):
+            count = len(share.rows)
+            rows[[place[node] for node in share.rows]] = bodies[rank, starts[rank] : starts[rank] + count]
+            starts[rank] += count
+        likely: Any = rows[:, 1 : 1 + 2 * len_top(item, vocabulary)] if item.top else []
+        found.append(Targets(rows[:, 0].tolist(), likely))
+    return found
+
+
+def len_top(item: StepInput, vocabulary: int) -> int:
+    """How many likeliest tokens a row of this input has."""
+    return min(item.top, vocabulary)
+
+
+def _checksum(inputs: Sequence[StepInput]) -> int:
+    """Of what decides the shares and the targets, in 31 bits: a few microseconds."""
+    crc = 0
+    for item in inputs:
+        tree = item.tree
+        crc = zlib.crc32(array("q", [item.slot, *tree.tokens, *tree.parents, *tree.rows]), crc)
+        crc = zlib.crc32(array("d", item.uniforms), crc)
+    return crc & 0x7FFFFFFF

@@ -1,0 +1,89 @@
+"""Before the first step: do all ranks hold the same model, in the same way? What differs is named and refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+import lookahead
+from lookahead.parallel.group import START, Group
+
+FOLD = 4096
+"""A tensor's checksum folds its words into rows and columns of this length: it depends on where each word stands."""
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def compare(group: Group, facts: dict[str, Any]) -> None:
+    """Refuse ranks that differ in a fact. Every rank sees all facts and raises the same error."""
+    said = group.agree("the comparison of models", json.dumps(facts).encode(), START)
+    everyone = [json.loads(text) for text in said]
+    for rank, theirs in enumerate(everyone):
+        for name in facts:
+            # The ranks of one tensor-parallel group hold different parts: each is compared with its own kind.
+            other = rank % group.copies if name == "weights" else 0
+            expected = everyone[other][name]
+            if theirs.get(name) != expected:
+                what, ours, found = _difference(name, expected, theirs.get(name))
+                raise ValueError(
+                    f"rank {rank} differs from rank {other} in {what}: {found} and {ours}; start every rank with the "
+                    "same model and settings"
+                )
+
+
+def facts_of(model: Any, tokenizer: Any, backend: Any, group: Group) -> dict[str, Any]:
+    """What must be equal on every rank. Weights are compared by a checksum per tensor, made where they are."""
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    return {
+        "lookahead's version": lookahead.__version__,
+        "torch's version": torch.__version__.split("+")[0],
+        "the number of ranks": group.size,
+        "the tensor-parallel size": group.copies,
+        "the rank timeout": group.timeout,
+        "the per-step check": group.check,
+        "the model's config": json.loads(json.dumps(config, default=str)),
+        "the dtype": str(backend.dtype),
+        "the backend": type(backend).__name__,
+        "the tokenizer": _vocabulary(tokenizer),
+        "weights": {name: checksum(weight) for name, weight in model.state_dict().items()},
+    }
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> str:
+    """Of shape and exact bits. Reads the tensor twice and makes nothing of its size."""
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if local.device.type == "meta":  # offloaded: it is nowhere to be read
+        return f"{tuple(local.shape)} offloaded"
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        inside = [getattr(local, name).contiguous().flatten() for name in local.__tensor_flatten__()[0]]
+        local = torch.cat([part.view(torch.uint8) for part in inside])
+    words = local.detach().contiguous().flatten()
+    wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(words.element_size(), torch.uint8)
+    words = words.view(wide)
+    whole = len(words) // FOLD * FOLD
+    folded = words[:whole].view(-1, FOLD)
+    parts = [folded.sum(0, dtype=torch.int64), folded.sum(1, dtype=torch.int64), words[whole:].to(torch.int64)]
+    total = 0
+    for part in parts:
+        places = torch.arange(1, len(part) + 1, device=part.device, dtype=torch.int64)
+        total = (total * 31 + int(((part ^ (part >> 17)) * (places * MIX | 1)).sum())) % (1 << 64)
+    return f"{tuple(local.shape)} {total:016x}"
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    """A hash of what turns tokens into text and text into tokens."""
+    words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    facts = [sorted(words.items(), key=lambda item: item[1]), getattr(tokenizer, "chat_template", None)]
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+
+
+def _difference(name: str, expected: Any, found: Any) -> tuple[str, str, str]:
+    """Down to the first entry that differs, if there are entries."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in [*expected, *[key for key in found if key not in expected]]:
+            if expected.get(key) != found.get(key):
+                return f"{name} ({key})", f"{expected.get(key)!r:.60}", f"{found.get(key)!r:.60}"
+    return name, f"{expected!r:.60}", f"{found!r:.60}"

@@ -1,0 +1,152 @@
+"""Starting the ranks of one machine, and seeing to it that none outlives the others.
+
+Every rank is this very command again, with torchrun's variables set. Rank 0 speaks; what the others write to stderr is
+kept and shown only if rank 0 could not say what went wrong. Needs neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+PATIENCE = 6.0
+"""Seconds that the ranks have, after the first one failed, to find out and end by themselves."""
+FAILED, INTERRUPTED = 1, 130
+
+
+@dataclass
+class Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    stderr: IO[bytes] | None
+
+
+LOOKAHEAD = (sys.executable, "-m", "lookahead")
+
+
+def launch(command: Sequence[str], ranks: int, stdin: str | None, say: Callable[[str], None]) -> int:
+    """Run a command as this many ranks; rank 0 is given `stdin`. Returns the exit code."""
+    port = free_port()
+    children: list[Child] = []
+    try:
+        for rank in range(ranks):
+            children.append(_start(command, rank, ranks, port, stdin is not None))
+        if stdin is not None:
+            _feed(children[0], stdin)
+        return _supervise(children, say)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    finally:
+        _end(children)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) -> Child:
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is told once, by us
+        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
+    }
+    stderr = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115, it is read when the rank has ended
+    process = subprocess.Popen(
+        list(command),
+        env={**defaults, **os.environ, **place},
+        stdin=subprocess.PIPE if fed and rank == 0 else subprocess.DEVNULL,
+        stdout=None if rank == 0 else subprocess.DEVNULL,
+        stderr=stderr,
+        start_new_session=True,  # Ctrl-C is the launcher's to handle
+        preexec_fn=_bound_to_parent(),
+    )
+    return Child(rank, process, stderr)
+
+
+def _bound_to_parent() -> Callable[[], None] | None:
+    """On Linux the kernel kills a rank whose launcher has died, even if that was killed itself."""
+    if sys.platform != "linux":
+        return None
+    prctl: Any = ctypes.CDLL(None).prctl
+    set_parent_death_signal = 1
+    return lambda: prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _feed(child: Child, text: str) -> None:
+    assert child.process.stdin is not None
+    try:
+        child.process.stdin.write(text.encode())
+        child.process.stdin.close()
+    except BrokenPipeError:  # it ended before it read; why is found out below
+        pass
+
+
+def _supervise(children: Sequence[Child], say: Callable[[str], None]) -> int:
+    """Wait for all; once one has failed, not for long."""
+    first: Child | None = None
+    end = 0.0
+    while any(child.process.poll() is None for child in children):
+        failed = next((child for child in children if child.process.poll()), None)
+        if failed is not None and first is None:
+            first, end = failed, time.monotonic() + PATIENCE
+        if first is not None and (time.monotonic() > end or children[0].process.poll()):
+            break
+        time.sleep(0.05)
+    first = first or next((child for child in children if child.process.poll()), None)
+    if first is None:
+        return 0
+    spoken = children[0].process.poll()
+    if spoken is not None and spoken > 0:  # rank 0 has said why
+        return spoken
+    say(f"error: {_account(first)}")
+    return FAILED
+
+
+def _account(child: Child) -> str:
+    """How a rank ended, and the last thing it said."""
+    code = child.process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    said = ""
+    if child.stderr is not None:
+        child.stderr.seek(0)
+        lines = child.stderr.read().decode(errors="replace").strip().splitlines()
+        said = f": {lines[-1].removeprefix('error: ')}" if lines and code >= 0 else ""
+    return f"rank {child.rank} {how}{said}; the other ranks were ended"
+
+
+def _end(children: Sequence[Child]) -> None:
+    """By their ids, first asked and then forced."""
+    running = [child.process for child in children if child.process.poll() is None]
+    for process in running:
+        process.terminate()
+    end = time.monotonic() + 2.0
+    for process in running:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for child in children:
+        if child.stderr is not None:
+            child.stderr.close()

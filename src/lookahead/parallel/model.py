@@ -1,0 +1,184 @@
+"""`lookahead.parallel.load()`: a model on every rank, used as `lookahead.load()`'s is, by all ranks together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from lookahead import cost
+from lookahead.cache import cache_dir
+from lookahead.config import LookaheadConfig
+from lookahead.generate import (
+    LookaheadModel,
+    Prompt,
+    Request,
+    Stream,
+    as_plain,
+    check_settings,
+    is_batch,
+    new_seed,
+    open_model,
+)
+from lookahead.hf import asked_for
+from lookahead.parallel.backend import ParallelBackend
+from lookahead.parallel.group import START, Group, join
+from lookahead.parallel.handshake import compare, facts_of
+
+
+class ParallelModel(LookaheadModel):
+    """One rank's part of a model that a group decodes with. Every rank makes the same calls and gets the same answers.
+
+    A seed that nobody chose and a config that was measured are rank 0's. `prompt` may be left out on the other ranks;
+    where it is given, it must be the same.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        group: Group,
+        config: LookaheadConfig | None = None,
+        backend: str = "auto",
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        with group.guarded():
+            if asked := asked_for(model):
+                raise ValueError(
+                    f"the model's generation config asks for {next(iter(asked))}, which looks at logits, and ranks "
+                    "exchange tokens only; run it on one rank"
+                )
+            super().__init__(model, tokenizer, name, config, backend, log)
+            facts = facts_of(model, tokenizer, self.backend, group)
+        compare(group, facts)
+        with group.guarded():
+            if config is None and group.rank == 0:
+                fitted = cost.fitted(self.default_config, self.backend, cache_dir(), log, ranks=group.shares)
+                self.default_config = fitted
+        self.group = group
+        said = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
+        self.default_config = _config(json.loads(said[0]))
+        self.backend = ParallelBackend(self.backend, group)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def generate(self, prompt: Prompt | Sequence[Prompt] | None = None, **settings: Any) -> Any:
+        """As `LookaheadModel.generate`, called by every rank."""
+        many, requests = self._agreed(prompt, settings)
+        completions = self.run(requests)
+        return completions if many else completions[0]
+
+    def stream(self, prompt: Prompt | None = None, **settings: Any) -> Stream:
+        """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
+        _, requests = self._agreed(prompt, settings, one=True)
+        return Stream(self._engine(requests), requests[0])
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _agreed(self, prompt: Any, settings: dict[str, Any], *, one: bool = False) -> tuple[bool, list[Request]]:
+        """Rank 0's request, on every rank; refused everywhere when some rank was asked for something else."""
+        error: Exception | None = None
+        try:
+            own = self._asked(prompt, settings, one)
+        except (ValueError, TypeError) as mistake:
+            error, own = mistake, {"error": str(mistake)}
+        said = self.group.agree("the same request", json.dumps(own, default=_number).encode())
+        everyone = [json.loads(text) for text in said]
+        first = everyone[0]
+        if "error" in first:
+            raise error or ValueError(first["error"])
+        for rank, other in enumerate(everyone):
+            if difference := _differs(first, other):
+                raise ValueError(
+                    f"rank {rank} was asked for something else than rank 0: {difference}; call it with the same "
+                    "arguments on every rank"
+                )
+        requests = []
+        for ids, seed in zip(first["prompts"], first["seeds"], strict=True):
+            wants = {**first["settings"], "seed": seed}
+            if wants["config"] is not None:
+                wants["config"] = _config(wants["config"])
+            requests.append(self._request(ids, **wants))
+        return first["many"], requests
+
+    def _asked(self, prompt: Any, settings: dict[str, Any], one: bool) -> dict[str, Any]:
+        """This rank's request as plain data."""
+        check_settings(settings)
+        if prompt is None and self.group.rank:
+            return {"follows": True}
+        prompt = as_plain(prompt)
+        many = is_batch(prompt)
+        if one and many:
+            raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
+        known = signature(LookaheadModel._request).parameters.values()
+        wants = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY} | settings
+        raw, seed, stop = wants.pop("raw"), wants.pop("seed"), wants["stop"]
+        wants["stop"] = [stop] if isinstance(stop, str) else list(stop or ())
+        if wants["method"] == "lookahead" and wants["config"] is None:
+            wants["config"] = self.default_config
+        if wants["config"] is not None:
+            wants["config"] = asdict(wants["config"])
+        prompts = [self.encode(one, raw=raw) for one in (prompt if many else [prompt])]
+        drawn = None if seed is None and self.group.rank else [new_seed() if seed is None else seed for _ in prompts]
+        return {"many": many, "prompts": prompts, "seeds": drawn, "settings": wants}
+
+
+def load(
+    name: str | Path | tuple[Any, Any] | None = None,
+    *,
+    group: Group | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    backend: str = "auto",
+    config: LookaheadConfig | None = None,
+    log: Callable[[str], None] | None = None,
+    **joining: Any,
+) -> ParallelModel:
+    """As `lookahead.load`, on every rank that torchrun started; refused where their models differ.
+
+    `joining` are `join`'s `ranks`, `timeout` and `check`. Give a `group` where the ranks have met already, as those of
+    a tensor-parallel model have.
+    """
+    if group is None:
+        group = join(device=device, **joining)
+    elif joining:
+        raise ValueError(f"{next(iter(joining))} belongs to join(), and the group is there already; leave it out")
+    place = group.device if device in ("auto", "cuda") and not isinstance(name, tuple) else device
+    with group.guarded():
+        model, tokenizer, label = open_model(name, dtype=dtype, device=place, log=log)
+    return ParallelModel(model, tokenizer, label, group, config, backend, log)
+
+
+def _config(fields: Mapping[str, Any]) -> LookaheadConfig:
+    times = fields["step_cost"]
+    return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(times)})
+
+
+def _differs(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """What a rank's request has that rank 0's has not, in words; None if nothing."""
+    if "follows" in other:
+        return None
+    if "error" in other:
+        return str(other["error"])
+    if other["seeds"] is not None and other["seeds"] != first["seeds"]:
+        return f"seed {other['seeds'][0]} and {first['seeds'][0]}"
+    if (other["many"], other["prompts"]) != (first["many"], first["prompts"]):
+        return "another prompt"
+    for name, value in first["settings"].items():
+        if other["settings"][name] != value:
+            return f"{name} {other['settings'][name]!r:.60} and {value!r:.60}"
+    return None
+
+
+def _number(value: Any) -> Any:
+    """numpy's and torch's scalars as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a setting cannot be {value!r:.60}")

@@ -1,0 +1,53 @@
+"""Which rank of how many this process is, and which device it takes: torchrun's variables say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in the run, as torchrun's variables give it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place | None:
+        """None where no variable is set: the process runs by itself."""
+        given = [name for name in VARIABLES if environment.get(name)]
+        if not given:
+            return None
+        missing = [name for name in VARIABLES if name not in given]
+        if missing:
+            raise ValueError(f"{given[0]} is set and {missing[0]} is not: start the ranks with torchrun, or unset it")
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        if not 0 <= rank < size:
+            raise ValueError(
+                f"RANK={rank} is not one of the {size} ranks that WORLD_SIZE={size} names: 0 to {size - 1}"
+            )
+        return cls(
+            rank,
+            size,
+            int(environment.get("LOCAL_RANK", rank)),
+            int(environment.get("LOCAL_WORLD_SIZE", size)),
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+        )
+
+
+def pick_device(name: str, place: Place | None) -> str:
+    """A device for `load`: on a machine with a GPU for each of its ranks, that rank's own."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place is None or name not in ("auto", "cuda") or not count:
+        return name
+    return f"cuda:{place.local_rank % count}"

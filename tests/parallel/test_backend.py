@@ -1,0 +1,191 @@
+"""Decoding on R ranks gives the tokens and the steps of one: ranks here are threads, which exchange through a list."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import backend_of, config_of, random_cases
+from tiny import PROMPTS, tiny
+from tiny import run as run_batch
+from toys import VOCABULARY, ToyBackend, decode, on_ranks
+
+from lookahead import LookaheadConfig
+from lookahead.backends.base import StepInput
+from lookahead.config import SamplingParams
+from lookahead.parallel.backend import HEADER, ROWS, ParallelBackend
+from lookahead.parallel.watch import RankError
+from lookahead.tree import TokenTree
+
+
+def summary(sequences: list[Any]) -> list[Any]:
+    """What must not depend on the number of ranks."""
+    return [
+        (s.output, s.finish_reason, s.stats.steps, s.stats.step_tokens, s.stats.accepted_by_depth,
+         s.stats.accepted_by_source)
+        for s in sequences
+    ]  # fmt: skip
+
+
+def random_request(seed: int) -> tuple[list[list[int]], LookaheadConfig, SamplingParams]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(rng.choice([1, 2, 3]))]
+    window, ngram = rng.choice([0, 1, 3, 6]), rng.randint(2, 5)
+    budget = max(1, window * (ngram - 1)) + rng.randint(0, 60)
+    sampling = SamplingParams(rng.choice([0.0, 0.3]), top_k=rng.choice([0, 5]), seed=seed)
+    return prompts, LookaheadConfig(window, ngram, rng.randint(0, 8), budget), sampling
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("seed", range(3))
+def test_any_number_of_ranks(ranks: int, seed: int) -> None:
+    request = random_request(10 * seed + ranks)
+    expected = summary(decode(ToyBackend(), *request))
+    for found in on_ranks(ranks, lambda group: summary(decode(ParallelBackend(ToyBackend(), group), *request))):
+        assert found == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("number", range(6))
+def test_a_models_tokens(ranks: int, number: int) -> None:
+    """A tiny Llama on either backend: K/V of what another rank computed must be made up for, at the right places."""
+    case = random_cases(3, 8)[number]
+    model = tiny("Llama")
+    backends = [backend_of(case, model) for _ in range(ranks)]
+    request = ([PROMPTS[i] for i in case["prompts"]], config_of(case), 24, SamplingParams(**case["sampling"]))
+    expected = summary(run_batch(backend_of(case, model), *request))
+    assert any(case["config"].values())
+    found = on_ranks(ranks, lambda group: summary(run_batch(ParallelBackend(backends[group.rank], group), *request)))
+    assert found == [expected] * ranks
+
+
+def test_a_rank_that_forgets_what_it_lacks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: without the accepted tokens of other ranks the text is another."""
+    request = random_request(2)
+    expected = summary(decode(ToyBackend(), *request))
+    own = ParallelBackend._own
+
+    def forgetful(self: ParallelBackend, item: StepInput, share: Any) -> StepInput:
+        part = own(self, item, share)
+        part.trail = item.trail
+        return part
+
+    monkeypatch.setattr(ParallelBackend, "_own", forgetful)
+    found = on_ranks(3, lambda group: summary(decode(ParallelBackend(ToyBackend(), group), *request)))
+    assert found != [expected] * 3
+
+
+def test_counters() -> None:
+    """One collective per step and the same size every time; each rank runs a part, and as much as planned."""
+    request = ([[5, 9, 5, 9, 5, 3, 1, 2]], LookaheadConfig(6, 4, 6, 60), SamplingParams(seed=1))
+
+    def work(group: Any) -> Any:
+        backend = ParallelBackend(ToyBackend(), group)
+        done = decode(backend, *request)
+        backend.counters.exchange_seconds = 0.0
+        return backend.counters, done[0].stats
+
+    per_rank = {}
+    for ranks in (1, 2, 4, 8):
+        reports = on_ranks(ranks, work)
+        counters, stats = reports[0]
+        assert all(report[0] == counters for report in reports)
+        assert counters.steps == stats.steps == counters.collectives
+        assert counters.tree_tokens == stats.step_tokens
+        assert counters.sent_bytes == counters.steps * 4 * (HEADER + ROWS * 17)
+        assert f"{ranks} ranks: {counters.tokens[0] / counters.steps:.1f} " in counters.summary()
+        assert " 1.00 collectives and 4368 bytes per rank and step" in counters.summary()
+        assert len(counters.tokens) == ranks
+        assert max(counters.tokens) <= counters.slowest
+        per_rank[ranks] = counters.slowest
+        if ranks == 1:
+            assert counters.tokens == [counters.tree_tokens]
+            assert counters.caught_up == [0]
+        else:
+            assert sum(counters.caught_up) > 0
+    assert per_rank[8] < per_rank[4] < per_rank[2] < per_rank[1]
+    assert per_rank[2] < 0.7 * per_rank[1]
+
+
+def test_a_large_batch_widens_the_exchange() -> None:
+    prompts = [[i, i + 1, i] for i in range(6)]
+    config = LookaheadConfig(3, 3, 4, 60)
+
+    def work(group: Any) -> Any:
+        backend = ParallelBackend(ToyBackend(), group)
+        return summary(decode(backend, prompts, config)), backend.counters
+
+    expected = summary(decode(ToyBackend(), prompts, config))
+    (found, counters), other = on_ranks(2, work)
+    assert found == other[0] == expected
+    assert counters.sent_bytes > counters.collectives * 4 * (HEADER + ROWS * 17)
+
+
+def test_inputs_that_differ_in_what_they_want() -> None:
+    """One sequence's rows carry a top-8, its neighbour's do not."""
+    configs = [LookaheadConfig(3, 3, 4, 40), LookaheadConfig.paper(3, 3, 4)]
+
+    def work(backend: Any) -> Any:
+        from lookahead.config import StopRules
+        from lookahead.engine import Engine
+        from lookahead.sequence import DecodingSequence
+
+        sequences = [DecodingSequence([4, 4, 8, 1], config, rules=StopRules(20)) for config in configs]
+        engine = Engine(backend)
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.running:
+            engine.step()
+        return summary(sequences)
+
+    expected = work(ToyBackend())
+    assert on_ranks(3, lambda group: work(ParallelBackend(ToyBackend(), group))) == [expected] * 3
+
+
+def test_logits_are_refused() -> None:
+    def work(group: Any) -> None:
+        backend = ParallelBackend(ToyBackend(), group)
+        item = StepInput(backend.open(), (), TokenTree([1], [-1], [0], [0]), SamplingParams(), (), logits=True)
+        backend.launch([item])
+
+    with pytest.raises(ValueError, match="ranks exchange tokens, not logits"):
+        on_ranks(2, work)
+
+
+def test_ranks_with_other_trees_are_stopped() -> None:
+    def work(group: Any) -> None:
+        backend = ParallelBackend(ToyBackend(), group)
+        tree = TokenTree([1, 2 + (group.rank == 1)], [-1, 0], [0, 1], [0, 1])
+        backend.step([StepInput(backend.open(), (), tree, SamplingParams(), ())])
+
+    with pytest.raises(RankError, match="rank 1 has other trees and rank 0 is at step 1"):
+        on_ranks(3, work)
+
+
+def test_what_is_read_is_what_the_owner_sent() -> None:
+    """Rows that several ranks computed come from one of them, on all ranks: here every rank has its own opinion."""
+
+    class Opinionated(ToyBackend):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.rank = rank
+
+        def _read(self, item: StepInput) -> Any:
+            result = super()._read(item)
+            result.targets = [self.rank] * len(result.targets)
+            result.top = [tuple([self.rank] * 16)] * len(result.targets)
+            return result
+
+    tree = TokenTree([1, 2, 3, 4, 5], [-1, 0, 1, 1, 0], [0, 1, 2, 2, 1], [0, 1, 2, 3, 4])
+
+    def work(group: Any) -> Any:
+        backend = ParallelBackend(Opinionated(group.rank), group)
+        found = backend.step([StepInput(backend.open(), (), tree, SamplingParams(), (), 8)])[0]
+        return found.targets, np.asarray(found.top).tolist()
+
+    reports = on_ranks(3, work)
+    assert reports[0] == reports[1] == reports[2]
+    assert set(reports[0][0]) == {0, 1, 2}
+    assert reports[0][1] == [[owner] * 16 for owner in reports[0][0]]

@@ -1,0 +1,146 @@
+"""`lookahead.parallel.load` on two ranks: one request, however it is made; ranks that differ are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from requests_of_two import CHANGES, CONFIG, REQUESTS
+from worlds import World
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.parallel.handshake import checksum
+
+
+def same_as(alone: Any, request: dict[str, Any], found: list[Any]) -> None:
+    """A world's answers are one process's: tokens, steps and text."""
+    answers = alone.generate(request["prompt"], **request["settings"])
+    expected = answers if isinstance(answers, list) else [answers]
+    assert [[tokens, steps, text] for tokens, steps, _, text in found] == [
+        [answer.token_ids, answer.stats.steps, answer.text] for answer in expected
+    ]
+
+
+def test_answers_are_those_of_one_process(two: list[list[Any]], folder: Path) -> None:
+    """One after the other, as a model that is kept knows more after each answer."""
+    first, second = (report[1] for report in two)
+    assert first == second
+    alone = lookahead.load(folder, config=LookaheadConfig(**CONFIG))
+    for request, found in zip(REQUESTS[:6], first[1:], strict=False):
+        same_as(alone, request, found)
+
+
+def test_a_seed_that_nobody_chose_is_rank_0s(two: list[list[Any]]) -> None:
+    first, second = (report[1][7] for report in two)
+    assert first == second
+    assert 0 < len(first[0][0]) <= 16
+
+
+def test_a_measured_config_is_rank_0s(two: list[list[Any]]) -> None:
+    first, second = (report[2] for report in two)
+    assert first == second
+    window, times = first[0]
+    assert window == LookaheadConfig().window or times is not None
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (7, "rank 1 was asked for something else than rank 0: max_tokens 17 and 16"),
+        (8, "rank 1 was asked for something else than rank 0: another prompt"),
+        (9, "rank 1 was asked for something else than rank 0: seed 6 and 5"),
+        (10, "max_tokens=0 must be a whole number of at least 1"),
+        (11, "unknown setting 'max_token'; did you mean 'max_tokens'?"),
+        (12, "the prompt has no tokens; give at least one"),
+        (13, "stream() takes one prompt, not 2"),
+    ],
+)
+def test_a_request_that_is_refused_is_refused_everywhere(two: list[list[Any]], number: int, message: str) -> None:
+    """And the next one runs."""
+    for report in two:
+        assert report[1][number + 1].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("none", "none"),
+        ("weight", "rank 1 differs from rank 0 in weights (model.layers.1.mlp.up_proj.weight): '(64, 32) "),
+        ("swap", "rank 1 differs from rank 0 in weights (lm_head.weight): '("),
+        ("config", "rank 1 differs from rank 0 in the model's config (rope_parameters): {"),
+        ("dtype", "rank 1 differs from rank 0 in the dtype: 'torch.float64' and 'torch.float32'; start every rank"),
+        ("vocabulary", "rank 1 differs from rank 0 in the tokenizer: '"),
+    ],
+)
+def test_ranks_that_differ_are_refused(two: list[list[Any]], change: str, message: str) -> None:
+    for report in two:
+        assert report[3][CHANGES.index(change)].startswith(message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (4096,), (4097,), (130, 100), (0,)])
+def test_a_checksum_sees_every_change(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    assert checksum(tensor) == checksum(tensor.clone())
+    flat = tensor.flatten()
+    for place in {0, len(flat) // 2, len(flat) - 1} if len(flat) else ():
+        other = flat.clone()
+        other[place] = not other[place] if dtype == torch.bool else other[place] + 1
+        assert checksum(other.view(shape)) != checksum(tensor)
+    if len(flat) > 4096 + 7:
+        other = flat.clone()
+        other[7], other[7 + 4096] = 2, 3
+        swapped = other.clone()
+        swapped[7], swapped[7 + 4096] = 3, 2
+        assert dtype == torch.bool or checksum(other) != checksum(swapped)
+    if len(flat) > 1:
+        assert checksum(tensor) != checksum(tensor.flatten()[None])
+
+
+def test_a_model_that_asks_for_processors_is_refused(
+    make_model: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lookahead.parallel
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    model = make_model()
+    model.generation_config.repetition_penalty = 1.3
+    with pytest.raises(ValueError, match="asks for repetition_penalty, which looks at logits, and ranks exchange"):
+        lookahead.parallel.load((model, tokenizer))
+
+
+def test_one_process_needs_no_launcher(
+    make_model: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lookahead.parallel
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    parts = make_model(), tokenizer
+    model = lookahead.parallel.load(parts, config=LookaheadConfig(**CONFIG))
+    expected = lookahead.load(parts, config=LookaheadConfig(**CONFIG)).generate("the fox", max_tokens=12)
+    assert model.generate("the fox", max_tokens=12).token_ids == expected.token_ids
+    assert model.rank == 0
+
+
+@pytest.mark.model
+def test_the_embedded_model(tmp_path: Path) -> None:
+    """Greedy and sampled, alone and in a batch; as many steps as one process takes."""
+    config = {"window": 3, "ngram": 4, "guesses": 8, "budget": 32}
+    requests: list[dict[str, Any]] = [
+        {"prompt": "Name three colours.", "settings": {"max_tokens": 16}},
+        {"prompt": ["Hello!", "What is a fox?"], "settings": {"max_tokens": 8, "temperature": 0.7, "seed": 3}},
+    ]
+    task = {"do": "requests", "model": None, "config": config, "requests": requests}
+    with World(tmp_path, 2, task) as world:
+        alone = lookahead.load(config=LookaheadConfig(**config))
+        reports = world.reports(240)
+    for request, first, second in zip(requests, *(report[0][1:] for report in reports), strict=True):
+        assert first == second
+        same_as(alone, request, first)
