@@ -4,6 +4,7 @@
 
 Runs anywhere. Without matplotlib the page is written and the plots are left out. What is not in the files is 'not
 measured', and what was not measured on the same prompts is 'open'. Where two files hold the same row, the last counts.
+What a person has to say of the run stands in the folder's `remarks.md`.
 """
 
 from __future__ import annotations
@@ -239,7 +240,10 @@ def main(argv: Sequence[str]) -> int:
     except ImportError:
         print("note: no matplotlib here, so no plots: pip install matplotlib", file=sys.stderr)
         drawn = {}
-    (args.out / args.page).write_text(page(results, drawn), encoding="utf-8")
+    text, remarks = page(results, drawn), args.folder / "remarks.md"
+    if remarks.exists():
+        text = text.replace("## Targets", remarks.read_text(encoding="utf-8").strip() + "\n\n## Targets", 1)
+    (args.out / args.page).write_text(text, encoding="utf-8")
     print(f"{args.out / args.page}: {len(results.files)} files read, {len(drawn)} plots")
     return 0
 
