@@ -9,6 +9,16 @@ token sees all of it. Only the K tokens of the step need one, K x K bits packed 
 Each split takes every n-th block of the prefix, so that where a block ends does not depend on the context's length;
 split 0 takes the tree as well. The last split to arrive joins all of them by their log-sum-exp. The prefix's length is
 read on the device, so that one captured graph serves all lengths.
+
+The same row decoded alone finds the tree's part of its keys in the prefix. Sums are rounded, so it would not get the
+same bits, and in half precision soon another text. An *invariant* step (`Tiles.reach`) adds up every row in one order:
+
+    keys      | prefix block 0 | 1 | ... | up to 16 to 31 keys before the row | the rest of the prefix, the tree |
+    programs  |  split 0       | 1 | ... |                                    |  one more, a key at a time       |
+
+Where the first part ends depends on the row's position alone, in whole sixteens, which is how the matrix units add; a
+guess is never further from the root than that. The rest goes one key at a time, by position: it does not matter whether
+a key stands in the prefix or somewhere in the tree.
 """
 
 from __future__ import annotations
