@@ -15,7 +15,7 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 	$(BIN)/lookahead generate -p "Write a Python function that reverses a linked list." --max-tokens 96 --compare
 
 test: lint ## lint, then run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, figures, table of models
 	$(BIN)/ruff check .

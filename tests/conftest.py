@@ -14,6 +14,11 @@ import hypothesis
 import pytest
 import torch
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # one file each: they share the cores
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    torch.set_num_threads(threads)
+
 if not torch.cuda.is_available():  # before the first import of triton, and transformers may be that
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
