@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def lm(make_model: Callable[..., Any], tokenizer: Any, settings: Any) -> Any:
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path) -> Iterator[Path]:
+def data_dir(tmp_path: Path) -> Path:
     """The paper's sets, two rows each, of our own making."""
     import json
 
@@ -45,4 +45,4 @@ def data_dir(tmp_path: Path) -> Iterator[Path]:
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     classes = [{"task_id": f"c{i}", "class_name": "Fox", "skeleton": f"class Fox:  # {i}\n"} for i in range(2)]
     (folder / "classeval.json").write_text(json.dumps(classes), encoding="utf-8")
-    yield folder
+    return folder

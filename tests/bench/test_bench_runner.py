@@ -16,7 +16,15 @@ from lookahead.bench.runner import Models, Runner, prompt_ids
 from lookahead.bench.summary import lines
 from lookahead.config import LookaheadConfig
 
-NAMES = ("hf-greedy", "hf-prompt-lookup", "autoregressive", "jacobi", "prompt-lookup", "lookahead", "paper+prompt:3,3,3")
+NAMES = (
+    "hf-greedy",
+    "hf-prompt-lookup",
+    "autoregressive",
+    "jacobi",
+    "prompt-lookup",
+    "lookahead",
+    "paper+prompt:3,3,3",
+)
 TALK = Prompt("talk", ("the quick brown fox", "once more"), "chat")
 
 

@@ -66,6 +66,8 @@ class Plan:
             chosen = tuple(named(method) for method in methods)
         if ranks > 1 and preset.more is not None:
             raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
+        if ranks > 1 and any(method.dtype or method.backend for method in chosen):
+            raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
         if any(method.how == "hf-assisted" for method in chosen) and draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
         if draft_model is not None and not methods:

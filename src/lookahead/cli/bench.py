@@ -96,7 +96,7 @@ def bench(
     plan = Plan.of(
         preset, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
         repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
-        draft_model=draft_model, ranks=ranks or 1,
+        draft_model=draft_model, ranks=several.size,
     )  # fmt: skip
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
