@@ -17,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lookahead.bench.inflate import SHAPES, Shape
 from lookahead.bench.presets import DEFAULT, PRESETS
 from lookahead.bench.results import Results
 from lookahead.bench.runner import Runner
@@ -309,3 +310,32 @@ def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenize
     assert second.returncode == 0, second.stderr
     assert "7 of 10 answers are there already" in second.stderr
     assert table(second.stdout, "Methods")[0][:4] == table(first.stdout, "Methods")[0][:4]
+
+
+def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))
+    where = ("--sets", "builtin", *SMALL)
+    found = run("--preset", "configs", "--quick", "--shapes", "7b", *where)
+    assert found.exit_code == 0, found.output
+    rows = table(found.stdout, "Table 4: the best of the grid")
+    assert [(row[0], row[6], row[7]) for row in rows] == [
+        ("this one, builtin", "measured", "-"),
+        ("this one, builtin", "t(K) / S", "-"),
+        ("7b shape, builtin", "t(K) / S", "15, 5"),
+    ]
+    args = ("--method", "hf-greedy", "--method", "lookahead", *where)
+    small, large = run("--json", *args), run("--json", "--inflate", "7b", *args, "--out", str(tmp_path / "large"))
+    assert large.exit_code == 0, large.output
+    found = json.loads(large.stdout)
+    assert found["about"]["model"] == "tiny in 7b shape"
+    tokens = [
+        [
+            row["tokens"]
+            for row in Results(Path(json.loads(one.stdout)["files"]["results"])).rows.values()
+            if "tokens" in row
+        ]
+        for one in (small, large)
+    ]
+    assert tokens[1][0] in tokens[0], "the same function"
+    assert {line["same"] for line in found["lines"]} == {1}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lookahead.bench import stock
 from lookahead.bench.jobs import Job
 from lookahead.bench.methods import Method, named
 from lookahead.bench.prompts import Prompt
@@ -15,6 +16,7 @@ from lookahead.bench.results import Results
 from lookahead.bench.runner import Models, Runner, prompt_ids
 from lookahead.bench.summary import lines
 from lookahead.config import LookaheadConfig
+from lookahead.hf import static_generation
 
 NAMES = (
     "hf-greedy",
@@ -179,3 +181,32 @@ def test_configs_by_name() -> None:
     made = named("config:window=0,budget=32,sources=suffix+recycle").config
     assert made is not None
     assert (made.window, made.budget, made.sources) == (0, 32, ("suffix", "recycle"))
+
+
+def test_static_and_compiled(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cache for both prompts; compiled by torch's `eager` backend, which needs no compiler."""
+    made = []
+
+    def static(model: Any, length: int) -> dict[str, Any]:
+        options = static_generation(model, length)
+        options["compile_config"].backend = "eager"
+        made.append(length)
+        return options
+
+    monkeypatch.setattr(stock, "static_generation", static)
+    run = runner(lm)
+    jobs = [job("hf-static", prompt) for prompt in (TALK, Prompt("two", ("def fox(dog): return the end of the fox",)))]
+    for one, row in run.run(jobs):
+        assert row["tokens"] == run.row(job("hf-greedy", one.prompt))["tokens"]
+        assert row["steps"] == row["generated_tokens"]
+    assert len(made) == 1
+
+
+def test_without_a_streamer_the_first_token_is_timed_apart(lm: Any) -> None:
+    """As on a GPU: the counters must be the same."""
+    as_on_a_gpu = stock.Stock(lm)
+    as_on_a_gpu.streams = False
+    output, stats = as_on_a_gpu.run("hf-greedy", prompt_ids(lm, TALK, ()), 12, 0)
+    assert output == runner(lm).row(job("hf-greedy", tokens=12))["tokens"][0]
+    assert stats.steps == stats.generated_tokens == stats.step_tokens == len(output)
+    assert stats.first_token_seconds > 0

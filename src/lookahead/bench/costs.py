@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lookahead.bench.context import Context
 from lookahead.bench.results import key_of
@@ -39,7 +40,7 @@ def measured(run: Context, shape: str = OWN) -> StepCost:
 
     backend = run.models.own.backend
     if shape != OWN:
-        backend = inflated(run, shape)
+        backend = in_shape(run.models.own, shape, "auto", run.say).backend
     run.say(f"measuring what a step costs: {'this model' if shape == OWN else shape + ' shape'}")
     cost = measure(backend, (*SIZES, *LARGE))
     facts = {"shape": shape, "sizes": list(cost.sizes), "seconds": list(cost.seconds)}
@@ -47,14 +48,17 @@ def measured(run: Context, shape: str = OWN) -> StepCost:
     return cost
 
 
-def inflated(run: Context, shape: str) -> object:
-    """A backend of the model's function in this shape: what a step costs depends on nothing else."""
-    from lookahead.backends.choose import make_backend
+def in_shape(lm: Any, shape: str, backend: str, say: Callable[[str], None]) -> Any:
+    """A model loaded as `load` does, of the same function in this shape (see `inflate`)."""
+    from lookahead import cost
     from lookahead.bench.inflate import SHAPES, inflate
+    from lookahead.cache import cache_dir
+    from lookahead.generate import LookaheadModel
 
-    lm = run.models.own
-    backend: object = make_backend(inflate(lm.model, SHAPES[shape], dtype=lm.dtype), "auto", run.say)
-    return backend
+    large = inflate(lm.model, SHAPES[shape], dtype=lm.dtype)
+    made = LookaheadModel(large, lm.tokenizer, f"{lm.name} in {shape} shape", None, backend, say)
+    made.default_config = cost.fitted(made.default_config, made.backend, cache_dir(), say)
+    return made
 
 
 def read(path: Path) -> StepCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -42,9 +43,13 @@ def _section(section: Section) -> str:
     parts = [f"<h2>{escape(section.title)}</h2>"]
     if section.rows:
         parts.append(_table(section))
-    parts += [f"<p>{escape(note)}</p>" for note in section.notes]
+    parts += [f"<p>{_note(note)}</p>" for note in section.notes]
     parts += [draw(plot) for plot in section.plots]
     return "\n".join(parts)
+
+
+def _note(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _table(section: Section) -> str:

@@ -35,6 +35,7 @@ class Plan:
     step_cost: Path | None
     draft_model: str | None
     ranks: int
+    inflate: str | None
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class Plan:
         step_cost: Path | None = None,
         draft_model: str | None = None,
         ranks: int = 1,
+        inflate: str | None = None,
     ) -> Plan:
         preset = PRESETS[name] if name is not None else DEFAULT
         size = preset.quick if quick else preset.full
@@ -68,6 +70,9 @@ class Plan:
             raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
         if ranks > 1 and any(method.dtype or method.backend for method in chosen):
             raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
+        _shapes("--inflate", inflate)
+        if ranks > 1 and inflate is not None:
+            raise ValueError("--inflate makes a model on one rank; leave --ranks out")
         if any(method.how == "hf-assisted" for method in chosen) and draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
         if draft_model is not None and not methods:
@@ -86,7 +91,7 @@ class Plan:
         loaded = {one: prompts.load(one, data_dir, size.limit) for one in names}
         return cls(
             preset, loaded, chosen, bool(methods), size, tuple(temperatures or preset.temperatures), seed, warm,
-            _shapes(shapes), step_cost, draft_model, ranks,
+            _shapes("--shapes", shapes), step_cost, draft_model, ranks, inflate,
         )  # fmt: skip
 
     def methods_on(self, device: str) -> tuple[Method, ...]:
@@ -194,10 +199,10 @@ def split(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _shapes(text: str | None) -> tuple[str, ...]:
+def _shapes(option: str, text: str | None) -> tuple[str, ...]:
     known = ("1.5b", "7b", "13b", "34b")
     names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
     for name in names:
         if name not in known:
-            raise ValueError(f"--shapes does not know {name!r}: choose from {', '.join(known)}")
+            raise ValueError(f"{option} does not know {name!r}: choose from {', '.join(known)}")
     return names

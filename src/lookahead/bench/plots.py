@@ -41,9 +41,10 @@ def _bars(plot: Bars) -> str:
     slant = max((len(label) for label in plot.labels), default=0) * 7 > (WIDTH - LEFT - RIGHT) / max(
         1, len(plot.labels)
     )
-    room = min(150, 16 + 5 * max((len(label) for label in plot.labels), default=0)) if slant else 24
+    room = min(150, 18 + 4 * max((len(label) for label in plot.labels), default=0)) if slant else 24
     drawing = _Drawing(plot.title, names, room)
     drawing.y_axis(marks, plot.unit)
+    colours = _colours(names)
     group = drawing.inner / max(1, len(plot.labels))
     width = min(46.0, group * 0.82 / max(1, len(names)))
     for i, label in enumerate(plot.labels):
@@ -54,7 +55,7 @@ def _bars(plot: Bars) -> str:
                 continue
             x = middle + (j - len(names) / 2) * width
             top = drawing.y(value)
-            colour = COLOURS[j % len(COLOURS)]
+            colour = colours[j]
             tip = f"{label}, {name}: {value:.2f}{plot.unit}"
             drawing.add(
                 f'<rect x="{x + 1:.1f}" y="{top:.1f}" width="{max(1.0, width - 2):.1f}" '
@@ -92,8 +93,8 @@ def _curves(plot: Curves) -> str:
             )
     drawing.text(LEFT + drawing.inner / 2, drawing.bottom + 36, plot.x, "middle")
     drawing.text(LEFT - 40, TOP - 8, plot.y, "start")
-    for i, (name, series) in enumerate(plot.series.items()):
-        colour = COLOURS[i % len(COLOURS)]
+    colours = _colours(list(plot.series))
+    for (name, series), colour in zip(plot.series.items(), colours, strict=True):
         ordered = sorted(series)
         path = " ".join(f"{x_of(x):.1f},{drawing.y(y):.1f}" for x, y in ordered)
         dash = ' stroke-dasharray="6 4"' if name in plot.paper else ""
@@ -105,6 +106,16 @@ def _curves(plot: Curves) -> str:
                 f"<title>{tip}</title></circle>"
             )
     return drawing.svg()
+
+
+def _colours(names: Sequence[str]) -> list[str]:
+    """One for each; a name that goes on after a comma has the colour of the name before it."""
+    found: dict[str, str] = {}
+    for name in names:
+        first = name.partition(",")[0]
+        kin = found.get(first) if first in names else None
+        found[name] = kin or COLOURS[len(set(found.values())) % len(COLOURS)]
+    return [found[name] for name in names]
 
 
 class _Drawing:
@@ -155,11 +166,10 @@ class _Drawing:
         if len(names) < 2:
             return y - LINE + 6
         x = float(LEFT)
-        for i, name in enumerate(names):
+        for name, colour in zip(names, _colours(names), strict=True):
             width = 28 + 7.2 * len(name)
             if x > LEFT and x + width > WIDTH - RIGHT:
                 x, y = float(LEFT), y + LINE
-            colour = COLOURS[i % len(COLOURS)]
             dash = ' stroke-dasharray="4 2"' if name in dashed else ""
             self.add(
                 f'<line x1="{x:.1f}" x2="{x + 14:.1f}" y1="{y - 4}" y2="{y - 4}" '

@@ -229,7 +229,7 @@ PRESETS = {
             ("mt-bench", "classeval"),
             (),
             Size(20, 256),
-            Size(1, 24),
+            Size(1, 12),
             projection.show,
             more=projection.shares,
         ),

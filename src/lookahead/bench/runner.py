@@ -16,8 +16,8 @@ from lookahead.bench.stock import Stock
 from lookahead.sources import Warmth
 from lookahead.stats import Stats
 
-WARM_UP = 8
-"""Tokens of the run before the first that is timed: compiling, capturing and caches are not what is compared."""
+WARM_UP = 4
+"""Tokens of the run before the first that is timed, on a CPU. Compiling, capturing and caches are not compared."""
 
 
 Load = Callable[..., Any]
@@ -69,6 +69,7 @@ class Runner:
     def __init__(self, models: Models, results: Results | None, *, warm: bool = False) -> None:
         self.models, self.results, self.warm = models, results, warm
         self._ready: set[Method] = set()
+        self._longest: Prompt | None = None
         self._warmth: dict[Any, Warmth] = {}
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
@@ -92,7 +93,9 @@ class Runner:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Row]]:
         """Each job, with its row."""
-        longest = max((self.tokens_of(job) for job in jobs if job.method.stock), default=0)
+        longest = max((self.tokens_of(job) for job in jobs if job.method.how == "hf-static"), default=0)
+        prompts = {job.prompt for job in jobs}
+        self._longest = max(prompts, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)
         for job in jobs:
             row = self.row(job, longest)
             if self.results is not None:
@@ -103,7 +106,8 @@ class Runner:
         """The most tokens that this conversation may take, about: earlier answers count as if they were full."""
         lm = self.models.of(job.method)
         turns = len(job.prompt.turns)
-        return sum(len(lm.encode(text, raw=True)) for text in job.prompt.turns) + (job.max_tokens + 64) * turns + 512
+        encoded = [lm.encode(text, raw=True) for text in (job.prompt.system, *job.prompt.turns) if text]
+        return sum(map(len, encoded)) + (job.max_tokens + 64) * turns + 512
 
     def row(self, job: Job, longest: int = 0) -> Row:
         """The job's row; an error that the prompt or the model causes is a row, too, and the next job has its turn."""
@@ -135,7 +139,7 @@ class Runner:
         if method not in self._ready:
             self._ready.add(method)
             lm.warmth = Warmth()
-            answer(self.models, replace(job, max_tokens=min(WARM_UP, job.max_tokens)), longest)
+            answer(self.models, self._warm_up(job), longest)
         self._fresh(lm, job)
         reset = getattr(lm.backend, "reset", None)
         if reset is not None and hasattr(lm.backend, "counters"):
@@ -143,6 +147,14 @@ class Runner:
         done = answer(self.models, job, longest)
         counters = getattr(lm.backend, "counters", None)
         return done, None if counters is None or method.stock else asdict(counters)
+
+    def _warm_up(self, job: Job) -> Job:
+        """What to run before a method is timed. On a GPU the longest prompt and a whole answer, because steps are
+        captured when their shape first comes, and anew when the K/V buffer has grown."""
+        prompt, tokens = job.prompt, min(WARM_UP, job.max_tokens)
+        if self.models.of(job.method).device.type == "cuda":
+            prompt, tokens = self._longest or prompt, job.max_tokens
+        return replace(job, prompt=replace(prompt, turns=prompt.turns[:1]), max_tokens=tokens)
 
     def _fresh(self, lm: Any, job: Job) -> None:
         """No method may learn from another, nor from its own earlier repeat of the same answer."""

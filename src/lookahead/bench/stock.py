@@ -38,14 +38,15 @@ class Stock:
 
     def __init__(self, model: Any, draft: Any = None) -> None:
         self.lm, self.draft = model, draft
+        # A streamer makes `generate` wait for every token. Where each step gives one token it is not needed, and on a
+        # GPU the baseline would be the slower for it: there the first token is timed by itself.
+        self.streams = model.device.type == "cpu"
         self._static: tuple[int, dict[str, Any]] | None = None
 
     def run(self, how: str, ids: list[int], max_tokens: int, longest: int) -> tuple[list[int], Stats]:
         """Greedy tokens and their counters. `longest` is the most tokens that any prompt and answer have."""
         options = self._options(how, longest)
-        # A streamer makes `generate` wait for every token. Where each step gives one token it is not needed, and on a
-        # GPU the baseline would be the slower for it: there the first token is timed by itself.
-        streamed = how in SOURCES or self.lm.device.type == "cpu"
+        streamed = how in SOURCES or self.streams
         stats = Stats(prompt_tokens=len(ids))
         if not streamed:
             begin = perf_counter()

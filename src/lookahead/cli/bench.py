@@ -63,6 +63,12 @@ def bench(
         str | None,
         typer.Option("--shapes", help="Also cost shape-inflated models, such as 7b,13b.", rich_help_panel="Model"),
     ] = None,
+    inflate: Annotated[
+        str | None,
+        typer.Option(
+            "--inflate", help="Run the model's function in a larger shape, such as 7b.", rich_help_panel="Model"
+        ),
+    ] = None,
     step_cost: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +102,7 @@ def bench(
     plan = Plan.of(
         preset, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
         repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
-        draft_model=draft_model, ranks=several.size,
+        draft_model=draft_model, ranks=several.size, inflate=inflate,
     )  # fmt: skip
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
@@ -106,20 +112,23 @@ def bench(
 
 def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path, as_json: bool) -> None:
     from lookahead.bench.about import about
+    from lookahead.bench.costs import in_shape
     from lookahead.bench.plan import report, run_of
     from lookahead.bench.results import Results
 
     results = None if several.follows else Results(out / "results.jsonl")
     if results is not None and results.dropped:
         host.say(f"note: the last line of {results.path} was cut off and is measured again")
-    lm: Any = several.load(host, settings)
+
+    def shaped(small: Any, backend: str) -> Any:
+        return small if plan.inflate is None else in_shape(small, plan.inflate, backend, host.say)
 
     def load(dtype: str | None, backend: str | None) -> Any:
-        return host.load(
-            settings.model, dtype=dtype or settings.dtype, device=settings.device,
-            backend=backend or settings.backend, log=host.say,
-        )  # fmt: skip
+        backend = backend or settings.backend
+        options = {"dtype": dtype or settings.dtype, "device": settings.device, "log": host.say}
+        return shaped(host.load(settings.model, backend=backend, **options), backend)
 
+    lm: Any = shaped(several.load(host, settings), settings.backend)
     if results is not None:
         results.begin(about(lm))
     runner, context = run_of(plan, lm, results, load, host.say)
