@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,22 @@ def test_only_what_is_missing_is_run(lm: Any, tmp_path: Path) -> None:
         pass
     assert again.agreed(jobs) == []
     assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_rank_that_follows_runs_what_rank_0_lacks(tmp_path: Path) -> None:
+    jobs = [job("lookahead", repeat=r) for r in range(3)]
+    said: list[bytes] = []
+
+    class Group:
+        def agree(self, topic: str, own: bytes) -> list[bytes]:
+            said.append(own)
+            return [said[0], own]
+
+    results = Results(tmp_path / "r.jsonl")
+    results.add({"kind": "answer", "key": jobs[1].key})
+    models = Models(SimpleNamespace(group=Group()))
+    first, second = Runner(models, results).agreed(jobs), Runner(models, None).agreed(jobs)
+    assert first == second == [jobs[0], jobs[2]]
 
 
 def test_no_prompt_learns_from_another_unless_asked(lm: Any, tmp_path: Path) -> None:

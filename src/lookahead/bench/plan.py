@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from lookahead.bench import page, prompts, ranks
 from lookahead.bench.context import Context
+from lookahead.bench.jobs import Job
 from lookahead.bench.methods import Method, named
-from lookahead.bench.presets import DEFAULT, ON_CUDA, PRESETS, STATIC, Preset, Size, tokens_for
+from lookahead.bench.presets import DEFAULT, HALF, ON_CUDA, PRESETS, STATIC, Preset, Size, tokens_for
 from lookahead.bench.prompts import Prompt
 from lookahead.bench.results import Results
 from lookahead.bench.sections import Section, markdown
@@ -36,6 +37,7 @@ class Plan:
     draft_model: str | None
     ranks: int
     inflate: str | None
+    half: str
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Plan:
         draft_model: str | None = None,
         ranks: int = 1,
         inflate: str | None = None,
+        half: str = HALF,
     ) -> Plan:
         preset = PRESETS[name] if name is not None else DEFAULT
         size = preset.quick if quick else preset.full
@@ -91,7 +94,7 @@ class Plan:
         loaded = {one: prompts.load(one, data_dir, size.limit) for one in names}
         return cls(
             preset, loaded, chosen, bool(methods), size, tuple(temperatures or preset.temperatures), seed, warm,
-            _shapes("--shapes", shapes), step_cost, draft_model, ranks, inflate,
+            _shapes("--shapes", shapes), step_cost, draft_model, ranks, inflate, half,
         )  # fmt: skip
 
     def methods_on(self, device: str) -> tuple[Method, ...]:
@@ -107,12 +110,17 @@ class Plan:
                 found = (found[0], STATIC, *found[1:])
             elif self.preset.name == "exactness":
                 found = (*found, *ON_CUDA)
+        found = tuple(replace(m, dtype=self.half) if m.dtype == HALF else m for m in found)
         if self.ranks == 1:
             return found
         both: list[Method] = []
         for method in found:
             both += [method] if method.stock else [method, replace(method, ranks=self.ranks, label=self._label(method))]
         return tuple(both)
+
+    def jobs(self, device: str) -> list[Job]:
+        methods = self.methods_on(device)
+        return self.preset.jobs(self.prompts, methods, self.size, self.temperatures, self.seed, self.warm)
 
     def _label(self, method: Method) -> str:
         return f"{method.label}, {self.ranks} ranks"
@@ -142,10 +150,8 @@ class Plan:
         }
 
 
-def run_of(
-    plan: Plan, lm: Any, results: Results | None, load: Load, say: Callable[[str], None]
-) -> tuple[Runner, Context]:
-    """A runner and what the report will need, for a loaded model."""
+def runner_of(plan: Plan, lm: Any, results: Results | None, load: Load, say: Callable[[str], None]) -> Runner:
+    """What runs the plan's jobs on a loaded model."""
     from lookahead.bench.runner import Models, Runner
     from lookahead.hf import load_pretrained
 
@@ -153,14 +159,14 @@ def run_of(
         dtype = str(lm.dtype).removeprefix("torch.")
         return load_pretrained(plan.draft_model, dtype=dtype, device=str(lm.device), log=say)[0]
 
-    models = Models(lm, load, draft if plan.draft_model is not None else None)
-    methods = plan.methods_on(lm.device.type)
-    jobs = plan.preset.jobs(plan.prompts, methods, plan.size, plan.temperatures, plan.seed, plan.warm)
+    return Runner(Models(lm, load, draft if plan.draft_model is not None else None), results, warm=plan.warm)
+
+
+def context_of(plan: Plan, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> Context:
+    """What the report is made of."""
+    assert runner.results is not None
     limits = {data: tokens_for(data, plan.size) for data in plan.prompts}
-    context = Context(
-        plan.prompts, jobs, results or Results(Path("/nonexistent")), models, say, limits, plan.step_cost, plan.shapes
-    )
-    return Runner(models, results, warm=plan.warm), context
+    return Context(plan.prompts, jobs, runner.results, runner.models, say, limits, plan.step_cost, plan.shapes)
 
 
 def report(plan: Plan, run: Context, out: Path) -> dict[str, Path]:

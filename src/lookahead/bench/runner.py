@@ -128,6 +128,8 @@ class Runner:
             done, counters = self._timed(job, longest)
         except (ValueError, NotImplementedError) as error:
             return {**row, "error": " ".join(str(error).split())[:300]}
+        if job.method.how == "lookahead" and job.method.config is None:
+            row["config"] = plain(self.models.of(job.method).default_config)
         row |= asdict(done.stats) | {"compression": done.stats.compression}
         row |= {"tokens": done.tokens, "texts": done.texts}
         if counters is not None:

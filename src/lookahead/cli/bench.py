@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from lookahead.cli.settings import Settings
 
 if TYPE_CHECKING:
     from lookahead.bench.context import Context
+    from lookahead.bench.jobs import Job
     from lookahead.bench.plan import Plan
     from lookahead.bench.runner import Runner
 
@@ -103,6 +105,7 @@ def bench(
         preset, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
         repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
         draft_model=draft_model, ranks=several.size, inflate=inflate,
+        half="float16" if dtype == "float16" else "bfloat16",
     )  # fmt: skip
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
@@ -113,7 +116,7 @@ def bench(
 def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path, as_json: bool) -> None:
     from lookahead.bench.about import about
     from lookahead.bench.costs import in_shape
-    from lookahead.bench.plan import report, run_of
+    from lookahead.bench.plan import context_of, report, runner_of
     from lookahead.bench.results import Results
 
     results = None if several.follows else Results(out / "results.jsonl")
@@ -131,16 +134,19 @@ def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path
     lm: Any = shaped(several.load(host, settings), settings.backend)
     if results is not None:
         results.begin(about(lm))
-    runner, context = run_of(plan, lm, results, load, host.say)
-    todo = runner.agreed(context.jobs)
+    runner, jobs = runner_of(plan, lm, results, load, host.say), plan.jobs(lm.device.type)
+    todo = runner.agreed(jobs)
+    if results is None:  # a rank that follows
+        for _ in runner.run(todo):
+            pass
+        return
+    context = context_of(plan, jobs, runner, host.say)
     stopped = False
     try:
-        _run(host, runner, context, todo, quiet=several.follows)
+        _run(host, runner, context, todo)
         plan.measure_more(context)
     except KeyboardInterrupt:
         stopped = True
-    if several.follows or results is None:
-        return
     files = report(plan, context, out)
     if as_json:
         host.write(json.dumps({**plan.record(context), "files": {k: str(v) for k, v in files.items()}}) + "\n")
@@ -153,13 +159,9 @@ def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path
         raise typer.Exit(INTERRUPTED)
 
 
-def _run(host: Host, runner: Runner, context: Context, todo: Any, quiet: bool) -> None:
+def _run(host: Host, runner: Runner, context: Context, todo: Sequence[Job]) -> None:
     """The jobs, with a bar and the time left; lines instead where stderr is no terminal."""
     done = len(context.jobs) - len(todo)
-    if quiet:
-        for _ in runner.run(todo):
-            pass
-        return
     if done:
         host.say(f"{done} of {len(context.jobs)} answers are there already")
     left, ran = TimeRemainingColumn(), TimeElapsedColumn()
