@@ -9,7 +9,7 @@ from html import escape
 from lookahead.bench.sections import Bars, Curves
 
 COLOURS = ("#3366cc", "#e07b39", "#2e9e6b", "#b4479b", "#8a8f98", "#c9a227", "#4fb3c8", "#a8483b", "#6a5acd")
-WIDTH, LEFT, RIGHT, TOP = 760, 56, 16, 34
+WIDTH, LEFT, RIGHT, TOP = 760, 56, 16, 46
 PLOT = 260
 LINE = 18
 """Height of a line of the legend."""
@@ -92,7 +92,7 @@ def _curves(plot: Curves) -> str:
                 f'y2="{drawing.bottom + 4}" class="axis"/>'
             )
     drawing.text(LEFT + drawing.inner / 2, drawing.bottom + 36, plot.x, "middle")
-    drawing.text(LEFT - 40, TOP - 8, plot.y, "start")
+    drawing.text(LEFT - 40, TOP - 12, plot.y, "start")
     colours = _colours(list(plot.series))
     for (name, series), colour in zip(plot.series.items(), colours, strict=True):
         ordered = sorted(series)

@@ -144,5 +144,7 @@ def sources(lines: Sequence[Line]) -> Bars:
             for source, count in line.accepted_by_source.items():
                 kept[source] = kept.get(source, 0) + count
     names = list(dict.fromkeys(source for kept in counts.values() for source in kept))
-    series = {s: [counts[m].get(s, 0) / steps[m] for m in counts] for s in names}
-    return Bars("accepted guesses per step, by source", list(counts), dict(series))
+    series: dict[str, Sequence[float | None]] = {}
+    for name in names:
+        series[name] = [counts[m][name] / steps[m] if name in counts[m] else None for m in counts]
+    return Bars("accepted guesses per step, by source", list(counts), series)
