@@ -21,16 +21,13 @@ def draw(plot: Bars | Curves) -> str:
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers that cover low to high."""
-    if high <= low:
-        high = low + 1
+    if high - low < 1e-6 * max(1.0, high):
+        high = low + max(1.0, 0.1 * high)
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
-    first = math.floor(low / step)
-    found: list[float] = []
-    while (value := (first + len(found)) * step) < high + step * 0.999:
-        found.append(round(value, 10))
-    return found
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 10) for number in range(first, last + 1)]
 
 
 def _bars(plot: Bars) -> str:
