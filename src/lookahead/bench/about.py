@@ -34,9 +34,13 @@ def about(model: Any) -> dict[str, Any]:
         "threads": _threads(),
         "python": platform.python_version(),
         "platform": platform.system(),
-        **{short: version(package) for short, package in PACKAGES.items()},
-        "revision": revision(),
+        **versions(),
     }
+
+
+def versions() -> dict[str, Any]:
+    """What is known without a model."""
+    return {**{short: version(package) for short, package in PACKAGES.items()}, "revision": revision()}
 
 
 def version(package: str) -> str | None:
@@ -47,18 +51,18 @@ def version(package: str) -> str | None:
 
 
 def revision() -> str | None:
-    """The git revision of the code that runs, with a mark where it was changed; None outside of a checkout."""
-    folder = Path(__file__).parent
+    """The last commit to the code that runs, with a mark where it was changed since; None outside of a checkout."""
+    folder = Path(__file__).parents[1]
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(folder), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        if git("ls-files", Path(__file__).name) == "":  # some other project's checkout that we are installed in
+        if git("ls-files", "__init__.py") == "":  # some other project's checkout that we are installed in
             return None
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder.parent))
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("log", "-1", "--format=%h", "--abbrev=12", "--", ".") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -35,16 +35,19 @@ class Results:
 
     def begin(self, about: Row) -> None:
         """Refuse a file of another machine, model or version; say in it what comes now."""
-        if self.about is not None:
-            for name in FIXED:
-                if self.about.get(name) != about.get(name):
-                    raise ValueError(
-                        f"{self.path} holds results with {name} {self.about.get(name)!r}, and this is "
-                        f"{about.get(name)!r}: give another --out, or remove the file"
-                    )
+        self.check(about)
         if self.about != about:
             self.about = about
             self._write({"kind": "about", **about})
+
+    def check(self, facts: Row) -> None:
+        """Refuse facts that are not those of the file, as far as they are given."""
+        for name in FIXED if self.about is not None else ():
+            if name in facts and self.about is not None and self.about.get(name) != facts[name]:
+                raise ValueError(
+                    f"{self.path} holds results with {name} {self.about.get(name)!r}, and this is "
+                    f"{facts[name]!r}: give another --out, or remove the file"
+                )
 
     def add(self, row: Row) -> None:
         """On disk when this returns."""

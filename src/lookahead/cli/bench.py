@@ -114,12 +114,14 @@ def bench(
 
 
 def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path, as_json: bool) -> None:
-    from lookahead.bench.about import about
+    from lookahead.bench.about import about, versions
     from lookahead.bench.costs import in_shape
     from lookahead.bench.plan import context_of, report, runner_of
     from lookahead.bench.results import Results
 
     results = None if several.follows else Results(out / "results.jsonl")
+    if results is not None:
+        results.check(versions())  # before a model is loaded for nothing
     if results is not None and results.dropped:
         host.say(f"note: the last line of {results.path} was cut off and is measured again")
 
