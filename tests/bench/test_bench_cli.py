@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from lookahead.bench.inflate import SHAPES, Shape
+from lookahead.bench.plan import Plan
 from lookahead.bench.presets import DEFAULT, PRESETS
 from lookahead.bench.results import Results
 from lookahead.bench.runner import Runner
@@ -33,9 +35,10 @@ def load(lm: Any, make_model: Callable[..., Any], tokenizer: Any, settings: Any)
     """As `lookahead.load`: the tiny model, in the dtype asked for."""
 
     def loaded(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Any:
-        if dtype in ("auto", "float32"):
+        if dtype in ("auto", "float32") and backend == "auto":
             return lm
-        return LookaheadModel(make_model().to(getattr(torch, dtype)), tokenizer, "tiny", settings, backend)
+        made = make_model() if dtype == "auto" else make_model().to(getattr(torch, dtype))
+        return LookaheadModel(made, tokenizer, "tiny", settings, backend)
 
     return loaded
 
@@ -269,6 +272,31 @@ def test_a_corrupt_file_of_results(run: Callable[..., Any], tmp_path: Path) -> N
     assert result.exit_code == 2
     assert "results.jsonl, line 1 is no result" in result.stderr
     assert (out / "results.jsonl").read_text() == "{broken\n"
+
+
+def test_flash_compares_the_two_backends(
+    run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the kernels' slow twins: what is compared, not how fast it is."""
+    monkeypatch.setitem(PRESETS, "flash", replace(PRESETS["flash"], cuda=False))
+    result = run("--preset", "flash", "--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    assert result.exit_code == 0, result.output
+    rows = table(result.stdout, "With and without the kernel")
+    assert [row[1] for row in rows][:3] == ["hf-greedy", "autoregressive, no kernel", "autoregressive, kernel"]
+    assert {row[-1] for row in rows} == {"1/1"}
+    gains = table(result.stdout, "What the kernel gains")
+    assert [row[1] for row in gains] == ["autoregressive", "(5,15,15) + prompt", "lookahead"]
+    ratio = float(rows[2][-2].rstrip("x")) / float(rows[1][-2].rstrip("x"))
+    assert float(gains[0][2].rstrip("x")) == pytest.approx(ratio, abs=0.1)
+
+
+def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
+    args = ("--preset", "exactness", "--quick", "--data-dir", str(data_dir), "--method", "hf-greedy", *SMALL)
+    assert run(*args).exit_code == 0
+    assert {m.dtype for m in Plan.of("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
+        "float32",
+        "float16",
+    }
 
 
 def test_the_presets_are_listed(run: Callable[..., Any]) -> None:
