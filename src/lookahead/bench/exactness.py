@@ -43,6 +43,12 @@ def first_difference(ours: list[list[int]], theirs: list[list[int]]) -> tuple[in
     return None
 
 
+def counts(found: list[tuple[Row, Row]]) -> tuple[int, int]:
+    """Turns, and those among them that differ."""
+    turns = [pair for row, reference in found for pair in zip(row["tokens"], reference["tokens"], strict=True)]
+    return len(turns), sum(ours != theirs for ours, theirs in turns)
+
+
 def margins(run: Context) -> None:
     """For every output that differs from the fp32 reference: how far apart fp32 has the two likeliest tokens there."""
     for job, row, reference in pairs(run):
@@ -92,13 +98,13 @@ def show(run: Context) -> list[Section]:
     for method in dict.fromkeys(job.method for job in run.jobs):
         own = [(row, reference) for job, row, reference in exact if job.method == method]
         beside = [(row, reference) for job, row, reference in half if job.method == method]
-        differ = [pair for pair in own if pair[0]["tokens"] != pair[1]["tokens"]]
-        others = sum(row["tokens"] != reference["tokens"] for row, reference in beside)
-        found = [run.results.rows[key]["margin"] for pair in differ if (key := _key(*pair)) in run.results]
+        outputs, differ = counts(own)
+        _, others = counts(beside)
+        found = [run.results.rows[key]["margin"] for pair in own if (key := _key(*pair)) in run.results]
         section.rows.append([
             method.label,
-            str(len(own)),
-            str(len(differ)),
+            str(outputs),
+            str(differ),
             str(others) if beside and method.dtype != "float32" else "-",
             f"{statistics.median(found):.4f}" if found else "-",
             f"{max(found):.4f}" if found else "-",
@@ -109,8 +115,9 @@ def show(run: Context) -> list[Section]:
         if (row := run.results.rows.get(job.key)) is not None and "error" in row
     ][:5]
     section.notes.append(
-        "margin: the fp32 logits' difference between the likeliest and the second token where an output first differs. "
-        "A conversation counts as one output, all its turns together."
+        "outputs: turns of conversations. A turn after one that differs was asked another question, in part, and counts "
+        "as it is. margin: the fp32 logits' difference between the likeliest and the second token where a conversation "
+        "first differs."
     )
     section.notes.append(PAPER)
     return [section]
