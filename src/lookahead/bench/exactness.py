@@ -115,7 +115,7 @@ def show(run: Context) -> list[Section]:
         if (row := run.results.rows.get(job.key)) is not None and "error" in row
     ][:5]
     section.notes.append(
-        "outputs: turns of conversations. A turn after one that differs was asked another question, in part, and counts "
+        "outputs: turns of conversations. A turn after one that differs was asked something else in part, and counts "
         "as it is. margin: the fp32 logits' difference between the likeliest and the second token where a conversation "
         "first differs."
     )
