@@ -31,3 +31,20 @@ def test_counters_belong_to_one_request() -> None:
     first, second = Stats(), Stats()
     first.count_step(3, 2, ["prompt"])
     assert (second.accepted_by_depth, second.accepted_by_source) == ([], {})
+
+
+def test_the_total_of_several_turns() -> None:
+    first, second = Stats(prompt_tokens=5), Stats(prompt_tokens=9)
+    first.count_step(4, 3, ["suffix", "jacobi"])
+    first.seconds, first.first_token_seconds = 2.0, 0.5
+    second.count_step(6, 1, [])
+    second.count_step(6, 2, ["suffix"])
+    second.seconds, second.first_token_seconds, second.forward_seconds = 1.0, 0.25, 0.75
+    total = Stats.total([first, second])
+    assert (total.prompt_tokens, total.generated_tokens, total.steps, total.step_tokens) == (14, 6, 3, 16)
+    assert (total.seconds, total.first_token_seconds, total.forward_seconds) == (3.0, 0.5, 0.75)
+    assert total.accepted_by_depth == [2, 1]
+    assert total.accepted_by_source == {"suffix": 2, "jacobi": 1}
+    assert total.compression == 2.0
+    assert first.generated_tokens == 3, "the parts stay as they are"
+    assert Stats.total([]) == Stats()

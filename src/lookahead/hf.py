@@ -138,3 +138,17 @@ def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[i
         "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
     }
     return LogitsProcessorList([makers[name](value) for name, value in asked_for(model).items()]) or None
+
+
+def static_generation(model: Any, length: int) -> dict[str, Any]:
+    """What `generate` takes to decode with one static cache of this many tokens and a compiled step.
+
+    One cache for all prompts: a new one might stand elsewhere in memory, and the captured step be made anew.
+    """
+    from transformers import CompileConfig, StaticCache
+
+    mode: Any = "reduce-overhead" if model.device.type == "cuda" else None
+    compiling: Any = CompileConfig(fullgraph=True, mode=mode)
+    compiling._compile_all_devices = True  # on a CPU, too
+    rounded = -(-(length + 1) // 64) * 64
+    return {"past_key_values": StaticCache(config=model.config, max_cache_len=rounded), "compile_config": compiling}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 @dataclass
@@ -51,3 +53,20 @@ class Stats:
                 self.accepted_by_depth.append(0)
             self.accepted_by_depth[depth] += 1
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
+
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """The sum of several requests, such as the turns of a conversation; the first token is that of the first."""
+        whole = cls()
+        for number, part in enumerate(parts):
+            for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens"):
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+            for name in ("propose_seconds", "forward_seconds", "absorb_seconds", "seconds"):
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+            depths = zip_longest(whole.accepted_by_depth, part.accepted_by_depth, fillvalue=0)
+            whole.accepted_by_depth = [a + b for a, b in depths]
+            for source, count in part.accepted_by_source.items():
+                whole.accepted_by_source[source] = whole.accepted_by_source.get(source, 0) + count
+            if not number:
+                whole.first_token_seconds = part.first_token_seconds
+        return whole

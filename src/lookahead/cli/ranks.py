@@ -37,6 +37,11 @@ class Ranks:
         return (self.count or 1) > 1 or (self.started and os.environ["WORLD_SIZE"] != "1")
 
     @property
+    def size(self) -> int:
+        """How many there are, or will be."""
+        return int(os.environ["WORLD_SIZE"]) if self.started else self.count or 1
+
+    @property
     def follows(self) -> bool:
         """Whether another rank speaks for this one."""
         return self.together and self.started and os.environ["RANK"] != "0"

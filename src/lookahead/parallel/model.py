@@ -27,6 +27,7 @@ from lookahead.hf import asked_for
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, Group, join
 from lookahead.parallel.handshake import compare, facts_of
+from lookahead.sources import Warmth
 
 
 class ParallelModel(LookaheadModel):
@@ -78,6 +79,12 @@ class ParallelModel(LookaheadModel):
         """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
         _, requests = self._agreed(prompt, settings, one=True)
         return Stream(self._engine(requests), requests[0])
+
+    def alone(self) -> LookaheadModel:
+        """This rank's model by itself, on the same weights and backend: to compare what several ranks do with."""
+        one = LookaheadModel.__new__(LookaheadModel)
+        one.__dict__.update(self.__dict__, backend=self.backend.inner, warmth=Warmth())
+        return one
 
     def close(self) -> None:
         self.group.close()

@@ -1,0 +1,150 @@
+"""What a report is made of: sections with a table, notes and plots. Here as Markdown; `page` makes HTML of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lookahead.bench.summary import Line
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One group of bars per label, one bar per series; None leaves a gap. `mark` is a line to compare with."""
+
+    title: str
+    labels: Sequence[str]
+    series: dict[str, Sequence[float | None]]
+    unit: str = ""
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines through points; a name in `paper` is drawn dashed. `log` scales the x axis."""
+
+    title: str
+    x: str
+    y: str
+    series: dict[str, Points]
+    paper: Sequence[str] = ()
+    log: bool = False
+
+
+@dataclass
+class Section:
+    title: str
+    head: Sequence[str] = ()
+    rows: list[Sequence[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    plots: list[Bars | Curves] = field(default_factory=list)
+
+
+def markdown(title: str, sections: Sequence[Section]) -> str:
+    parts = [f"# {title}"]
+    for section in sections:
+        parts.append(f"## {section.title}")
+        if section.rows:
+            lines = [section.head, ["---"] * len(section.head), *section.rows]
+            parts.append("\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines))
+        parts += section.notes
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same")
+
+
+def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
+    """The common table: every method on every set, by the one counter."""
+    warm = any(line.temperature for line in lines)
+    head = [*COLUMNS[:2], *(["temp."] if warm else []), *COLUMNS[2:]]
+    section = Section(title, head)
+    for line in lines:
+        heat = [f"{line.temperature:g}"] if warm else []
+        section.rows.append([line.data, line.method.label, *heat, *cells(line)])
+    section.notes += errors(lines)
+    section.notes.append(
+        "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
+        "generated tokens over the wall time from prompt to last token, medians over repeats. speedup and same: "
+        "against transformers' greedy search (sampling: our autoregressive with the same seeds); same counts "
+        "the conversations whose tokens are identical."
+    )
+    sets = list(dict.fromkeys(line.data for line in lines))
+    names = list(dict.fromkeys(line.method.label for line in lines))
+    for what, value in (("speedup", lambda line: line.speedup), ("S", lambda line: line.compression or None)):
+        at = {(line.data, line.method.label): value(line) for line in lines if not line.temperature}
+        series: dict[str, Sequence[float | None]] = {n: [at.get((data, n)) for data in sets] for n in names}
+        section.plots.append(Bars(f"{what} by set", sets, series, "x" if what == "speedup" else "", 1.0))
+    section.plots += [plot for plot in (depths(lines), sources(lines)) if plot.series]
+    return section
+
+
+def cells(line: Line) -> list[str]:
+    """What every table shows of a line."""
+    if not line.prompts:
+        return ["-"] * 8
+    known = line.method.how not in ("hf-prompt-lookup", "hf-assisted")  # transformers does not tell what it fed
+    return [
+        str(line.tokens),
+        str(line.steps),
+        f"{line.compression:.2f}",
+        f"{line.tokens_per_step:.1f}" if known else "-",
+        f"{line.first_ms:.0f}",
+        f"{line.tokens_per_second:.1f}",
+        times(line.speedup),
+        line.identity,
+    ]
+
+
+def times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def errors(lines: Sequence[Line]) -> list[str]:
+    return [
+        f"{line.method.label} on {line.data}: {len(line.errors)} without an answer: {line.errors[0]}"
+        for line in lines
+        if line.errors
+    ]
+
+
+def depths(lines: Sequence[Line]) -> Curves:
+    """How deep guesses were accepted: the share of steps that accepted a guess at each depth."""
+    series: dict[str, Points] = {}
+    for name, depth, steps in _by_method(lines):
+        series[name] = [(i + 1, count / steps) for i, count in enumerate(depth)]
+    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series)
+
+
+def _by_method(lines: Sequence[Line]) -> list[tuple[str, list[int], int]]:
+    found: dict[str, tuple[list[int], int]] = {}
+    for line in lines:
+        if line.accepted_by_depth:
+            depth, steps = found.get(line.method.label, ([], 0))
+            size = max(len(depth), len(line.accepted_by_depth))
+            padded = [d + [0] * (size - len(d)) for d in (depth, line.accepted_by_depth)]
+            found[line.method.label] = [a + b for a, b in zip(*padded, strict=True)], steps + line.steps
+    return [(name, depth, steps) for name, (depth, steps) in found.items()]
+
+
+def sources(lines: Sequence[Line]) -> Bars:
+    """Accepted guesses per step, by the source that proposed them."""
+    steps: dict[str, int] = {}
+    counts: dict[str, dict[str, int]] = {}
+    for line in lines:
+        if line.accepted_by_source:
+            steps[line.method.label] = steps.get(line.method.label, 0) + line.steps
+            kept = counts.setdefault(line.method.label, {})
+            for source, count in line.accepted_by_source.items():
+                kept[source] = kept.get(source, 0) + count
+    names = list(dict.fromkeys(source for kept in counts.values() for source in kept))
+    series: dict[str, Sequence[float | None]] = {}
+    for name in names:
+        series[name] = [counts[m][name] / steps[m] if name in counts[m] else None for m in counts]
+    return Bars("accepted guesses per step, by source", list(counts), series)

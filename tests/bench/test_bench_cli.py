@@ -1,0 +1,359 @@
+"""`lookahead bench` on a tiny model: every preset to its report, interrupted and resumed runs, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lookahead.bench.inflate import SHAPES, Shape
+from lookahead.bench.plan import Plan
+from lookahead.bench.presets import DEFAULT, PRESETS
+from lookahead.bench.results import Results
+from lookahead.bench.runner import Runner
+from lookahead.cli import app
+from lookahead.cli.common import Host
+from lookahead.generate import LookaheadModel
+
+SMALL = ("--limit", "1", "--max-tokens", "6")
+
+
+@pytest.fixture
+def load(lm: Any, make_model: Callable[..., Any], tokenizer: Any, settings: Any) -> Callable[..., Any]:
+    """As `lookahead.load`: the tiny model, in the dtype asked for."""
+
+    def loaded(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Any:
+        if dtype in ("auto", "float32") and backend == "auto":
+            return lm
+        made = make_model() if dtype == "auto" else make_model().to(getattr(torch, dtype))
+        return LookaheadModel(made, tokenizer, "tiny", settings, backend)
+
+    return loaded
+
+
+@pytest.fixture
+def run(load: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    def command(*args: str) -> Any:
+        host = Host(load=load)
+        out = () if "--out" in args else ("--out", str(tmp_path / "out"))
+        return CliRunner().invoke(app, ["bench", *args, *out], obj=host, prog_name="lookahead", env={"COLUMNS": "200"})
+
+    return command
+
+
+@pytest.fixture
+def rouge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for rouge-score that tells different texts apart."""
+
+    class Scorer:
+        def __init__(self, types: list[str], use_stemmer: bool) -> None:
+            self.types = types
+
+        def score(self, target: str, prediction: str) -> Any:
+            return {
+                name: SimpleNamespace(fmeasure=(hash((name, target, prediction)) % 997) / 997) for name in self.types
+            }
+
+    module: Any = ModuleType("rouge_score.rouge_scorer")
+    module.RougeScorer = Scorer
+    monkeypatch.setitem(sys.modules, "rouge_score", ModuleType("rouge_score"))
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", module)
+
+
+def table(text: str, title: str) -> list[list[str]]:
+    """The cells of a Markdown section's table, less head and rule."""
+    section = text.split(f"## {title}")[1].split("\n## ")[0]
+    return [[c.strip() for c in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")][
+        2:
+    ]
+
+
+def test_the_default_run_ends_with_a_report(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("--quick", "--limit", "2", "--max-tokens", "8")
+    assert result.exit_code == 0, result.output
+    rows = table(result.stdout, "Methods")
+    assert [row[1] for row in rows] == [method.label for method in DEFAULT.methods]
+    assert {row[-1] for row in rows} == {"2/2"}, "every method gives greedy's tokens"
+    assert rows[0][-2] == "1.00x"
+    assert "builtin: lookahead is " in result.stdout
+    assert "2/2 outputs identical" in result.stdout
+    out = tmp_path / "out"
+    assert (out / "default.md").read_text() == result.stdout
+    page = (out / "default.html").read_text()
+    for svg in re.findall(r"<svg.*?</svg>", page, re.S):
+        ElementTree.fromstring(svg)
+    assert page.count("<svg") == 4
+    assert not re.search(r"(src|href)=", page), "self-contained"
+    first = json.loads((out / "results.jsonl").read_text().splitlines()[0])
+    assert first["kind"] == "about"
+    assert {"model", "dtype", "device", "cores", "torch", "transformers", "lookahead", "revision"} <= set(first)
+
+
+def test_json_is_the_last_line(run: Callable[..., Any]) -> None:
+    result = run("--json", "--method", "hf-greedy", "--method", "lookahead", "--method", "paper:3,3,3", *SMALL)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert [line["method"] for line in found["lines"]] == ["hf-greedy", "lookahead", "paper:3,3,3"]
+    assert all((line["same"], line["compared"], line["tokens"]) == (1, 1, 6) for line in found["lines"])
+    assert Path(found["files"]["html"]).is_file()
+    assert found["about"]["model"] == "tiny"
+
+
+def test_a_second_run_goes_on_where_the_first_stopped(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("--limit", "2", "--max-tokens", "6", "--repeats", "2", "--method", "hf-greedy", "--method", "lookahead")
+    ran: list[str] = []
+    row = Runner.row
+
+    def counting(self: Runner, job: Any, longest: int = 0) -> Any:
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        ran.append(job.key)
+        return row(self, job, longest)
+
+    monkeypatch.setattr(Runner, "row", counting)
+    first = run(*args)
+    assert first.exit_code == 130
+    assert "interrupted, 5 of 8 answers to go: the same command goes on from here" in first.stderr
+    assert "3 of 8 answers. Not finished." in first.stdout
+    monkeypatch.setattr(Runner, "row", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
+    second = run(*args)
+    assert second.exit_code == 0, second.output
+    assert "3 of 8 answers are there already" in second.stderr
+    assert len(ran) == len(set(ran)) == 8
+    assert {line[-1] for line in table(second.stdout, "Methods")} == {"2/2"}
+    third = run(*args)
+    assert len(ran) == 8
+    assert third.stdout == second.stdout
+
+
+def test_presets_share_what_was_measured(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
+    where = ("--sets", "builtin", "--data-dir", str(data_dir), *SMALL)
+    assert run("--preset", "overhead", "--quick", *where).exit_code == 0
+    before = len(Results(tmp_path / "out" / "results.jsonl").rows)
+    result = run("--preset", "overhead", "--quick", *where)
+    assert result.exit_code == 0
+    assert len(Results(tmp_path / "out" / "results.jsonl").rows) == before
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "flash"])
+def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path, tmp_path: Path, rouge: None) -> None:
+    result = run("--preset", name, "--quick", "--data-dir", str(data_dir), *SMALL)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out" / f"{name}.html").read_text()
+    plots = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert bool(plots) == (name != "exactness")
+    for svg in plots:
+        assert "nan" not in svg
+        ElementTree.fromstring(svg)
+    assert "Traceback" not in result.output
+    assert "paper" in result.stdout.lower()
+
+
+def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any], data_dir: Path) -> None:
+    result = run("--preset", "ablation", "--quick", "--data-dir", str(data_dir), *SMALL)
+    rows = table(result.stdout, "Table 3 on mt-bench")
+    assert [row[0] for row in rows] == [
+        "hf-greedy", "hf-prompt-lookup", "(10,1,3) + prompt", "(5,1,10) + prompt", "(5,1,30)", "(5,1,30) + prompt",
+        "(5,30,1)", "(5,15,15)", "(5,15,15) + prompt",
+    ]  # fmt: skip
+    assert rows[-1][-1] == "1.88x, 2.05"
+    sources = table(result.stdout, "Sources on mt-bench")
+    assert len(sources) == 15
+    assert {row[-2] for row in rows} == {row[-1] for row in sources} == {"1/1"}
+
+
+def test_sampling_scores_are_those_of_autoregressive(run: Callable[..., Any], data_dir: Path, rouge: None) -> None:
+    result = run("--preset", "sampling", "--data-dir", str(data_dir), "--limit", "2", "--max-tokens", "12")
+    assert result.exit_code == 0, result.output
+    rows = table(result.stdout, "Table 2")
+    assert len(rows) == 12
+    for data in ("cnn-dm", "xsum"):
+        for heat in ("0", "1"):
+            scores = [row[3:6] for row in rows if row[:2] == [data, heat]]
+            assert len(scores) == 3
+            assert scores[0] == scores[1] == scores[2]
+            assert "-" not in scores[0]
+    assert {row[-2] for row in rows} == {"2/2"}
+    heats = {tuple(row[3:6]) for row in rows if row[0] == "cnn-dm"}
+    assert len(heats) == 2, "another temperature, other texts"
+
+
+def test_exactness_finds_differences_and_margins(
+    run: Callable[..., Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run("--preset", "exactness", "--data-dir", str(data_dir), "--max-tokens", "24")
+    assert result.exit_code == 0, result.output
+    rows = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
+    assert len(rows) == 9
+    for name, row in rows.items():
+        assert row[1] == "4", "two conversations of two turns"
+        if name.startswith("fp32"):
+            assert row[2:] == ["0", "-", "-", "-"], name
+    margins = [row for row in Results(tmp_path / "out" / "results.jsonl").rows.values() if row["kind"] == "margin"]
+    differing = sum(int(row[2]) for row in rows.values())
+    assert 0 < len(margins) <= differing, "bfloat16 rounds this model's logits far enough"
+    assert all(row["margin"] > 0 for row in margins)
+
+
+def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
+    run: Callable[..., Any], data_dir: Path, tmp_path: Path
+) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({"sizes": [1, 128], "seconds": [0.004, 0.005]}))
+    where = ("--data-dir", str(data_dir), "--step-cost", str(cost), "--sets", "classeval", *SMALL)
+    result = run("--preset", "scaling", *where)
+    assert result.exit_code == 0, result.output
+    assert "## Projection: classeval, our sources" in result.stdout
+    assert "A projection, not a measurement on several GPUs" in result.stdout
+    assert "4x on ClassEval with 8 A100s" in result.stdout
+    rows = table(result.stdout, "Projection: classeval, the paper's method")
+    assert [row[0] for row in rows] == ["1", "2", "4", "8"]
+    assert {row[1] for row in table(result.stdout, "Traffic per generated token: classeval, our sources")} == {
+        "tensor", "pipeline", "lookahead",
+    }  # fmt: skip
+    results = Results(tmp_path / "out" / "results.jsonl")
+    assert {row["kind"] for row in results.rows.values()} == {"share"}, "no step was timed here"
+    again = run("--preset", "scaling", *where)
+    assert "S and shares of" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--preset", "ablatoin"), "--preset does not know 'ablatoin': did you mean 'ablation'"),
+        (("--sets", "builtn"), "unknown prompt set 'builtn': did you mean 'builtin'"),
+        (("--sets", ","), "--sets names none"),
+        (("--method", "hf-gredy"), "unknown method 'hf-gredy': did you mean 'hf-greedy'"),
+        (("--method", "hf-assisted"), "'hf-assisted' needs --draft-model"),
+        (("--sets", "mbpp", "--data-dir", "nowhere"), "set 'mbpp' needs nowhere/mbpp.jsonl"),
+        (("--preset", "flash", "--sets", "builtin"), "compares GPU kernels and needs a CUDA device"),
+        (("--preset", "scaling", "--sets", "builtin", "--method", "lookahead"), "takes no --method"),
+        (
+            ("--preset", "scaling", "--sets", "builtin", "--step-cost", "nowhere.json"),
+            "--step-cost nowhere.json: No such",
+        ),
+        (("--preset", "configs", "--sets", "builtin", "--shapes", "9b"), "--shapes does not know '9b'"),
+        (("--preset", "scaling", "--sets", "builtin", "--ranks", "2"), "measured on one rank"),
+    ],
+)
+def test_mistakes_are_one_line(args: tuple[str, ...], error: str, run: Callable[..., Any]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert error in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_rouge_score(run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    result = run("--preset", "sampling", "--data-dir", str(data_dir))
+    assert result.exit_code == 2
+    assert "need rouge-score" in result.stderr
+
+
+def test_a_corrupt_file_of_results(run: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "results.jsonl").write_text("{broken\n")
+    result = run(*SMALL)
+    assert result.exit_code == 2
+    assert "results.jsonl, line 1 is no result" in result.stderr
+    assert (out / "results.jsonl").read_text() == "{broken\n"
+
+
+def test_flash_compares_the_two_backends(
+    run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the kernels' slow twins: what is compared, not how fast it is."""
+    monkeypatch.setitem(PRESETS, "flash", replace(PRESETS["flash"], cuda=False))
+    result = run("--preset", "flash", "--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    assert result.exit_code == 0, result.output
+    rows = table(result.stdout, "With and without the kernel")
+    assert [row[1] for row in rows][:3] == ["hf-greedy", "autoregressive, no kernel", "autoregressive, kernel"]
+    assert {row[-1] for row in rows} == {"1/1"}
+    gains = table(result.stdout, "What the kernel gains")
+    assert [row[1] for row in gains] == ["autoregressive", "(5,15,15) + prompt", "lookahead"]
+    ratio = float(rows[2][-2].rstrip("x")) / float(rows[1][-2].rstrip("x"))
+    assert float(gains[0][2].rstrip("x")) == pytest.approx(ratio, abs=0.1)
+
+
+def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
+    args = ("--preset", "exactness", "--quick", "--data-dir", str(data_dir), "--method", "hf-greedy", *SMALL)
+    assert run(*args).exit_code == 0
+    assert {m.dtype for m in Plan.of("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
+        "float32",
+        "float16",
+    }
+
+
+def test_the_presets_are_listed(run: Callable[..., Any]) -> None:
+    assert [line.split()[0] for line in run("--preset", "list").stdout.splitlines()] == list(PRESETS)
+
+
+def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    args = ["bench", "--ranks", "2", "--model", str(folder), "--out", str(tmp_path / "out"), "--limit", "2"]
+    args += ["--max-tokens", "12", "--repeats", "1", "--method", "hf-greedy", "--method", "paper:3,3,3"]
+    args += ["--method", "config:window=3,ngram=4,budget=40"]
+    environment = {**os.environ, "LOOKAHEAD_CACHE": str(tmp_path / "cache")}
+
+    command = [sys.executable, "-m", "lookahead", *args]
+    first = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert first.returncode == 0, first.stderr
+    rows = table(first.stdout, "Ranks")
+    assert [row[:3] for row in rows] == [
+        ["builtin", "paper:3,3,3, 2 ranks", "2"],
+        ["builtin", "config:window=3,ngram=4,budget=40, 2 ranks", "2"],
+    ]
+    for row in rows:
+        assert len(row[5].split()) == len(row[6].split()) == 2
+        assert max(map(float, row[5].split())) < float(row[4]), "a rank runs less than the tree"
+        assert row[7] == "1.00"
+        assert row[10] == "2/2"
+    assert {row[-1] for row in table(first.stdout, "Methods")} == {"2/2"}
+
+
+def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))
+    where = ("--sets", "builtin", *SMALL)
+    found = run("--preset", "configs", "--quick", "--shapes", "7b", *where)
+    assert found.exit_code == 0, found.output
+    rows = table(found.stdout, "Table 4: the best of the grid")
+    assert [(row[0], row[6], row[7]) for row in rows] == [
+        ("this one, builtin", "measured", "-"),
+        ("this one, builtin", "t(K) / S", "-"),
+        ("7b shape, builtin", "t(K) / S", "15, 5"),
+    ]
+    args = ("--method", "hf-greedy", "--method", "lookahead", *where)
+    small, large = run("--json", *args), run("--json", "--inflate", "7b", *args, "--out", str(tmp_path / "large"))
+    assert large.exit_code == 0, large.output
+    found = json.loads(large.stdout)
+    assert found["about"]["model"] == "tiny in 7b shape"
+    tokens = [
+        [
+            row["tokens"]
+            for row in Results(Path(json.loads(one.stdout)["files"]["results"])).rows.values()
+            if "tokens" in row
+        ]
+        for one in (small, large)
+    ]
+    assert tokens[1][0] in tokens[0], "the same function"
+    assert {line["same"] for line in found["lines"]} == {1}

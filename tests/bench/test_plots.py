@@ -1,0 +1,91 @@
+"""The report's drawings and page: round axes, everything on the card, names escaped."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.bench.page import html
+from lookahead.bench.plots import WIDTH, draw, ticks
+from lookahead.bench.sections import Bars, Curves, Section, markdown
+
+NUMBERS = st.floats(0, 1e6, allow_nan=False)
+HEIGHT = re.compile(r'viewBox="0 0 760 (\d+)"')
+
+
+@given(NUMBERS, NUMBERS)
+def test_ticks_cover_the_values_with_few_numbers(a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    found = ticks(low, high)
+    assert found[0] <= low + 1e-6 * (1 + high)
+    assert found[-1] >= high - 1e-6 * (1 + high)
+    assert 2 <= len(found) <= 9
+    assert found == sorted(set(found))
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0, 2.05) == [0, 0.5, 1, 1.5, 2, 2.5]
+    assert ticks(0, 0.36) == [0, 0.1, 0.2, 0.3, 0.4]
+
+
+def places(svg: str) -> tuple[float, list[tuple[float, float]]]:
+    height = float(HEIGHT.search(svg)[1])  # type: ignore[index]
+    found = []
+    for element in ElementTree.fromstring(svg).iter():
+        for x, y in (("x", "y"), ("cx", "cy"), ("x1", "y1"), ("x2", "y2")):
+            if x in element.attrib:
+                found.append((float(element.attrib[x]), float(element.attrib[y])))
+        for pair in element.get("points", "").split():
+            left, _, top = pair.partition(",")
+            found.append((float(left), float(top)))
+    return height, found
+
+
+PLOTS = (
+    Bars("one", ["a"], {"x": [1.0]}),
+    Bars("gaps", ["a", "b"], {"x": [1.0, None], "y": [None, 2.5]}, "x", 1.0),
+    Bars("many", [f"a rather long label {i}" for i in range(15)], {f"series {i}": [float(i)] * 15 for i in range(9)}),
+    Bars("empty", [], {}),
+    Curves("one point", "x", "y", {"a": [(3.0, 2.0)]}),
+    Curves(
+        "log", "x", "y", {"a": [(1.0, 1.0), (32.0, 2.0)], "a, paper": [(1.0, 1.2), (32.0, 2.2)]}, ["a, paper"], True
+    ),
+    Curves("empty", "x", "y", {}),
+)
+
+
+@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.title)
+def test_everything_is_on_the_card(plot: Bars | Curves) -> None:
+    height, found = places(draw(plot))
+    for x, y in found:
+        assert 0 <= x <= WIDTH
+        assert 0 <= y <= height
+
+
+def test_the_highest_bar_is_the_largest_value() -> None:
+    svg = draw(Bars("two", ["a", "b"], {"x": [1.0, 4.0]}))
+    low, high = (float(height) for height in re.findall(r'<rect [^>]* height="([\d.]+)"', svg))
+    assert high == pytest.approx(4 * low, rel=0.02)
+
+
+def test_kin_share_a_colour_and_the_papers_are_dashed() -> None:
+    svg = draw(PLOTS[5])
+    lines = re.findall(r"<polyline [^>]*>", svg)
+    colours = [re.search(r'stroke="(#\w+)"', line)[1] for line in lines]  # type: ignore[index]
+    assert colours[0] == colours[1]
+    assert ["dash" in line for line in lines] == [False, True]
+
+
+def test_names_are_escaped() -> None:
+    section = Section(
+        "a < b", ("m|n", "v"), [["<script>", "1.0"]], ["see `x` & <y>"], [Bars("<t>", ["<l>"], {"<s>": [1.0]})]
+    )
+    page = html("<title>", [section])
+    assert "<script>" not in page
+    assert "<code>x</code> &amp; &lt;y&gt;" in page
+    assert "&lt;t&gt;" in page
+    assert "| m\\|n | v |" in markdown("t", [section])

@@ -1,0 +1,101 @@
+"""Results on disk: nothing that was measured is lost, and nothing broken is taken for a result."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookahead.bench.results import Results, key_of
+
+ABOUT = {"model": "tiny", "dtype": "float32", "device": "cpu: x", "torch": "1", "revision": "abc"}
+
+
+def made(path: Path, count: int = 2) -> Results:
+    results = Results(path)
+    results.begin(ABOUT)
+    for i in range(count):
+        results.add({"kind": "answer", "key": f"k{i}", "value": i})
+    return results
+
+
+def test_what_was_added_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    made(path)
+    again = Results(path)
+    assert (again.about, again.dropped) == (ABOUT, False)
+    assert [row["value"] for row in again.get(["k1", "k0", "k9"])] == [1, 0]
+    again.begin(ABOUT)
+    assert len(path.read_text().splitlines()) == 3, "the same facts are written once"
+    again.add({"kind": "answer", "key": "k0", "value": 7})
+    assert Results(path).rows["k0"]["value"] == 7, "the later one counts"
+
+
+def test_a_cut_last_line_is_dropped_and_the_file_mended(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    made(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "answer", "key": "k9", "val')
+    again = Results(path)
+    assert again.dropped
+    assert list(again.rows) == ["k0", "k1"]
+    assert path.read_bytes() == whole
+    again.add({"kind": "answer", "key": "k2"})
+    assert list(Results(path).rows) == ["k0", "k1", "k2"]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[]", '{"kind": "answer"}', "\x00\x00\x00"])
+def test_a_corrupt_line_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    made(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    with pytest.raises(ValueError, match=r"results\.jsonl, line 3 is no result .* remove that line"):
+        Results(path)
+
+
+@pytest.mark.parametrize("name", ["model", "torch", "revision"])
+def test_another_model_or_version_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    made(path)
+    with pytest.raises(ValueError, match=rf"holds results with {name} .* give another --out"):
+        Results(path).begin({**ABOUT, name: "other"})
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+    results = made(path)
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="No space left on device; what was measured before is kept"):
+        results.add({"kind": "answer", "key": "k9", "value": 9})
+    assert path.read_bytes() == before
+    assert "k9" not in results
+
+
+def test_ctrl_c_while_writing_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+    results = made(path)
+    before = path.read_bytes()
+
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        results.add({"kind": "answer", "key": "k9"})
+    assert path.read_bytes() == before
+
+
+def test_keys_depend_on_every_fact_and_not_on_their_order() -> None:
+    assert key_of({"a": 1, "b": (2, 3)}) == key_of({"b": [2, 3], "a": 1})
+    assert key_of({"a": 1}) != key_of({"a": 2})
+    assert json.loads(json.dumps(key_of({"a": 1}))) == key_of({"a": 1})
