@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 FEW_GUESSES = 0.4
-"""With fewer guesses than columns b is W^0.6 G^0.4: so that the paper's law gives its own 1.79 for (N,W,G) = (5,30,1)."""
+"""With fewer guesses than columns b is W^0.6 G^0.4: so the paper's law gives the paper's 1.79 for (N,W,G) = (5,30,1)."""
 
 
 def expected_tokens(alpha: float, gamma: int, b: float = 1) -> float:
@@ -82,8 +82,8 @@ class Point:
     compression: float
 
 
-def fit(points: Sequence[Point], near: ScalingLaw = PAPER) -> ScalingLaw:
-    """The law with the least squared error over measured points.
+def fit(points: Sequence[Point], near: ScalingLaw = PAPER, trust: float = 0.0) -> ScalingLaw:
+    """The law with the least squared error over measured points, plus `trust` times alpha's squared way from `near`.
 
     Given alpha, S - 1 = (E - 1) / f is linear in 1 / f, which has a closed form; alpha is searched. One shape of
     (W, N, G) cannot tell alpha from f, so alpha then stays that of `near`; nothing measured leaves `near` as it is.
@@ -92,11 +92,15 @@ def fit(points: Sequence[Point], near: ScalingLaw = PAPER) -> ScalingLaw:
         return near
     if len({(p.ngram, candidates(p.window, p.guesses)) for p in points}) == 1:
         return _with_alpha(near.alpha, points)[1]
-    best = min((_with_alpha(i / 200, points) for i in range(1, 200)), key=lambda found: found[0])[1]
-    low, high = best.alpha - 1 / 200, best.alpha + 1 / 200
+
+    def error(alpha: float) -> float:
+        return _with_alpha(alpha, points)[0] + trust * (alpha - near.alpha) ** 2
+
+    best = min((i / 200 for i in range(1, 200)), key=error)
+    low, high = best - 1 / 200, best + 1 / 200
     for _ in range(40):  # ternary search between the neighbours of the best of the grid
         left, right = low + (high - low) / 3, high - (high - low) / 3
-        if _with_alpha(left, points)[0] <= _with_alpha(right, points)[0]:
+        if error(left) <= error(right):
             high = right
         else:
             low = left
@@ -115,10 +119,9 @@ def _with_alpha(alpha: float, points: Sequence[Point]) -> tuple[float, ScalingLa
 
 @dataclass(frozen=True)
 class LogLaw:
-    """The law's other half, for any source: S is linear in log K. Straight lines through the known sizes.
+    """The law's other half, for any source: S grows by the log of K. Straight lines in log K through known sizes.
 
-    Below the first size the line goes to S = 1 at K = 1; beyond the last it goes on with half its slope (measured
-    slopes flatten: see benchmarks/results/tune.md).
+    Before the first size the line comes from S = 1 at K = 1; after the last it goes on as it was.
     """
 
     sizes: tuple[float, ...]
@@ -134,4 +137,4 @@ class LogLaw:
         sizes, values = (1.0, *self.sizes), (1.0, *self.values)
         i = next((i for i, known in enumerate(sizes) if known >= size), len(sizes) - 1) or 1
         slope = (values[i] - values[i - 1]) / math.log(sizes[i] / sizes[i - 1])
-        return values[i] + slope * math.log(size / sizes[i]) * (0.5 if size > sizes[i] else 1.0)
+        return values[i] + slope * math.log(size / sizes[i])
