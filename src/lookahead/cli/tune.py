@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
 from lookahead.cache import cache_dir
@@ -54,6 +56,9 @@ def tune(
     asked = choose_prompts(prompts, QUICK_PROMPTS if quick else PROMPTS)
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot: no folder {str(plot.parent)!r} to write {plot.name!r} to; make it first")
+    if plot is not None and find_spec("matplotlib") is None:
+        host.say("note: --plot needs matplotlib (pip install matplotlib); the plot in the terminal has to do")
+        plot = None
 
     from lookahead.tune import plot as drawing
     from lookahead.tune import tuner
@@ -96,14 +101,15 @@ def choose_prompts(path: Path | None, ours: int) -> list[str]:
 
 def table(result: Any) -> Table:
     """Every candidate, fastest first; * marks the best."""
-    made = Table("", "candidate", "S from")
-    for name in ("tokens/step", "S", "ms/step", "tok/s", "speedup"):
-        made.add_column(name, justify="right")
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    made.add_column("  candidate", no_wrap=True)
+    made.add_column("S from", no_wrap=True)
+    for name in ("tokens\n/step", "S", "ms\n/step", "tok/s", "speedup"):
+        made.add_column(name, justify="right", no_wrap=True)
     for one in result.predictions:
         best = one is result.best
         made.add_row(
-            "*" if best else "",
-            one.candidate.name,
+            f"{'*' if best else ' '} {one.candidate.name}",
             one.basis,
             f"{one.step_tokens:.1f}",
             f"{one.compression:.2f}",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lookahead.config import LookaheadConfig
 from lookahead.cost import StepCost, suited
@@ -20,13 +22,13 @@ HALF_BUDGET = 128
 """In half precision a step of more tokens is not the same text as token by token, on any backend: none is offered."""
 
 DEFAULT_S = LogLaw((8, 16, 32, 64, 128, 256), (1.40, 1.57, 1.86, 2.17, 2.53, 2.94))
-DEFAULT_K = LogLaw((8, 16, 32, 64, 128, 256), (4.6, 9.4, 20.6, 50.9, 97.2, 198.4))
-"""S and mean tokens per step of the default sources by budget, the whole budget used: the embedded model, three of our
+DEFAULT_FILL = {8: 0.57, 16: 0.59, 32: 0.64, 64: 0.80, 128: 0.76, 256: 0.77}
+"""S of the default sources by budget, and how much of the budget their steps hold: the embedded model, three of our
 prompts, 96 tokens each. Longer answers give more."""
 LOOKUP_S, LOOKUP_K = 1.2, 5.6
 """Prompt lookup in the same run."""
 PAPER_FILL = 0.27
-"""How much of the G n-grams a step of the paper's method holds, as the pool may know fewer and they share tokens: 0.2 to
+"""How much of the G n-grams a step of the paper's method holds (the pool may know fewer, and they share tokens): 0.2 to
 0.38 in the same run."""
 
 
@@ -84,11 +86,32 @@ def prior(candidate: Candidate, table: Sequence[float]) -> Estimate:
         window, ngram, guesses = config.window, config.ngram, config.guesses
         return Estimate(PAPER.predict(window, ngram, guesses), paper_tokens(config, PAPER_FILL))
     if candidate.kind == FILLED:
-        return Estimate(DEFAULT_S.predict(config.budget), DEFAULT_K.predict(config.budget))
+        return Estimate(DEFAULT_S.predict(config.budget), default_tokens(config.budget))
     # Fitted step by step it does at least as well as with the best one size for all steps.
     sizes = [2.0**i for i in range(1, 10) if 2**i <= config.budget] or [2.0]
-    best = max(sizes, key=lambda k: DEFAULT_S.predict(k) / at(table, DEFAULT_K.predict(k)))
-    return Estimate(DEFAULT_S.predict(best), DEFAULT_K.predict(best))
+    best = max(sizes, key=lambda k: DEFAULT_S.predict(k) / at(table, default_tokens(k)))
+    return Estimate(DEFAULT_S.predict(best), default_tokens(best))
+
+
+def follow(prior_of: Callable[[float], float], known: Mapping[Any, float]) -> Callable[[float], float]:
+    """The prior, scaled to pass through what is known; between known places the scale is a straight line in log x."""
+    ratios = sorted((x, value / prior_of(x)) for x, value in known.items())
+
+    def value(x: float) -> float:
+        if not ratios:
+            return prior_of(x)
+        above = next((i for i, (place, _) in enumerate(ratios) if place >= x), len(ratios))
+        if above in (0, len(ratios)):
+            return prior_of(x) * ratios[min(above, len(ratios) - 1)][1]
+        (a, low), (b, high) = ratios[above - 1], ratios[above]
+        return prior_of(x) * (low + (high - low) * math.log(x / a) / math.log(b / a))
+
+    return value
+
+
+def default_tokens(budget: float) -> float:
+    """Tokens per step of the default sources, the whole budget used."""
+    return max(1.0, budget * follow(lambda _: 1.0, DEFAULT_FILL)(budget))
 
 
 def paper_tokens(config: LookaheadConfig, fill: float) -> float:

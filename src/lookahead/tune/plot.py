@@ -29,10 +29,8 @@ def bars(predictions: Sequence[Prediction], width: int = WIDTH) -> str:
 
 def svg(result: Result, path: Path) -> None:
     """Left: every candidate's speedup. Right: S of the paper's method over W, as measured and by the fitted law."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave it out") from error
+    import matplotlib
+
     matplotlib.use("svg")
     from matplotlib import pyplot
 

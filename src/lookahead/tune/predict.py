@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from lookahead.tune.candidates import (
     AUTOREGRESSIVE,
-    DEFAULT_K,
     DEFAULT_S,
     FILLED,
     PAPER_FILL,
@@ -24,6 +23,8 @@ from lookahead.tune.candidates import (
     Candidate,
     Estimate,
     at,
+    default_tokens,
+    follow,
     paper_tokens,
     prior,
 )
@@ -58,22 +59,6 @@ class Laws:
     default_k: Callable[[float], float]
 
 
-def follow(prior_of: Callable[[float], float], known: Mapping[float, float]) -> Callable[[float], float]:
-    """The prior, scaled to pass through what is known; between known places the scale is a straight line in log x."""
-    ratios = sorted((x, value / prior_of(x)) for x, value in known.items())
-
-    def value(x: float) -> float:
-        if not ratios:
-            return prior_of(x)
-        above = next((i for i, (place, _) in enumerate(ratios) if place >= x), len(ratios))
-        if above in (0, len(ratios)):
-            return prior_of(x) * ratios[min(above, len(ratios) - 1)][1]
-        (a, low), (b, high) = ratios[above - 1], ratios[above]
-        return prior_of(x) * (low + (high - low) * math.log(x / a) / math.log(b / a))
-
-    return value
-
-
 def learn(trials: Mapping[Candidate, Trial]) -> Laws:
     """Fit the laws to the candidates that were run."""
     papers = [(one.config, trial) for one, trial in trials.items() if one.kind == PAPERS]
@@ -87,7 +72,7 @@ def learn(trials: Mapping[Candidate, Trial]) -> Laws:
         points=points,
         paper_fill=held / room if room else PAPER_FILL,
         default_s=lambda k: 1 + gain(k),
-        default_k=follow(DEFAULT_K.predict, {k: trial.step_tokens for k, trial in whole}),
+        default_k=follow(default_tokens, {k: trial.step_tokens for k, trial in whole}),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 FEW_GUESSES = 0.4
-"""With fewer guesses than columns b is W^0.6 G^0.4: so the paper's law gives the paper's 1.79 for (N,W,G) = (5,30,1)."""
+"""With fewer guesses than columns b is W^0.6 G^0.4: with it the paper's law gives its 1.79 for (N,W,G) = (5,30,1)."""
 
 
 def expected_tokens(alpha: float, gamma: int, b: float = 1) -> float:

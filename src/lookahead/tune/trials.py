@@ -1,9 +1,13 @@
-"""Short real runs of a candidate: how large its steps were, what they took and what they gave."""
+"""Short real runs of candidates: how large their steps were, what they took and what they gave.
+
+A shared machine is slower in one second than in the next. So the candidates of a round take turns step by step, plain
+decoding among them, and each one's steps are compared with the plain ones of the same moments.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -25,49 +29,65 @@ class Run:
     tokens: int = 0
     steps: int = 0
 
-    def factor(self, table: Sequence[float]) -> float:
-        """Seconds of its steps over those of the curve, for the very sizes it had; NaN without steps."""
-        ratios = [taken / table[size - 1] for size, taken in zip(self.sizes, self.seconds, strict=True)]
+    def factor(self, table: Sequence[float], steps: int | None = None) -> float:
+        """Seconds of its (first) steps over those of the curve, for the very sizes it had; NaN without steps."""
+        sizes, seconds = self.sizes[:steps], self.seconds[:steps]
+        ratios = [taken / table[size - 1] for size, taken in zip(sizes, seconds, strict=True)]
         if not ratios:
             return math.nan
         limit = STALL * median(ratios)
-        kept = [(s, t) for s, t, r in zip(self.sizes, self.seconds, ratios, strict=True) if r <= limit]
+        kept = [(s, t) for s, t, r in zip(sizes, seconds, ratios, strict=True) if r <= limit]
         return sum(t for _, t in kept) / sum(table[s - 1] for s, _ in kept)
 
 
-def run(model: Any, prompt: Any, config: LookaheadConfig, warmth: Warmth, **settings: Any) -> Run:
-    """Generate one answer through the model's own path, text and all, and look at each step."""
-    found, kept = Run(), model.warmth
-    model.warmth = warmth
-    size, seconds = 0, 0.0
+def weave(
+    model: Any, prompt: Any, asked: Sequence[tuple[LookaheadConfig, Warmth]], settings: dict[str, Any]
+) -> list[Run]:
+    """One answer by each config, a step of each in turn, through the model's own path, text and all."""
+    runs = [Run() for _ in asked]
+    kept = model.warmth
+    streams: list[Generator[None, None, None]] = []
     try:
-        for stats in model.steps(prompt, config=config, **settings):
-            if found.steps:
-                found.sizes.append(stats.step_tokens - size)
-                found.seconds.append(stats.seconds - seconds)
-            else:
-                found.first_seconds = stats.seconds
-            size, seconds = stats.step_tokens, stats.seconds
-            found.steps, found.tokens = stats.steps, stats.generated_tokens
+        for run, (config, warmth) in zip(runs, asked, strict=True):
+            model.warmth = warmth  # taken at the first step
+            streams.append(_watched(run, model.steps(prompt, config=config, **settings)))
+            next(streams[-1], None)
+        live = list(streams)
+        while live:
+            live = [stream for stream in live if next(stream, stream) is None]
     finally:
         model.warmth = kept
-    return found
+        for stream in streams:
+            stream.close()
+    return runs
+
+
+def _watched(run: Run, steps: Iterator[Any]) -> Generator[None, None, None]:
+    """Note each step of an answer. The others' steps come between, so its own parts are added up, not the clock's."""
+    size, seconds = 0, 0.0
+    for stats in steps:
+        taken = stats.propose_seconds + stats.forward_seconds + stats.absorb_seconds
+        if run.steps:
+            run.sizes.append(stats.step_tokens - size)
+            run.seconds.append(taken - seconds)
+        else:
+            run.first_seconds = taken
+        size, seconds = stats.step_tokens, taken
+        run.steps, run.tokens = stats.steps, stats.generated_tokens
+        yield
 
 
 @dataclass
 class Trial:
-    """A candidate's runs, one per round. `relative` are its factors over those of plain decoding, round by round.
-
-    A shared machine is slower in one minute than in the next; plain decoding in the same round tells by how much.
-    """
+    """A candidate's runs, one per round. `relative` are its factors over those of plain decoding, round by round."""
 
     warmth: Warmth = field(default_factory=Warmth)
     runs: list[Run] = field(default_factory=list)
     relative: list[float] = field(default_factory=list)
 
-    def add(self, one: Run, table: Sequence[float], plain: float) -> None:
+    def add(self, one: Run, table: Sequence[float], plain: Run) -> None:
         self.runs.append(one)
-        factor = one.factor(table) / plain
+        factor = one.factor(table) / plain.factor(table, len(one.sizes))
         if math.isfinite(factor):
             self.relative.append(factor)
 

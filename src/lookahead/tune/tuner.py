@@ -14,7 +14,7 @@ from lookahead.cost import SIZES, StepCost, measure, processor
 from lookahead.sources import Warmth
 from lookahead.tune.candidates import AUTOREGRESSIVE, BUDGETS, FITTED, Candidate, all_candidates
 from lookahead.tune.predict import Laws, Prediction, learn, predict
-from lookahead.tune.trials import Trial, run
+from lookahead.tune.trials import Trial, weave
 
 ALL_SIZES = (*SIZES, 192, 256, 384, 512)
 ANCHORS = (
@@ -149,20 +149,16 @@ class Tuner:
 
     def warm_up(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
         """What happens once per shape of a step happens here."""
-        for one in candidates:
-            run(self.model, prompt, one.config, Warmth(), **{**self.settings, "max_tokens": WARM_UP_TOKENS})
+        asked = [(one.config, Warmth()) for one in dict.fromkeys([self.plain, *candidates])]
+        weave(self.model, prompt, asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
 
-    def round(self, prompt: Any, candidates: Sequence[Candidate], turn: int = 0) -> None:
-        """One prompt by each of these, plain decoding always among them; the order turns from round to round."""
-        order = [self.plain, *(one for one in candidates if one is not self.plain)]
-        turn %= len(order)
-        runs = {}
-        for one in [*order[turn:], *order[:turn]]:
-            warmth = self.trials.setdefault(one, Trial()).warmth
-            runs[one] = run(self.model, prompt, one.config, warmth, **self.settings)
-        plain = runs[self.plain].factor(self.table)
-        for one, done in runs.items():
-            self.trials[one].add(done, self.table, plain)
+    def round(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
+        """One prompt by each of these, plain decoding always among them."""
+        chosen = [self.plain, *(one for one in candidates if one is not self.plain)]
+        asked = [(one.config, self.trials.setdefault(one, Trial()).warmth) for one in chosen]
+        runs = weave(self.model, prompt, asked, self.settings)
+        for one, run in zip(chosen, runs, strict=True):
+            self.trials[one].add(run, self.table, runs[0])
 
     def look(self, prompts: Sequence[Any], candidates: Sequence[Candidate]) -> None:
         """Rounds of all prompts."""
@@ -170,8 +166,8 @@ class Tuner:
             return
         self.say(f"running {', '.join(one.name for one in candidates)} on {len(prompts)} prompts ...")
         self.warm_up(prompts[0], candidates)
-        for turn, prompt in enumerate(prompts):
-            self.round(prompt, candidates, turn)
+        for prompt in prompts:
+            self.round(prompt, candidates)
 
     def predictions(self) -> list[Prediction]:
         return predict(self.candidates, self.table, self.trials, self.settings["max_tokens"])
