@@ -35,9 +35,7 @@ CHECKED = (
     "paper W=4 N=3 G=4",
     "default K=8",
     "default K=32",
-    "default K=64",
     "paper W=5 N=5 G=5",
-    "paper W=10 N=4 G=10",
 )
 
 

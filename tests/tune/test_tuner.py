@@ -20,7 +20,7 @@ from lookahead.tune.candidates import BUDGETS, FILLED, FITTED, PAPERS, all_candi
 from lookahead.tune.predict import Prediction
 from lookahead.tune.scaling_law import ScalingLaw
 from lookahead.tune.trials import weave
-from lookahead.tune.tuner import ANCHORS, Result, Tuner, tune
+from lookahead.tune.tuner import ANCHORS, TOGETHER, Result, Tuner, tune
 
 TRUE = ScalingLaw(0.5, 2.0)
 PROMPTS = ["one", "two", "three"]
@@ -149,7 +149,12 @@ def test_every_prompt_is_run_by_each_with_its_own_memory() -> None:
     chosen = tuner.anchors()
     for prompt in PROMPTS:
         tuner.round(prompt, chosen)
-    assert [(prompt, config) for prompt, config, _ in model.asked] == [(p, c.config) for p in PROMPTS for c in chosen]
+    asked = [(prompt, config) for prompt, config, _ in model.asked]
+    plain = chosen[0].config
+    others = [one.config for one in chosen[1:]]
+    expected = [c for i in range(0, len(others), TOGETHER - 1) for c in (plain, *others[i : i + TOGETHER - 1])]
+    assert asked == [(prompt, config) for prompt in PROMPTS for config in expected]
+    assert len(others) > TOGETHER
     assert all(s == {"max_tokens": 16, "temperature": 0.5, "seed": 0} for _, _, s in model.asked)
     assert len({id(trial.warmth) for trial in tuner.trials.values()}) == len(chosen)
     assert model.warmth is before

@@ -35,6 +35,8 @@ SECOND_LOOKS = 2
 PAYS = 1.03
 """A smaller predicted speedup is within the noise: plain decoding is recommended."""
 WARM_UP_TOKENS = 8
+TOGETHER = 4
+"""Answers that take turns. Each has its own K/V, so more of them would need more memory."""
 PATIENCE = 12.0
 """Seconds after which no further round of t(K) begins: longer than `load()` takes, as every prediction rests on it."""
 
@@ -149,16 +151,23 @@ class Tuner:
 
     def warm_up(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
         """What happens once per shape of a step happens here."""
-        asked = [(one.config, Warmth()) for one in dict.fromkeys([self.plain, *candidates])]
-        weave(self.model, prompt, asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
+        for group in self._groups(candidates):
+            asked = [(one.config, Warmth()) for one in group]
+            weave(self.model, prompt, asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
 
     def round(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
-        """One prompt by each of these, plain decoding always among them."""
-        chosen = [self.plain, *(one for one in candidates if one is not self.plain)]
-        asked = [(one.config, self.trials.setdefault(one, Trial()).warmth) for one in chosen]
-        runs = weave(self.model, prompt, asked, self.settings)
-        for one, run in zip(chosen, runs, strict=True):
-            self.trials[one].add(run, self.table, runs[0])
+        """One prompt by each of these, beside plain decoding."""
+        for group in self._groups(candidates):
+            asked = [(one.config, self.trials.setdefault(one, Trial()).warmth) for one in group]
+            runs = weave(self.model, prompt, asked, self.settings)
+            for one, run in zip(group, runs, strict=True):
+                self.trials[one].add(run, self.table, runs[0])
+
+    def _groups(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Those that take turns, plain decoding first in each group."""
+        others = [one for one in candidates if one is not self.plain]
+        size = TOGETHER - 1
+        return [[self.plain, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
 
     def look(self, prompts: Sequence[Any], candidates: Sequence[Candidate]) -> None:
         """Rounds of all prompts."""
