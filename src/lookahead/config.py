@@ -136,8 +136,10 @@ class LookaheadConfig:
         """A copy with these fields changed; a window left at its default gives way to a smaller budget.
 
         What is asked for is taken at its word: naming W or K leaves the step cost out, and naming the source `jacobi`
-        gives it a window.
+        gives it a window. A config that guesses nothing has nothing to adapt: the changes are made to the default.
         """
+        if changes and not self.sources:
+            return type(self)().adapted(**changes)
         for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
             _at_least(name, changes.get(name, least), least)
         if "budget" in changes and "window" not in changes:

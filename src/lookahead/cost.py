@@ -11,6 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,7 +69,7 @@ class StepCost:
         return StepCost(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
 
 
-def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4) -> StepCost:
+def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, patience: float = PATIENCE) -> StepCost:
     """Time real steps: a root with a chain of guesses behind a short prefix. A few seconds on a CPU.
 
     Every round runs all sizes, and the best round counts: a busy neighbour slows some of them, never speeds one up.
@@ -90,10 +91,10 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4) -> 
         step(1, trail=[1] * prefix)
         begin = perf_counter()
         for number in range(rounds + 1):
-            if number > 1 and perf_counter() - begin > PATIENCE:
+            if number > 1 and perf_counter() - begin > patience:
                 break
             for size in sizes:
-                if backend.length(slot) + size > context or (not number and perf_counter() - begin > PATIENCE / 2):
+                if backend.length(slot) + size > context or (not number and perf_counter() - begin > patience / 2):
                     break
                 taken = step(size)
                 if number:  # the first round is the warm-up
@@ -127,19 +128,24 @@ def fitted(
     The ranks of a tensor-parallel model would each measure a curve of their own, plan different trees and wait for each
     other for ever, so they take the config as it is.
     """
-    model, device = backend.model, backend.device
-    if (getattr(model, "_tp_size", None) or 1) > 1:
+    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return config
+    identity = {**identity_of(backend), "torch": torch.__version__}
+    return suited(config, cached(backend, identity, folder, log).shared(ranks))
+
+
+def identity_of(backend: Any) -> dict[str, Any]:
+    """The model's shape and where it runs: what a step's cost depends on."""
+    model, device = backend.model, backend.device
     facts = model.config.to_dict()
-    identity = {
+    return {
         "model": {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"},
         "weights": str(facts.get("quantization_config")),
         "places": {k: str(v) for k, v in (getattr(model, "hf_device_map", None) or {}).items()},
         "dtype": str(backend.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
-        "torch": torch.__version__,
+        "backend": type(backend).__name__,
     }
-    return suited(config, cached(backend, identity, folder, log).shared(ranks))
 
 
 def cached(
@@ -155,8 +161,7 @@ def cached(
         "cores": os.cpu_count(),
         "version": 1,
     }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / "step-cost" / f"{key}.json"
+    path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
         stored = json.loads(path.read_text())
         return StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
@@ -165,15 +170,23 @@ def cached(
     if log is not None:
         log("measuring what a step costs on this machine (once per model) ...")
     cost = measure(backend)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent) as folder_of_parts:
-            part = Path(folder_of_parts) / path.name
-            part.write_text(json.dumps({"sizes": cost.sizes, "seconds": cost.seconds, "of": facts}))
-            os.replace(part, path)
-    except OSError:
-        pass
+    with suppress(OSError):
+        store(path, {"sizes": cost.sizes, "seconds": cost.seconds, "of": facts})
     return cost
+
+
+def key_of(facts: dict[str, Any]) -> str:
+    """A file name for what was measured of this model on this machine."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def store(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whole or not at all, whoever else writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent) as folder_of_parts:
+        part = Path(folder_of_parts) / path.name
+        part.write_text(json.dumps(content))
+        os.replace(part, path)
 
 
 def processor() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from lookahead import cost
+from lookahead import cost, profiles
 from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.choose import make_backend
 from lookahead.cache import cache_dir
@@ -186,6 +186,19 @@ class LookaheadModel:
         request = self._request(prompt, **check_settings(settings))
         return Stream(self._engine([request]), request)
 
+    def steps(self, prompt: Prompt, **settings: Any) -> Iterator[Stats]:
+        """The counters of one answer after each of its steps: the same object, ever further on."""
+        request = self._request(as_plain(prompt), **check_settings(settings))
+        engine = self._engine([request])
+        engine.add(request.sequence)
+        try:
+            while engine.running:
+                step(engine, [request])
+                yield request.sequence.stats
+        finally:
+            for sequence in engine.running:
+                engine.remove(sequence)
+
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
         template = getattr(self.tokenizer, "chat_template", None)
@@ -277,8 +290,9 @@ def load(
 
     `name`: nothing (the embedded SmolLM2-135M-Instruct), a hub id, a folder, a `.gguf` file, or a (model, tokenizer)
     pair. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'eager' (any model), or 'auto' for the
-    best that runs it. Without a `config` the cost of a step is measured for a moment (once per model and machine) and
-    the default fitted to it.
+    best that runs it. Without a `config` it is that of the profile that `lookahead tune --save` wrote for this model
+    and machine; without one the cost of a step is measured for a moment (once per model and machine) and the default
+    fitted to it.
     """
     model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
     loaded = LookaheadModel(model, tokenizer, label, config, backend, log)
@@ -286,7 +300,8 @@ def load(
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
-        loaded.default_config = cost.fitted(loaded.default_config, loaded.backend, cache_dir(), log)
+        tuned = profiles.find(label, loaded.backend, cache_dir(), log)
+        loaded.default_config = tuned or cost.fitted(loaded.default_config, loaded.backend, cache_dir(), log)
     return loaded
 
 

@@ -52,11 +52,19 @@ class Model(Protocol):
     def stream(self, prompt: Any, **settings: Any) -> Stream: ...
 
 
-def load_model(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Model:
+def load_model(
+    name: str | None,
+    *,
+    dtype: str,
+    device: str,
+    backend: str,
+    log: Callable[[str], None],
+    config: LookaheadConfig | None = None,
+) -> Model:
     """`lookahead.load`, which brings torch and transformers, imported only now."""
     import lookahead
 
-    model: Any = lookahead.load(name, dtype=dtype, device=device, backend=backend, log=log)
+    model: Any = lookahead.load(name, dtype=dtype, device=device, backend=backend, log=log, config=config)
     return model
 
 

@@ -75,11 +75,8 @@ class Settings:
 
     def check(self) -> SamplingParams:
         """Everything that can be wrong without a model, which may take long to load."""
-        choice("--dtype", self.dtype, DTYPES)
-        choice("--backend", self.backend, BACKENDS)
+        check_place(self.dtype, self.device, self.backend)
         choice("--method", self.method, METHODS)
-        if not DEVICE.fullmatch(self.device):
-            raise ValueError(f"--device does not know {self.device!r}: choose from auto, cpu, cuda, cuda:N")
         changes = self.changes()
         LookaheadConfig.for_method(self.method, **changes)
         sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed or 0)
@@ -120,6 +117,14 @@ class Settings:
             "seed": random.SystemRandom().getrandbits(31) if self.seed is None else self.seed,
             "stop": tuple(unescape(stop) for stop in self.stop or ()),
         }
+
+
+def check_place(dtype: str, device: str, backend: str) -> None:
+    """How and where a model is to run, before it is loaded."""
+    choice("--dtype", dtype, DTYPES)
+    choice("--backend", backend, BACKENDS)
+    if not DEVICE.fullmatch(device):
+        raise ValueError(f"--device does not know {device!r}: choose from auto, cpu, cuda, cuda:N")
 
 
 def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,134 @@
+"""`lookahead tune`: which config suits a model on this machine, and whether lookahead pays at all."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from lookahead.cache import cache_dir
+from lookahead.cli.common import Host
+from lookahead.cli.settings import BACKENDS, DTYPES, check_place
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+
+TOKENS, QUICK_TOKENS = 64, 32
+PROMPTS, QUICK_PROMPTS = 3, 2
+
+
+def tune(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Embedded model, preset, hub id, folder or .gguf.", metavar="NAME")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto",
+    backend: Annotated[str, typer.Option("--backend", help=f"One of {', '.join(BACKENDS)}.", metavar="NAME")] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help='Your prompts: one per line, or JSONL with "prompt".')
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help=f"Tokens of each answer ({TOKENS}, or {QUICK_TOKENS} if quick).")
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy; guesses fit sampling less.")] = 0.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs; rougher.")] = False,
+    prior: Annotated[bool, typer.Option("--prior", help="Measure only what a step costs; assume acceptance.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the best one for `lookahead` to use from now on.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw an SVG (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Find the config that makes a model fastest on this machine, plain decoding included.
+
+    Measures what a step costs and, on your prompts, how many tokens are accepted; predicts every candidate's speed.
+    """
+    host = ctx.ensure_object(Host)
+    check_place(dtype, device, backend)
+    tokens = (QUICK_TOKENS if quick else TOKENS) if max_tokens is None else max_tokens
+    StopRules(tokens)
+    if tokens < 2:
+        raise ValueError(f"--max-tokens {tokens}: an answer of one token is one step in every way; use at least 2")
+    SamplingParams(temperature)
+    asked = choose_prompts(prompts, QUICK_PROMPTS if quick else PROMPTS)
+    if plot is not None and not plot.parent.is_dir():
+        raise ValueError(f"--plot: no folder {str(plot.parent)!r} to write {plot.name!r} to; make it first")
+    if plot is not None and find_spec("matplotlib") is None:
+        host.say("note: --plot needs matplotlib (pip install matplotlib); the plot in the terminal has to do")
+        plot = None
+
+    from lookahead.tune import plot as drawing
+    from lookahead.tune import tuner
+
+    # With a config of our own nothing is measured at loading, and no profile gets in the way.
+    loaded: Any = host.load(model, dtype=dtype, device=device, backend=backend, log=host.say, config=LookaheadConfig())
+    result = tuner.tune(
+        loaded,
+        asked,
+        acceptance=not prior,
+        second_looks=1 if quick else tuner.SECOND_LOOKS,
+        say=host.say,
+        max_tokens=tokens,
+        temperature=temperature,
+        raw=raw,
+    )
+    if as_json:
+        host.write(json.dumps(result.record()) + "\n")
+    else:
+        host.out.print(table(result))
+        host.write(drawing.bars(result.predictions))
+        host.write(law(result))
+        host.write(result.verdict() + "\n")
+    if plot is not None:
+        drawing.svg(result, plot)
+        host.say(f"plot: {plot}")
+    if save:
+        path = tuner.save(loaded, result, cache_dir())
+        host.say(f"saved: {path}; `lookahead` and lookahead.load() use it for this model here; delete it to go back")
+    elif result.pays and not as_json:
+        host.say("--save keeps it for this model on this machine")
+
+
+def choose_prompts(path: Path | None, ours: int) -> list[str]:
+    """All of the user's, or the first of ours."""
+    from lookahead.tune.prompts import PROMPTS, read_prompts
+
+    return list(PROMPTS[:ours]) if path is None else read_prompts(path)
+
+
+def table(result: Any) -> Table:
+    """Every candidate, fastest first; * marks the best."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    made.add_column("  candidate", no_wrap=True)
+    made.add_column("S from", no_wrap=True)
+    for name in ("tokens\n/step", "S", "ms\n/step", "tok/s", "speedup"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for one in result.predictions:
+        best = one is result.best
+        made.add_row(
+            f"{'*' if best else ' '} {one.candidate.name}",
+            one.basis,
+            f"{one.step_tokens:.1f}",
+            f"{one.compression:.2f}",
+            f"{1e3 * one.step_seconds:.1f}",
+            f"{one.tokens_per_second:.1f}",
+            f"{one.speedup:.2f}x",
+            style="bold" if best else None,
+        )
+    return made
+
+
+def law(result: Any) -> str:
+    """The scaling law beside what it was fitted to, in a line."""
+    found, points = result.laws.paper, result.laws.points
+    told = f"scaling law of the paper's method: alpha {found.alpha:.3f}, f {found.f:.2f}"
+    if not points:
+        return f"{told} (the paper's own; none was run)\n"
+    fits = ", ".join(
+        f"W={p.window} N={p.ngram}: S {p.compression:.2f}, by the law {found.predict(p.window, p.ngram, p.guesses):.2f}"
+        for p in points
+    )
+    return f"{told}; {fits}\n"
