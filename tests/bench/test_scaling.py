@@ -109,15 +109,15 @@ def test_host_time_is_part_of_every_step() -> None:
 
 
 def test_traffic_on_paper() -> None:
-    tensor, pipeline, lookahead = traffic(layers=32, hidden=4096, ranks=4, compression=2.5, share=40.0)
+    tensor, pipeline, lookahead = traffic(layers=32, hidden=4096, ranks=4, compression=2.5, sent=4368)
     assert (tensor.collectives, tensor.sent) == (64, 64 * 2 * 0.75 * 8192)
     assert (pipeline.collectives, pipeline.sent) == (3, 0.75 * 8192)
     assert lookahead.collectives == pytest.approx(0.4)
-    assert lookahead.sent == pytest.approx(3 * exchanged(40) / 2.5)
+    assert lookahead.sent == pytest.approx(3 * 4368 / 2.5)
 
 
-def test_what_is_exchanged_is_what_the_backend_sends() -> None:
-    config = LookaheadConfig(3, 4, 6, 48)
+@pytest.mark.parametrize("config", [LookaheadConfig(3, 4, 6, 48), LookaheadConfig.paper(4, 3, 4, prompt=True)])
+def test_what_is_exchanged_is_what_the_backend_sends(config: LookaheadConfig) -> None:
 
     def work(group: Any) -> Any:
         backend = ParallelBackend(ToyBackend(), group)
@@ -125,7 +125,9 @@ def test_what_is_exchanged_is_what_the_backend_sends() -> None:
         return backend.counters
 
     counters = on_ranks(2, work)[0]
-    assert counters.sent_bytes / counters.collectives == exchanged(counters.slowest / counters.steps)
+    (found,) = measure(ToyBackend(), prompts(3), {"one": config}, RULES, (2,))
+    (line,) = project([found], StepCost((1, 64), (0.010, 0.020)), NVLINK)
+    assert counters.sent_bytes / counters.collectives == line.sent == exchanged(line.share, found.top)
 
 
 def test_the_table_says_that_it_is_a_projection() -> None:

@@ -20,7 +20,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--dim); font-weight: 600; }
+th { color: var(--dim); font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child, .word { text-align: left; }
 tr:nth-child(even) td { background: var(--stripe); }
 p { color: var(--dim); max-width: 48rem; }

@@ -70,8 +70,7 @@ def _curves(plot: Curves) -> str:
     points = [p for series in plot.series.values() for p in series]
     xs, ys = [p[0] for p in points] or [0.0], [p[1] for p in points] or [0.0]
     drawing = _Drawing(plot.title, list(plot.series), 44, dashed=plot.paper)
-    low = min(ys)
-    drawing.y_axis(ticks(0.0 if low < 0.6 * max(ys) else low, max(ys)), "")
+    drawing.y_axis(ticks(0.0, max(ys)), "")
     scale = math.log if plot.log and min(xs) > 0 else float
     start, end = scale(min(xs)), scale(max(xs))
     span = (end - start) or 1.0

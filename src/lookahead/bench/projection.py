@@ -62,7 +62,7 @@ def show(run: Context) -> list[Section]:
             measured = [
                 scaling.Measured(
                     row["setting"], row["tokens"], row["steps"], row["step_tokens"],
-                    {int(ranks): share for ranks, share in row["shares"].items()},
+                    {int(ranks): share for ranks, share in row["shares"].items()}, row["top"],
                 )
                 for row in rows
             ]  # fmt: skip
@@ -120,7 +120,7 @@ def _traffic(run: Context, data: str, whose: str, lines: list[Projected]) -> Sec
         ("GPUs", "parallelism", "collectives or sends", "bytes per GPU"),
     )
     for p in lines:
-        for one in scaling.traffic(layers, hidden, p.ranks, p.compression, p.share) if p.ranks > 1 else ():
+        for one in scaling.traffic(layers, hidden, p.ranks, p.compression, p.sent) if p.ranks > 1 else ():
             section.rows.append([str(p.ranks), one.kind, f"{one.collectives:.2f}", f"{one.sent:.0f}"])
     section.notes.append(
         f"On paper, batch 1, this model's {layers} layers of {hidden} numbers in half precision. Tensor parallel: two "

@@ -21,7 +21,7 @@ from lookahead.engine import Engine
 from lookahead.parallel.backend import HEADER, ROWS
 from lookahead.parallel.deal import Share, deal
 from lookahead.sequence import DecodingSequence
-from lookahead.sources import TOP, Warmth
+from lookahead.sources import TOP, Warmth, wants_top
 from lookahead.tree import Targets
 
 RANKS = (1, 2, 4, 8)
@@ -64,13 +64,17 @@ NVLINK = Link("450 GB/s and 30 us per exchange", 450e9, 30e-6)
 
 @dataclass
 class Measured:
-    """A setting on some prompts: tokens and steps, tokens per step, and the largest share of R ranks, summed."""
+    """A setting on some prompts: tokens and steps, tokens per step, and the largest share of R ranks, summed.
+
+    `top` is how many likeliest tokens a row is exchanged with: none unless they are recycled.
+    """
 
     setting: str
     tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
     shares: dict[int, int] | None = None
+    top: int = TOP
 
     @property
     def compression(self) -> float:
@@ -84,12 +88,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Projected:
-    """One line of the projection."""
+    """One line of the projection. `sent` are the bytes that a rank sends in a step."""
 
     ranks: int
     setting: str
     compression: float
     share: float
+    sent: int
     step_ms: float
     exchange_ms: float
     token_ms: float
@@ -152,7 +157,7 @@ def measure(
     found = []
     for name, config in settings.items():
         rehearsal, warmth = Rehearsal(backend, ranks), Warmth()
-        measured = Measured(name, shares=rehearsal.shares)
+        measured = Measured(name, shares=rehearsal.shares, top=TOP if wants_top(config) else 0)
         for prompt in prompts:
             sequence = DecodingSequence(prompt, config, rules=rules, warmth=warmth)
             engine = Engine(rehearsal)
@@ -166,10 +171,10 @@ def measure(
     return found
 
 
-def exchanged(share: float) -> int:
+def exchanged(share: float, top: int = TOP) -> int:
     """Bytes that a rank sends in a step: a fixed-size tensor of targets and top rows."""
     rows = max(ROWS, 1 << max(0, int(share) - 1).bit_length())
-    return 4 * (HEADER + rows * (1 + 2 * TOP))
+    return 4 * (HEADER + rows * (1 + 2 * top))
 
 
 def project(measured: Sequence[Measured], cost: StepCost, link: Link, host: float = 0.0) -> list[Projected]:
@@ -191,11 +196,12 @@ def _line(one: Measured, ranks: int, table: Sequence[float], link: Link, host: f
     share = one.share(ranks)
     below = int(share)
     step = table[below - 1] + (share - below) * (table[below] - table[below - 1])
-    exchange = link.gather(ranks, exchanged(share))
+    sent = exchanged(share, one.top)
+    exchange = link.gather(ranks, sent)
     token = (step + host + exchange) / one.compression
     speedup = (table[0] + host) / token
     return Projected(
-        ranks, one.setting, one.compression, share, 1e3 * (step + host), 1e3 * exchange, 1e3 * token, speedup
+        ranks, one.setting, one.compression, share, sent, 1e3 * (step + host), 1e3 * exchange, 1e3 * token, speedup
     )
 
 
@@ -208,16 +214,16 @@ class Traffic:
     sent: float
 
 
-def traffic(layers: int, hidden: int, ranks: int, compression: float, share: float, width: int = 2) -> list[Traffic]:
+def traffic(layers: int, hidden: int, ranks: int, compression: float, sent: int, width: int = 2) -> list[Traffic]:
     """On paper, batch 1: tensor parallel reduces two vectors of `hidden` numbers of `width` bytes per layer, as a ring;
     pipeline parallel hands one on from stage to stage (and makes no single answer faster); lookahead parallel gathers
-    one tensor of integers per step.
+    one tensor of integers per step, of `sent` bytes from each rank.
     """
     vector = hidden * width
     return [
         Traffic("tensor", 2 * layers, 2 * layers * 2 * (ranks - 1) / ranks * vector),
         Traffic("pipeline", ranks - 1, (ranks - 1) / ranks * vector),
-        Traffic("lookahead", 1 / compression, (ranks - 1) * exchanged(share) / compression),
+        Traffic("lookahead", 1 / compression, (ranks - 1) * sent / compression),
     ]
 
 
