@@ -131,6 +131,14 @@ def test_the_prior_runs_nothing() -> None:
     assert result.laws.points == ()
 
 
+@pytest.mark.parametrize("slope", [0.001, 0.004, 0.02])
+def test_the_prior_promises_a_fitted_step_no_more_than_the_best_fixed_one(slope: float) -> None:
+    result = tune(ScriptedModel(flat, accepts), [], acceptance=False, cost=curve(lambda size: 0.02 + slope * size))
+    (fitted,) = [p for p in result.predictions if p.candidate.kind == FITTED]
+    others = [p for p in result.predictions if p.candidate.kind == FILLED and p.candidate.config.budget <= 128]
+    assert fitted.speedup == pytest.approx(max(1.0, *(p.speedup for p in others)), rel=0.02)
+
+
 def test_the_hopeless_are_not_run() -> None:
     """Where a step of many tokens is dear, those that need many are not tried."""
     takes = lambda size: 0.02 + 0.004 * size  # noqa: E731

@@ -87,10 +87,10 @@ def prior(candidate: Candidate, table: Sequence[float]) -> Estimate:
         return Estimate(PAPER.predict(window, ngram, guesses), paper_tokens(config, PAPER_FILL))
     if candidate.kind == FILLED:
         return Estimate(DEFAULT_S.predict(config.budget), default_tokens(config.budget))
-    # Fitted step by step it does at least as well as with the best one size for all steps.
-    sizes = [2.0**i for i in range(1, 10) if 2**i <= config.budget] or [2.0]
-    best = max(sizes, key=lambda k: DEFAULT_S.predict(k) / at(table, default_tokens(k)))
-    return Estimate(DEFAULT_S.predict(best), default_tokens(best))
+    # Fitted step by step it does at least as well as plain decoding, or as the best one size for all steps.
+    sizes = [budget for budget in BUDGETS if budget <= config.budget]
+    expected = [Estimate(DEFAULT_S.predict(size), default_tokens(size)) for size in sizes]
+    return max([Estimate(1.0, 1.0), *expected], key=lambda one: one.compression / at(table, one.step_tokens))
 
 
 def follow(prior_of: Callable[[float], float], known: Mapping[Any, float]) -> Callable[[float], float]:
