@@ -22,7 +22,8 @@ from lookahead.backends import graph
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
-from lookahead.backends.graph import GraphBackend, Packet, bucket
+from lookahead.backends.graph import GraphBackend, bucket
+from lookahead.backends.packet import Packet
 from lookahead.backends.weights import check_graph, relay
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine import Engine

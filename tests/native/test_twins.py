@@ -19,7 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lookahead import LookaheadConfig, native
-from lookahead.backends.graph import GraphBackend, Packet
+from lookahead.backends.graph import GraphBackend
+from lookahead.backends.packet import Packet
 from lookahead.config import SOURCES, SamplingParams, StopRules
 from lookahead.draft import Draft, Guesses
 from lookahead.engine import Engine
