@@ -163,7 +163,7 @@ class GraphBackend:
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
         self.ops = Ops(self.device)
-        self.pool = torch.cuda.graph_pool_handle() if self.capture else None
+        self.pool = self._new_pool()
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
         self.cosine, self.sine = w.tables(1)
@@ -212,6 +212,11 @@ class GraphBackend:
         self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
         self.cosine, self.sine = w.tables(size)
         self._shapes.clear()
+        self.pool = self._new_pool()  # the old one ends with the last graph that used it
+
+    def _new_pool(self) -> Any:
+        """Memory that the graphs share: they never run at the same time."""
+        return torch.cuda.graph_pool_handle() if self.capture else None
 
     # A step.
 
