@@ -1,6 +1,6 @@
 """Does `lookahead tune` predict what is then measured? Both in one run, in turns, on the same prompts.
 
-    python benchmarks/tune.py [--model NAME] [--device cpu] [--prompts 3] [--new-tokens 64] [--repeats 2] [--out FILE]
+    python benchmarks/tune.py [--model NAME] [--inflate 7b] [--device cpu] [--prompts 3] [--repeats 2] [--out FILE]
 
 After t(K), each prompt is run as `tune` runs it (one round of its anchors), then by `model.generate` with each setting
 that is checked, REPEATS times, the order turning, and plain decoding before and after every one: its seconds are
@@ -21,6 +21,8 @@ import torch
 import transformers
 
 import lookahead
+from lookahead.bench.costs import in_shape
+from lookahead.bench.inflate import SHAPES
 from lookahead.cost import processor
 from lookahead.sources import Warmth
 from lookahead.tune.candidates import Candidate
@@ -42,6 +44,7 @@ CHECKED = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--inflate", choices=SHAPES, help="the model's function in a larger shape")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=3)
@@ -51,6 +54,8 @@ def main() -> None:
     args = parser.parse_args()
 
     model = lookahead.load(args.model, device=args.device, dtype=args.dtype, config=lookahead.LookaheadConfig())
+    if args.inflate:
+        model = in_shape(model, args.inflate, "auto", print)
     tuner = Tuner(model, say=print, max_tokens=args.new_tokens)
     anchors = tuner.anchors()
     checked = [one for one in tuner.candidates if one.name in CHECKED]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lookahead import cost as module
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig
-from lookahead.cost import FLAT, HOPELESS, SIZES, StepCost, cached, measure, suited
+from lookahead.cost import BRANCHES, DEPTH, FLAT, HOPELESS, SIZES, StepCost, bush, cached, measure, suited
 from lookahead.draft import Draft
 from lookahead.tree import Targets
 
@@ -69,7 +69,8 @@ class FakeBackend:
         (item,) = inputs
         size = len(item.tree)
         assert item.tree.rows == list(range(size))
-        assert item.tree.depths == list(range(size))
+        assert item.tree.depths == [0, *(item.tree.depths[parent] + 1 for parent in item.tree.parents[1:])]
+        assert max(item.tree.depths) <= DEPTH
         last = self.lengths[item.slot] + len(item.trail) + size
         if self.max_length is not None and last > self.max_length:
             raise IndexError(f"{last} tokens in a context of {self.max_length}")
@@ -81,6 +82,15 @@ class FakeBackend:
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, nodes in accepted:
             self.lengths[slot] += self._fed + len(nodes)
+
+
+def test_the_tree_that_is_timed_is_as_deep_as_a_guess_may_be() -> None:
+    """Deeper would be dearer than any real step where depths are taken one by one, and flatter too cheap."""
+    assert LookaheadConfig().deepest == DEPTH
+    for size in (1, 2, 9, 10, 128, 129, 512):
+        tree = bush(size)
+        assert len(tree) == size
+        assert max(tree.depths) == min(DEPTH, -(-(size - 1) // BRANCHES))
 
 
 # The curve.

@@ -29,6 +29,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PREFIX = 96
 FLAT = 1.3
 """A step of the whole budget that costs at most this many times a step of one token: guesses are free, take all."""
+BRANCHES, DEPTH = 8, 16
+"""Of the tree that is timed."""
 PATIENCE = 6.0
 """Seconds after which no further round begins."""
 HOPELESS = 5.0
@@ -69,8 +71,21 @@ class StepCost:
         return StepCost(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
 
 
+def bush(size: int) -> TokenTree:
+    """A tree of this many tokens as drafts make them: eight branches side by side, none deeper than a guess may be.
+
+    Its form matters little but for half-precision steps of the graph backend, which take each depth by itself.
+    """
+    parents, depths = [-1], [0]
+    for node in range(1, size):
+        above = node - BRANCHES if node > BRANCHES and depths[node - BRANCHES] < DEPTH else 0
+        parents.append(above)
+        depths.append(depths[above] + 1)
+    return TokenTree([1] * size, parents, depths, list(range(size)))
+
+
 def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, patience: float = PATIENCE) -> StepCost:
-    """Time real steps: a root with a chain of guesses behind a short prefix. A few seconds on a CPU.
+    """Time real steps: a root with branches of guesses behind a short prefix. A few seconds on a CPU.
 
     Every round runs all sizes, and the best round counts: a busy neighbour slows some of them, never speeds one up.
     """
@@ -79,7 +94,7 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, pat
     slot = backend.open()
 
     def step(size: int, trail: Sequence[int] = ()) -> float:
-        tree = TokenTree([1] * size, list(range(-1, size - 1)), list(range(size)), list(range(size)))
+        tree = bush(size)
         begin = perf_counter()
         backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=TOP if size > 1 else 0)])
         taken = perf_counter() - begin

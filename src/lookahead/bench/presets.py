@@ -226,7 +226,7 @@ PRESETS = {
         Preset(
             "scaling",
             "What more GPUs buy (a projection)",
-            ("mt-bench", "classeval"),
+            ("mt-bench", "humaneval", "classeval"),
             (),
             Size(20, 256),
             Size(1, 12),
