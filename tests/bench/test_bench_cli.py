@@ -23,6 +23,7 @@ from lookahead.bench.plan import Plan
 from lookahead.bench.presets import DEFAULT, PRESETS
 from lookahead.bench.results import Results
 from lookahead.bench.runner import Runner
+from lookahead.bench.sections import COLUMNS
 from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
@@ -72,6 +73,9 @@ def rouge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", module)
 
 
+SPEEDUP, SAME, OVER_OWN, AS_OWN = (COLUMNS.index(name) for name in ("speedup", "same", "over AR", "as AR"))
+
+
 def table(text: str, title: str) -> list[list[str]]:
     """The cells of a Markdown section's table, less head and rule."""
     section = text.split(f"## {title}")[1].split("\n## ")[0]
@@ -85,8 +89,11 @@ def test_the_default_run_ends_with_a_report(run: Callable[..., Any], tmp_path: P
     assert result.exit_code == 0, result.output
     rows = table(result.stdout, "Methods")
     assert [row[1] for row in rows] == [method.label for method in DEFAULT.methods]
-    assert {row[-1] for row in rows} == {"2/2"}, "every method gives greedy's tokens"
-    assert rows[0][-2] == "1.00x"
+    assert {row[SAME] for row in rows} == {row[AS_OWN] for row in rows} == {"2/2"}, "every method gives greedy's tokens"
+    assert rows[0][SPEEDUP] == "1.00x"
+    own = next(row for row in rows if row[1] == "autoregressive")
+    assert own[OVER_OWN] == "1.00x"
+    assert float(rows[0][OVER_OWN].rstrip("x")) == pytest.approx(1 / float(own[SPEEDUP].rstrip("x")), rel=0.05)
     assert "builtin: lookahead is " in result.stdout
     assert "2/2 outputs identical" in result.stdout
     out = tmp_path / "out"
@@ -134,7 +141,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     assert second.exit_code == 0, second.output
     assert "3 of 8 answers are there already" in second.stderr
     assert len(ran) == len(set(ran)) == 8
-    assert {line[-1] for line in table(second.stdout, "Methods")} == {"2/2"}
+    assert {line[SAME] for line in table(second.stdout, "Methods")} == {"2/2"}
     third = run(*args)
     assert len(ran) == 8
     assert third.stdout == second.stdout
@@ -172,8 +179,9 @@ def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any
     ]  # fmt: skip
     assert rows[-1][-1] == "1.88x, 2.05"
     sources = table(result.stdout, "Sources on mt-bench")
-    assert len(sources) == 15
-    assert {row[-2] for row in rows} == {row[-1] for row in sources} == {"1/1"}
+    assert len(sources) == 16
+    assert sources[0][0] == "autoregressive"
+    assert {row[SAME - 1] for row in [*rows, *sources]} == {row[AS_OWN - 1] for row in [*rows, *sources]} == {"1/1"}
 
 
 def test_sampling_scores_are_those_of_autoregressive(run: Callable[..., Any], data_dir: Path, rouge: None) -> None:
@@ -283,10 +291,11 @@ def test_flash_compares_the_two_backends(
     assert result.exit_code == 0, result.output
     rows = table(result.stdout, "With and without the kernel")
     assert [row[1] for row in rows][:3] == ["hf-greedy", "autoregressive, no kernel", "autoregressive, kernel"]
-    assert {row[-1] for row in rows} == {"1/1"}
+    assert {row[SAME] for row in rows} == {"1/1"}
+    assert [row[OVER_OWN] for row in rows][:3] == ["-", "1.00x", "1.00x"], "each backend's own"
     gains = table(result.stdout, "What the kernel gains")
     assert [row[1] for row in gains] == ["autoregressive", "(5,15,15) + prompt", "lookahead"]
-    ratio = float(rows[2][-2].rstrip("x")) / float(rows[1][-2].rstrip("x"))
+    ratio = float(rows[2][SPEEDUP].rstrip("x")) / float(rows[1][SPEEDUP].rstrip("x"))
     assert float(gains[0][2].rstrip("x")) == pytest.approx(ratio, abs=0.1)
 
 
@@ -327,7 +336,7 @@ def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenize
         assert max(map(float, row[5].split())) < float(row[4]), "a rank runs less than the tree"
         assert row[7] == "1.00"
         assert row[10] == "2/2"
-    assert {row[-1] for row in table(first.stdout, "Methods")} == {"2/2"}
+    assert {row[SAME] for row in table(first.stdout, "Methods")} == {"2/2"}
 
 
 def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

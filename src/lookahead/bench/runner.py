@@ -154,7 +154,8 @@ class Runner:
         """What to run before a method is timed. On a GPU the longest prompt and a whole answer, because steps are
         captured when their shape first comes, and anew when the K/V buffer has grown."""
         prompt, tokens = job.prompt, min(WARM_UP, job.max_tokens)
-        if self.models.of(job.method).device.type == "cuda":
+        captured = not job.method.stock or job.method.how == "hf-static"
+        if captured and self.models.of(job.method).device.type == "cuda":
             prompt, tokens = self._longest or prompt, job.max_tokens
         return replace(job, prompt=replace(prompt, turns=prompt.turns[:1]), max_tokens=tokens)
 

@@ -40,10 +40,10 @@ def show(run: Context) -> list[Section]:
     plots: list[Curves] = []
     for data in dict.fromkeys(line.data for line in grid):
         lines = [line for line in grid if line.data == data]
-        timed = [line for line in lines if line.speedup]
+        timed = [line for line in lines if line.gain]
         if timed:
-            best = max(timed, key=lambda line: line.speedup or 0.0)
-            section.rows.append(_row(f"this one, {data}", best, best.speedup, "measured", "-"))
+            best = max(timed, key=lambda line: line.gain or 0.0)
+            section.rows.append(_row(f"this one, {data}", best, best.gain, "measured", "-"))
         for shape in (costs.OWN, *run.shapes):
             cost = costs.known(run, shape)
             if cost is None:

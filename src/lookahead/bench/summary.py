@@ -17,7 +17,10 @@ REFERENCES = ("hf-greedy", "autoregressive")
 
 @dataclass
 class Line:
-    """A method on a set. `speedup` is over the reference on the prompts that both answered."""
+    """A method on a set. `speedup` is over the reference on the prompts that both answered.
+
+    `own_speedup` is over our own autoregressive decoding: the same engine, so what lookahead alone gains.
+    """
 
     data: str
     method: Method
@@ -31,6 +34,9 @@ class Line:
     speedup: float | None = None
     same: int = 0
     compared: int = 0
+    own_speedup: float | None = None
+    own_same: int = 0
+    own_compared: int = 0
     errors: list[str] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
@@ -50,6 +56,15 @@ class Line:
     @property
     def identity(self) -> str:
         return f"{self.same}/{self.compared}" if self.compared else "-"
+
+    @property
+    def own_identity(self) -> str:
+        return f"{self.own_same}/{self.own_compared}" if self.own_compared else "-"
+
+    @property
+    def gain(self) -> float | None:
+        """Over our own autoregressive decoding if it was run, else over the reference."""
+        return self.speedup if self.own_speedup is None else self.own_speedup
 
     def record(self) -> dict[str, Any]:
         """For `--json`."""
@@ -83,12 +98,18 @@ def lines(jobs: Sequence[Job], rows: Mapping[str, Row]) -> list[Line]:
             answers.setdefault(job.prompt.id, []).append(row)
     made = []
     for place, answers in found.items():
-        reference = _reference(found, *place)
-        made.append(_line(*place, answers, reference, errors.get(place, [])))
+        line = _line(*place, answers, errors.get(place, []))
+        line.speedup, line.same, line.compared = _against(answers, _reference(found, *place))
+        own = _own(found, *place)
+        line.own_speedup, line.own_same, line.own_compared = _against(answers, own)
+        made.append(line)
     return made
 
 
-def _reference(found: Mapping[tuple[str, float, Method], Answers], data: str, temperature: float, _: Method) -> Answers:
+Found = Mapping[tuple[str, float, Method], Answers]
+
+
+def _reference(found: Found, data: str, temperature: float, _: Method) -> Answers:
     for how in REFERENCES if not temperature else REFERENCES[1:]:
         for (other, warmth, method), answers in found.items():
             if (other, warmth, method.how) == (data, temperature, how) and method.dtype is None and answers:
@@ -96,34 +117,47 @@ def _reference(found: Mapping[tuple[str, float, Method], Answers], data: str, te
     return {}
 
 
-def _line(
-    data: str, temperature: float, method: Method, answers: Answers, reference: Answers, errors: list[str]
-) -> Line:
+def _own(found: Found, data: str, temperature: float, method: Method) -> Answers:
+    """Our autoregressive decoding by the same engine: backend and dtype are the method's."""
+    for (other, warmth, one), answers in found.items():
+        same_place = (other, warmth, one.dtype, one.backend) == (data, temperature, method.dtype, method.backend)
+        if same_place and one.how == "autoregressive" and one.ranks == 1:
+            return answers
+    return {}
+
+
+def _line(data: str, temperature: float, method: Method, answers: Answers, errors: list[str]) -> Line:
     line = Line(data, method, temperature, prompts=len(answers), errors=errors)
-    ours = theirs = 0.0
     firsts = []
-    for prompt, repeats in answers.items():
-        first, seconds = repeats[0], median(repeats)
+    for repeats in answers.values():
+        first = repeats[0]
         line.tokens += first["generated_tokens"]
         line.steps += first["steps"]
         line.step_tokens += first["step_tokens"]
-        line.seconds += seconds
+        line.seconds += median(repeats)
         firsts.append(statistics.median(row["first_token_seconds"] for row in repeats))
         for depth, count in enumerate(first["accepted_by_depth"]):
             line.accepted_by_depth += [0] * (depth + 1 - len(line.accepted_by_depth))
             line.accepted_by_depth[depth] += count
         for source, count in first["accepted_by_source"].items():
             line.accepted_by_source[source] = line.accepted_by_source.get(source, 0) + count
-        if prompt in reference:
-            expected = reference[prompt][0]
-            line.compared += 1
-            line.same += all(row["tokens"] == expected["tokens"] for row in repeats)
-            # Seconds per token: where outputs differ, so may their lengths.
-            ours += seconds / max(1, first["generated_tokens"])
-            theirs += median(reference[prompt]) / max(1, expected["generated_tokens"])
     line.first_ms = 1e3 * statistics.median(firsts) if firsts else 0.0
-    line.speedup = theirs / ours if ours else None
     return line
+
+
+def _against(answers: Answers, reference: Answers) -> tuple[float | None, int, int]:
+    """The speedup over a reference on the prompts that both answered; how many answers are the same, of how many."""
+    ours = theirs = 0.0
+    same = compared = 0
+    for prompt, repeats in answers.items():
+        if prompt in reference:
+            first, expected = repeats[0], reference[prompt][0]
+            compared += 1
+            same += all(row["tokens"] == expected["tokens"] for row in repeats)
+            # Seconds per token: where outputs differ, so may their lengths.
+            ours += median(repeats) / max(1, first["generated_tokens"])
+            theirs += median(reference[prompt]) / max(1, expected["generated_tokens"])
+    return theirs / ours if ours else None, same, compared
 
 
 def median(repeats: Sequence[Row]) -> float:
