@@ -16,6 +16,7 @@ from gpu_parts.bench import INVARIANT
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph import SIZES, GraphBackend, bucket
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.cost import bush
 from lookahead.engine import Engine
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
@@ -67,13 +68,13 @@ def synchronize() -> None:
 
 
 def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
-    """A tree as the default makes it: guesses that hang from each other at random."""
-    rng = random.Random(count)
-    parents = [-1, *(max(0, i - rng.randrange(1, 9)) for i in range(1, count))]
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return TokenTree([rng.randrange(vocabulary) for _ in range(count)], parents, depths, list(range(count)))
+    """A tree about as deep and as wide as the default makes them, of random tokens.
+
+    Over 37 steps of 100 tokens and more on two prompts, the default's trees were 12 deep in the mean, and a block of 64
+    rows saw 101 places of nodes, in fours of one depth; of these trees 16 and 98.
+    """
+    rng, tree = random.Random(count), bush(count)
+    return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.rows)
 
 
 class CountedBackend(GraphBackend):
