@@ -150,6 +150,38 @@ def test_a_row_has_the_same_bits_alone(device: torch.device, dtype: torch.dtype,
     assert all(torch.equal(*pair) for pair in zip(among, alone, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs CUDA, Hopper or later"
+)
+@pytest.mark.parametrize("rows", [1, 128])
+def test_an_early_start_changes_nothing(device: torch.device, rows: int) -> None:
+    """Kernels that start before the one before has ended wait for what it writes, captured and not."""
+    dtype = torch.bfloat16
+    stream, gain = normal(device, dtype, rows, 576), normal(device, dtype, 576)
+    layers = [
+        (normal(device, dtype, 3072, 576, seed=i) / 24, normal(device, dtype, 576, 1536, seed=i) / 24)
+        for i in range(20)
+    ]
+    out = torch.empty(rows, 1536, device=device, dtype=dtype)
+
+    def run(x: torch.Tensor, tile: small.Tile) -> torch.Tensor:
+        for gate_up, down in layers:
+            small.norm_gate(x, gain, gate_up, out, 1e-5, tile)
+            small.add_product(out, down, x, tile)
+        return x
+
+    expected = run(stream.clone(), small.Tile())
+    assert torch.equal(run(stream.clone(), small.Tile(early=True)), expected)
+    x, graph = stream.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(x, small.Tile(early=True))
+    for _ in range(5):
+        x.copy_(stream)
+        graph.replay()
+        assert torch.equal(x, expected)
+
+
 def test_no_more_blocks_on_their_way_than_find_room() -> None:
     assert small.Tile(stages=4).stages_of(32, 2) == 4
     assert small.Tile(stages=4).stages_of(128, 4) == 1

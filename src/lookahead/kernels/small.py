@@ -15,13 +15,14 @@ dimension is dealt to the warps, a stretch each, which are added up at the end:
 
     columns   | warp 0 | 1 | 2 | 3 | 0 | 1 | 2 | 3 | ...        a stretch is `Tile.block_k` wide
 
-Each rounds where `fused` and a product of its own would. 16 rows, whatever their number, and one `Tile` for all: a row
-is added up in the same order, bit for bit, whatever K and the other rows are.
+Each rounds where `fused` and a product of its own would. A program takes 16 rows, however many there are, and is cut by
+the same `Tile`: a row is added up in the same order, bit for bit, whatever K and the other rows are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -39,19 +40,46 @@ class Tile:
 
     Chosen without a GPU, to be measured: all of a row of 576 is on its way at once, and compiled for an H200 no
     register is spilled. With stretches of less than 64 the gains of a norm would be too few to be fetched ahead.
+
+    `early` starts a kernel while the one before it ends (programmatic dependent launch, Hopper and later), so that it
+    asks for its weights meanwhile. It has not run on a GPU yet.
     """
 
     block_n: int = 16
     block_k: int = 64
     warps: int = 4
     stages: int = 4
+    early: bool = False
 
     def stages_of(self, columns: int, element: int) -> int:
         """How many blocks of so many columns find room."""
         return max(1, min(self.stages, SHARED // ((ROWS + columns) * self.warps * self.block_k * element)))
 
+    def options(self, columns: int, element: int) -> dict[str, Any]:
+        """What the launches have in common."""
+        found = {"BLOCK_M": ROWS, "BLOCK_K": self.block_k, "WARPS": self.warps, "EARLY": self.early}
+        found |= {"num_warps": self.warps, "num_stages": self.stages_of(columns, element)}
+        return {**found, "launch_pdl": True} if self.early else found  # unknown to Triton's interpreter
 
-TILE = Tile()
+
+NORM_TILE = Tile()
+ADD_TILE = Tile()
+
+
+@triton.jit
+def _ask_for(weight, n, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Fetch these rows of the weight into the second-level cache, a line of at least 64 bytes at a time."""
+    line = tl.arange(0, BLOCK // 32) * 32
+    at = weight + tl.where(there, n, 0)[:, None] * WIDTH + tl.minimum(line, WIDTH - 1)[None, :]
+    fetch: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(fetch, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _take_turns():
+    """Let the next kernel start, and wait for what the one before has written."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -99,17 +127,21 @@ def _normed_pair(
     return tl.sum(first, 0).to(dtype), tl.sum(second, 0).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _norm_gate(
     stream, gain, weight, out, size, eps,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows, blocks of columns). A program has the same columns of gate and of up."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < size
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n < INNER
+    if EARLY:
+        _ask_for(weight, n, there, WIDTH, BLOCK)
+        _ask_for(weight, n + INNER, there, WIDTH, BLOCK)
+        _take_turns()
     gate, up = _normed_pair(
         stream, gain, weight, row, real, n, there, INNER, eps, WIDTH, BLOCK, BLOCK_M, BLOCK_N, BLOCK_K, WARPS
     )
@@ -120,27 +152,31 @@ def _norm_gate(
 
 
 def norm_gate(
-    stream: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, tile: Tile = TILE
+    stream: torch.Tensor,
+    gain: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    tile: Tile = NORM_TILE,
 ) -> torch.Tensor:
     """stream [M, width]; gain [width]; weight [2 inner, width], gate above up -> out [M, inner] = silu(gate) * up."""
     size, inner = out.shape
     width = stream.shape[1]
     _norm_gate[(triton.cdiv(size, ROWS), triton.cdiv(inner, tile.block_n))](
         stream, gain, weight, out, size, eps,
-        INNER=inner, WIDTH=width, BLOCK=triton.next_power_of_2(width), BLOCK_M=ROWS, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, WARPS=tile.warps,
-        num_warps=tile.warps, num_stages=tile.stages_of(2 * tile.block_n, weight.element_size()),
+        INNER=inner, WIDTH=width, BLOCK=triton.next_power_of_2(width), BLOCK_N=tile.block_n,
+        **tile.options(2 * tile.block_n, weight.element_size()),
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "count"])
 def _norm_rotate_write(
     stream, gain, weight, bias, norms, cosine, sine, rows, lengths, positions, q, keys, values,
     size, count, capacity, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows, all heads, blocks of half a head). A program has the same columns of both halves."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -152,6 +188,10 @@ def _norm_rotate_write(
     inside = real[:, None] & there[None, :]
     low = head * DIM + column
     is_q, is_v = (low < HEADS * DIM)[None, :], (low >= (HEADS + KV_HEADS) * DIM)[None, :]
+    if EARLY:
+        _ask_for(weight, low, there, WIDTH, BLOCK)
+        _ask_for(weight, low + half, there, WIDTH, BLOCK)
+        _take_turns()
     # 1. Where the rows stand, so that nothing waits for it at the end. Values are not turned.
     at = tl.load(positions + token, mask=real, other=0).to(tl.int64)[:, None] * half + column[None, :]
     cos = tl.load(cosine + at, mask=inside & ~is_v, other=1.0)
@@ -204,7 +244,7 @@ def norm_rotate_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     eps: float,
-    tile: Tile = TILE,
+    tile: Tile = NORM_TILE,
 ) -> None:
     """stream [M, width], M at least B x K; gain [width]; weight [(H + 2 Hkv) D, width]; the rest as in
     `fused.rotate_write`, for which the product would be the `qkv`."""
@@ -216,23 +256,25 @@ def norm_rotate_write(
         stream, gain, weight, weight if bias is None else bias, weight if norms is None else norms,
         cosine, sine, rows, lengths, positions, q, keys, values, size, count, capacity, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, BLOCK=triton.next_power_of_2(width),
-        BLOCK_M=ROWS, BLOCK_N=block_n, BLOCK_K=tile.block_k, WARPS=tile.warps,
-        HAS_BIAS=bias is not None, HAS_NORM=norms is not None,
-        num_warps=tile.warps, num_stages=tile.stages_of(2 * block_n, weight.element_size()),
+        BLOCK_N=block_n, HAS_BIAS=bias is not None, HAS_NORM=norms is not None,
+        **tile.options(2 * block_n, weight.element_size()),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _add_product(
     x, weight, stream, size,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows, blocks of columns). A program reads and writes its own part of the stream."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < size
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n < COLUMNS
+    if EARLY:
+        _ask_for(weight, n, there, WIDTH, BLOCK)
+        _take_turns()
     at = stream + row[:, None] * COLUMNS + n[None, :]
     inside = real[:, None] & there[None, :]
     before = tl.load(at, mask=inside, other=0.0)
@@ -244,12 +286,12 @@ def _add_product(
     tl.store(at, before + tl.sum(acc, 0).to(before.dtype), mask=inside)
 
 
-def add_product(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, tile: Tile = TILE) -> torch.Tensor:
+def add_product(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor, tile: Tile = ADD_TILE) -> torch.Tensor:
     """stream [M, columns] += x weight^T, in place; x [M, width]; weight [columns, width]."""
     size, columns = stream.shape
     _add_product[(triton.cdiv(size, ROWS), triton.cdiv(columns, tile.block_n))](
         x, weight, stream, size,
-        COLUMNS=columns, WIDTH=x.shape[1], BLOCK_M=ROWS, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, WARPS=tile.warps,
-        num_warps=tile.warps, num_stages=tile.stages_of(tile.block_n, weight.element_size()),
+        COLUMNS=columns, WIDTH=x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), BLOCK_N=tile.block_n,
+        **tile.options(tile.block_n, weight.element_size()),
     )  # fmt: skip
     return stream
