@@ -17,12 +17,11 @@ BYTES = 2e8
 """Weights that take turns: more than the cache holds, as in a step of all layers."""
 COUNTS = (1, 16, 128)
 TILES = [
-    (16, 64, 4, 4), (8, 64, 4, 4), (16, 64, 8, 3), (8, 64, 8, 3), (32, 64, 4, 4), (16, 64, 4, 6), (16, 128, 4, 3),
-    (16, 32, 8, 4),
+    (16, 64, 4, 4), (8, 64, 4, 4), (16, 64, 8, 3), (8, 64, 8, 3), (32, 64, 4, 4), (16, 128, 4, 3), (16, 32, 8, 4),
 ]  # fmt: skip
 """Columns, stretch, warps, stages."""
-EARLY = TILES[:4]
-"""Those that are also tried starting early."""
+EXTRAS = [("", {}), (" ahead", {"ahead": True}), (" ahead, early", {"ahead": True, "early": True})]
+"""How a kernel begins; see `kernels.small.Tile`. The first three tiles are tried with all of them."""
 EPS = 1e-5
 
 
@@ -160,6 +159,6 @@ def choices(cuda: bool) -> Iterator[tuple[str, tuple[Any, dict[str, Any]]]]:
     from lookahead.kernels import small
 
     yield "in use", (small, {})
-    for sizes, early in [*((sizes, False) for sizes in TILES), *((sizes, True) for sizes in EARLY)]:
-        label = "/".join(map(str, sizes)) + (" early" if early else "")
-        yield label, (small, {"tile": small.Tile(*sizes, early=early)})
+    for extra, flags in EXTRAS:
+        for sizes in TILES[:3] if flags else TILES:
+            yield "/".join(map(str, sizes)) + extra, (small, {"tile": small.Tile(*sizes, **flags)})

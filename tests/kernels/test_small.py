@@ -155,7 +155,8 @@ def test_a_row_has_the_same_bits_alone(device: torch.device, dtype: torch.dtype,
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs CUDA, Hopper or later"
 )
 @pytest.mark.parametrize("rows", [1, 128])
-def test_an_early_start_changes_nothing(device: torch.device, rows: int) -> None:
+@pytest.mark.parametrize("flags", [{"ahead": True}, {"early": True}, {"ahead": True, "early": True}])
+def test_how_a_kernel_begins_changes_nothing(device: torch.device, rows: int, flags: dict[str, bool]) -> None:
     """Kernels that start before the one before has ended wait for what it writes, captured and not."""
     dtype = torch.bfloat16
     stream, gain = normal(device, dtype, rows, 576), normal(device, dtype, 576)
@@ -172,10 +173,10 @@ def test_an_early_start_changes_nothing(device: torch.device, rows: int) -> None
         return x
 
     expected = run(stream.clone(), small.Tile())
-    assert torch.equal(run(stream.clone(), small.Tile(early=True)), expected)
+    assert torch.equal(run(stream.clone(), small.Tile(**flags)), expected)
     x, graph = stream.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(x, small.Tile(early=True))
+        run(x, small.Tile(**flags))
     for _ in range(5):
         x.copy_(stream)
         graph.replay()

@@ -41,14 +41,16 @@ class Tile:
     Chosen without a GPU, to be measured: all of a row of 576 is on its way at once, and compiled for an H200 no
     register is spilled. With stretches of less than 64 the gains of a norm would be too few to be fetched ahead.
 
-    `early` starts a kernel while the one before it ends (programmatic dependent launch, Hopper and later), so that it
-    asks for its weights meanwhile. It has not run on a GPU yet.
+    `ahead` asks for all of a program's weights before anything else: a norm's loop would ask for them when the rows are
+    normed. `early` starts a kernel while the one before it ends (programmatic dependent launch, Hopper and later); with
+    `ahead` its weights come meanwhile. Neither runs in Triton's interpreter, and neither has run on a GPU yet.
     """
 
     block_n: int = 16
     block_k: int = 64
     warps: int = 4
     stages: int = 4
+    ahead: bool = False
     early: bool = False
 
     def stages_of(self, columns: int, element: int) -> int:
@@ -57,9 +59,10 @@ class Tile:
 
     def options(self, columns: int, element: int) -> dict[str, Any]:
         """What the launches have in common."""
-        found = {"BLOCK_M": ROWS, "BLOCK_K": self.block_k, "WARPS": self.warps, "EARLY": self.early}
+        found = {"BLOCK_M": ROWS, "BLOCK_K": self.block_k, "WARPS": self.warps}
+        found |= {"AHEAD": self.ahead, "EARLY": self.early}
         found |= {"num_warps": self.warps, "num_stages": self.stages_of(columns, element)}
-        return {**found, "launch_pdl": True} if self.early else found  # unknown to Triton's interpreter
+        return {**found, "launch_pdl": True} if self.early else found
 
 
 NORM_TILE = Tile()
@@ -131,16 +134,17 @@ def _normed_pair(
 def _norm_gate(
     stream, gain, weight, out, size, eps,
     INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows, blocks of columns). A program has the same columns of gate and of up."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < size
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n < INNER
-    if EARLY:
+    if AHEAD:
         _ask_for(weight, n, there, WIDTH, BLOCK)
         _ask_for(weight, n + INNER, there, WIDTH, BLOCK)
+    if EARLY:
         _take_turns()
     gate, up = _normed_pair(
         stream, gain, weight, row, real, n, there, INNER, eps, WIDTH, BLOCK, BLOCK_M, BLOCK_N, BLOCK_K, WARPS
@@ -176,7 +180,7 @@ def _norm_rotate_write(
     size, count, capacity, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
-    EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows, all heads, blocks of half a head). A program has the same columns of both halves."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -188,9 +192,10 @@ def _norm_rotate_write(
     inside = real[:, None] & there[None, :]
     low = head * DIM + column
     is_q, is_v = (low < HEADS * DIM)[None, :], (low >= (HEADS + KV_HEADS) * DIM)[None, :]
-    if EARLY:
+    if AHEAD:
         _ask_for(weight, low, there, WIDTH, BLOCK)
         _ask_for(weight, low + half, there, WIDTH, BLOCK)
+    if EARLY:
         _take_turns()
     # 1. Where the rows stand, so that nothing waits for it at the end. Values are not turned.
     at = tl.load(positions + token, mask=real, other=0).to(tl.int64)[:, None] * half + column[None, :]
@@ -265,15 +270,16 @@ def norm_rotate_write(
 def _add_product(
     x, weight, stream, size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of rows, blocks of columns). A program reads and writes its own part of the stream."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < size
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     there = n < COLUMNS
-    if EARLY:
+    if AHEAD:
         _ask_for(weight, n, there, WIDTH, BLOCK)
+    if EARLY:
         _take_turns()
     at = stream + row[:, None] * COLUMNS + n[None, :]
     inside = real[:, None] & there[None, :]
