@@ -31,20 +31,31 @@ SMALL = ("--limit", "1", "--max-tokens", "6")
 
 
 @pytest.fixture
-def load(lm: Any, make_model: Callable[..., Any], tokenizer: Any, settings: Any) -> Callable[..., Any]:
+def loads() -> list[tuple[str, str]]:
+    """The dtypes and backends that `load` was asked for."""
+    return []
+
+
+@pytest.fixture
+def load(
+    lm: Any, make_model: Callable[..., Any], tokenizer: Any, settings: Any, loads: list[tuple[str, str]]
+) -> Callable[..., Any]:
     """As `lookahead.load`: the tiny model, in the dtype asked for."""
 
-    def loaded(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Any:
+    def loaded(name: str | None, *, dtype: str, device: str, backend: str, config: Any = None, **_: Any) -> Any:
+        loads.append((dtype, backend))
         if dtype in ("auto", "float32") and backend == "auto":
             return lm
         made = make_model() if dtype == "auto" else make_model().to(getattr(torch, dtype))
-        return LookaheadModel(made, tokenizer, "tiny", settings, backend)
+        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend)
 
     return loaded
 
 
 @pytest.fixture
-def run(load: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def run(load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))  # step costs of other backends and shapes
+
     def command(*args: str) -> Any:
         host = Host(load=load)
         out = () if "--out" in args else ("--out", str(tmp_path / "out"))
@@ -288,6 +299,103 @@ def test_flash_compares_the_two_backends(
     assert [row[1] for row in gains] == ["autoregressive", "(5,15,15) + prompt", "lookahead"]
     ratio = float(rows[2][-2].rstrip("x")) / float(rows[1][-2].rstrip("x"))
     assert float(gains[0][2].rstrip("x")) == pytest.approx(ratio, abs=0.1)
+
+
+def test_backends_share_one_load(
+    run: Callable[..., Any],
+    data_dir: Path,
+    loads: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A 7B is loaded and inflated in half a minute and takes 14 GB: once for each dtype, not for each backend."""
+    monkeypatch.setitem(PRESETS, "flash", replace(PRESETS["flash"], cuda=False))
+    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    where = ("--quick", "--inflate", "7b", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    result = run("--preset", "flash,exactness", *where)
+    assert result.exit_code == 0, result.output
+    assert loads == [("auto", "eager"), ("bfloat16", "eager")], "the small model, to inflate; float32 is there"
+    rows = table(result.stdout, "With and without the kernel")
+    assert {row[-1] for row in rows} == {"1/1"}
+    exact = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
+    assert len(exact) == 9
+    assert {row[2] for name, row in exact.items() if name.startswith("fp32")} == {"0"}
+
+
+def test_several_presets_on_one_model(
+    run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    where = ("--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    result = run("--preset", "scaling,overhead, configs,overhead", "--json", *where)
+    assert result.exit_code == 0, result.output
+    assert loads == [("auto", "auto")]
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["preset"] for one in found] == ["scaling", "overhead", "configs"], "as asked for, each once"
+    for one in found:
+        assert Path(one["files"]["html"]).is_file()
+        assert one["files"]["results"] == str(tmp_path / "out" / "results.jsonl")
+    assert "scaling: 9 answers, at most 54 new tokens" in result.stderr
+    assert "overhead: 8 answers, at most 48 new tokens" in result.stderr
+    assert "configs: 7 answers, at most 42 new tokens" in result.stderr
+    assert "2 of 7 answers are there already" in result.stderr, "greedy's, and (5,15,15)'s"
+
+
+def test_all_presets_that_the_device_can_run(
+    run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], rouge: None
+) -> None:
+    result = run("--preset", "all", "--device", "cpu", "--quick", "--json", "--data-dir", str(data_dir), *SMALL)
+    assert result.exit_code == 0, result.output
+    found = [json.loads(line)["preset"] for line in result.stdout.splitlines()]
+    assert found == [name for name in PRESETS if name != "flash"]
+    assert loads == [("auto", "auto"), ("bfloat16", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--preset", "overhead,ablatoin"), "--preset does not know 'ablatoin': did you mean 'ablation'"),
+        (("--preset", "overhead,"), "--preset does not know ''"),
+        (("--preset", "overhead,list"), "--preset list stands by itself"),
+        (("--preset", "overhead,flash", "--device", "cpu"), "'flash' compares GPU kernels and needs a CUDA device"),
+        (("--preset", "overhead,end-to-end", "--data-dir", "{half}"), "set 'humaneval' needs"),
+        (("--preset", "overhead,scaling", "--method", "lookahead"), "preset 'scaling' has settings of its own"),
+    ],
+)
+def test_a_mistake_in_any_preset_is_told_before_a_model_is_loaded(
+    args: tuple[str, ...], error: str, run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]]
+) -> None:
+    (data_dir / "humaneval.jsonl").unlink()
+    given = [part.replace("{half}", str(data_dir)) for part in args]
+    result = run(*given, *(() if "--data-dir" in given else ("--data-dir", str(data_dir))), "--quick")
+    assert result.exit_code == 2, result.output
+    assert error in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert loads == []
+
+
+def test_an_interrupt_ends_all_presets(
+    run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = Runner.row
+    ran: list[str] = []
+
+    def stopping(self: Runner, job: Any, longest: int = 0) -> Any:
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        ran.append(job.key)
+        return row(self, job, longest)
+
+    where = ("--preset", "overhead,configs", "--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    monkeypatch.setattr(Runner, "row", stopping)
+    first = run(*where)
+    assert first.exit_code == 130
+    assert "interrupted, 10 of 13 answers to go" in first.stderr, "the two that both need count once"
+    assert not (tmp_path / "out" / "configs.html").exists()
+    monkeypatch.setattr(Runner, "row", row)
+    second = run(*where)
+    assert second.exit_code == 0, second.output
+    assert "3 of 8 answers are there already" in second.stderr
+    assert (tmp_path / "out" / "configs.html").exists()
 
 
 def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:

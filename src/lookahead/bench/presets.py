@@ -27,7 +27,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Preset:
-    """`show` makes the report's sections; `more` measures what is no answer, after the jobs."""
+    """`show` makes the report's sections; `more` measures what is no job, after the jobs. Where it generates, `work`
+    counts the answers and their most tokens.
+    """
 
     name: str
     title: str
@@ -37,9 +39,15 @@ class Preset:
     quick: Size
     show: Callable[[Context], list[Section]]
     more: Callable[[Context], None] | None = None
+    work: Callable[[dict[str, list[Prompt]], dict[str, int]], tuple[int, int]] | None = None
     temperatures: tuple[float, ...] = (0.0,)
     cuda: bool = False
     quick_methods: tuple[Method, ...] = field(default=(), repr=False)
+
+    def check(self, device: str) -> None:
+        """Refuse a device that cannot run this."""
+        if self.cuda and device != "cuda":
+            raise ValueError(f"preset {self.name!r} compares GPU kernels and needs a CUDA device")
 
     def jobs(
         self,
@@ -232,6 +240,7 @@ PRESETS = {
             Size(1, 12),
             projection.show,
             more=projection.shares,
+            work=projection.work,
         ),
     )
 }
