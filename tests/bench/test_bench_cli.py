@@ -20,12 +20,14 @@ from typer.testing import CliRunner
 
 from lookahead.bench.inflate import SHAPES, Shape
 from lookahead.bench.plan import Plan
-from lookahead.bench.presets import DEFAULT, PRESETS
+from lookahead.bench.presets import DEFAULT, PRESETS, Preset, Size
+from lookahead.bench.prompts import Prompt
 from lookahead.bench.results import Results
 from lookahead.bench.runner import Runner
 from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
+from lookahead.tune.scaling_law import PAPER, Point, fit
 
 SMALL = ("--limit", "1", "--max-tokens", "6")
 
@@ -139,7 +141,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     first = run(*args)
     assert first.exit_code == 130
     assert "interrupted, 5 of 8 answers to go: the same command goes on from here" in first.stderr
-    assert "3 of 8 answers. Not finished." in first.stdout
+    assert "3 of 8 answers. Not finished. Each is timed 2 times." in first.stdout
     monkeypatch.setattr(Runner, "row", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
     second = run(*args)
     assert second.exit_code == 0, second.output
@@ -172,6 +174,22 @@ def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path
         ElementTree.fromstring(svg)
     assert "Traceback" not in result.output
     assert "paper" in result.stdout.lower()
+
+
+def test_the_scaling_law_is_that_of_tune(run: Callable[..., Any], data_dir: Path) -> None:
+    where = ("--quick", "--data-dir", str(data_dir), "--sets", "humaneval", "--limit", "2", "--max-tokens", "40")
+    result = run("--preset", "scaling-law", "--json", *where)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    (shown,) = found["tables"]
+    points = [
+        Point(int(row["W = G"]), int(row["N"]), int(row["W = G"]), line["compression"])
+        for row, line in zip(shown["rows"], found["lines"], strict=True)
+    ]
+    assert max(point.compression for point in points) > 1.1, "something to fit"
+    for law, column in ((PAPER, "law, paper's alpha = 0.425, f = 3.106"), (fit(points), "law, fitted")):
+        expected = [law.predict(point.window, point.ngram, point.guesses) for point in points]
+        assert [float(row[column]) for row in shown["rows"]] == pytest.approx(expected, abs=0.006)
 
 
 def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any], data_dir: Path) -> None:
@@ -465,3 +483,23 @@ def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
     ]
     assert tokens[1][0] in tokens[0], "the same function"
     assert {line["same"] for line in found["lines"]} == {1}
+
+
+def test_the_costs_in_the_documentation_are_those_of_the_presets() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    for preset in PRESETS.values():
+        assert cost_line(preset) in text
+
+
+def cost_line(preset: Preset) -> str:
+    """A preset's row of the documentation's table."""
+
+    def answers(methods: int, size: Size) -> int:
+        more = preset.work({"builtin": [Prompt("", ("",))]}, {"builtin": 1})[0] if preset.work else 0
+        return methods * len(preset.temperatures) * size.repeats + more
+
+    full, quick = preset.full, preset.quick
+    whole = answers(len(preset.methods), full)
+    short = answers(len(preset.quick_methods or preset.methods), quick)
+    sizes = f"{full.limit or 'all'}, {full.max_tokens or 'by set'}"
+    return f"| `{preset.name}` | {whole} | {sizes} | {short}, {quick.limit}, {quick.max_tokens} |"

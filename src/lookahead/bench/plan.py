@@ -200,9 +200,10 @@ def about_section(run: Context) -> Section:
     section.rows = [[name, str(value)] for name, value in about.items() if value is not None]
     done = sum(job.key in run.results for job in run.jobs)
     if run.jobs:
-        section.notes.append(
-            f"{done} of {len(run.jobs)} answers." + ("" if done == len(run.jobs) else " Not finished.")
-        )
+        repeats = max(job.repeat for job in run.jobs) + 1
+        often = "once: on a machine that others use, add --repeats 3" if repeats == 1 else f"{repeats} times"
+        unfinished = "" if done == len(run.jobs) else " Not finished."
+        section.notes.append(f"{done} of {len(run.jobs)} answers.{unfinished} Each is timed {often}.")
     return section
 
 
