@@ -83,6 +83,23 @@ def test_bars_stand_above_their_label_where_some_are_missing() -> None:
         assert (first + second + width) / 2 == pytest.approx(label, abs=0.2)
 
 
+def test_a_label_too_long_for_its_place_is_cut_and_told_in_full() -> None:
+    labels = [f"config:window=15,ngram=5,guesses=15,budget={i}" for i in range(12)]
+    svg = draw(Bars("t", labels, {"a": [1.0] * 12}))
+    shown = re.findall(r'<text x="([\d.]+)"[^>]*rotate[^>]*>([^<]*)<title>([^<]*)<', svg)
+    assert [full for _, _, full in shown] == labels
+    for x, text, _ in shown:
+        assert len(text) * 4.8 <= float(x) + 14
+    assert shown[0][1].endswith("…")
+    assert shown[-1][1] == labels[-1]
+
+
+@pytest.mark.parametrize("plot", [Bars("t", ["a"], {"x": [None]}), Curves("t", "x", "y", {"a": []})])
+def test_nothing_measured_is_said(plot: Bars | Curves) -> None:
+    assert "nothing measured yet" in draw(plot)
+    assert "nothing measured yet" not in draw(PLOTS[0])
+
+
 def test_a_name_has_one_colour_in_several_plots() -> None:
     both = draw(Bars("t", ["x"], {"a": [1.0], "b": [2.0]}))
     one = draw(Curves("t", "x", "y", {"b": [(1.0, 2.0)]}, order=["a", "b"]))

@@ -24,7 +24,8 @@ th { color: var(--dim); font-weight: 600; white-space: normal; vertical-align: b
 th:first-child, td:first-child, .word { text-align: left; }
 tr:nth-child(even) td { background: var(--stripe); }
 p { color: var(--dim); max-width: 48rem; }
-svg { width: 100%; max-width: 47.5rem; height: auto; display: block; margin: 1.2rem 0; font-family: inherit; }
+svg { width: 100%; max-width: 47.5rem; height: auto; display: block; margin: 1.2rem 0; font-family: inherit;
+  overflow: visible; }
 svg text { fill: var(--text); stroke: var(--back); stroke-width: 3px; paint-order: stroke; }
 svg .grid { stroke: var(--line); } svg .axis { stroke: var(--dim); }
 svg .rule { stroke: var(--dim); stroke-dasharray: 3 3; }

@@ -13,6 +13,8 @@ WIDTH, LEFT, RIGHT, TOP = 760, 56, 16, 46
 PLOT = 260
 LINE = 18
 """Height of a line of the legend."""
+SLANTED, MARGIN = 4.8, 14
+"""Width of a slanted label's letter; how far a label may stand out to the left, where the page has its margin."""
 
 
 def draw(plot: Bars | Curves) -> str:
@@ -44,6 +46,8 @@ def _bars(plot: Bars) -> str:
     drawing.y_axis(marks, plot.unit)
     if plot.mark is not None:
         drawing.rule(plot.mark)
+    if not values:
+        drawing.nothing()
     group = drawing.inner / max(1, len(plot.labels))
     width = min(46.0, group * 0.82 / max(1, len(names)))
     for i, label in enumerate(plot.labels):
@@ -72,13 +76,16 @@ def _curves(plot: Curves) -> str:
     drawing.y_axis(ticks(0.0, max(ys)), "")
     scale = math.log if plot.log and min(xs) > 0 else float
     start, end = scale(min(xs)), scale(max(xs))
-    span = (end - start) or 1.0
+    if start == end:  # one point stands in the middle
+        start, end = start - 0.5, end + 0.5
+    if not points:
+        drawing.nothing()
 
     def x_of(value: float) -> float:
-        return LEFT + 14 + (drawing.inner - 28) * (scale(value) - start) / span
+        return LEFT + 14 + (drawing.inner - 28) * (scale(value) - start) / (end - start)
 
     shown = -math.inf
-    for value in sorted(set(xs)):
+    for value in sorted({p[0] for p in points}):
         if x_of(value) - shown > 22:  # else their numbers would touch
             shown = x_of(value)
             drawing.text(shown, drawing.bottom + 16, f"{value:g}", "middle")
@@ -137,10 +144,16 @@ class _Drawing:
             self.text(x, self.bottom + 18, text, "middle")
             return
         y = self.bottom + 14
+        room = int((x + MARGIN) / SLANTED)
+        shown = text if len(text) <= room else text[: room - 1] + "…"
         self.add(
             f'<text x="{x:.1f}" y="{y}" text-anchor="end" font-size="11" transform="rotate(-35 {x:.1f} {y})">'
-            f"{escape(text)}</text>"
+            f"{escape(shown)}<title>{escape(text)}</title></text>"
         )
+
+    def nothing(self) -> None:
+        """In place of what is not there yet: an empty frame would look like a mistake."""
+        self.text(LEFT + self.inner / 2, TOP + PLOT / 2, "nothing measured yet", "middle")
 
     def y_axis(self, marks: Sequence[float], unit: str) -> None:
         self._range = marks[0], marks[-1]

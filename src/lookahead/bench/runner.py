@@ -19,7 +19,8 @@ from lookahead.stats import Stats
 
 WARM_UP = 4
 """Tokens of the run before the first that is timed, on a CPU. Compiling, capturing and caches are not compared."""
-
+WARM_UP_STOCK = 32
+"""The same on a GPU, for what captures nothing."""
 
 Load = Callable[..., Any]
 """(dtype=, backend=) -> a loaded model; None for the run's own."""
@@ -177,10 +178,12 @@ class Runner:
 
     def _warm_up(self, job: Job) -> Job:
         """What to run before a method is timed. On a GPU the longest prompt and a whole answer, because steps are
-        captured when their shape first comes, and anew when the K/V buffer has grown."""
+        captured when their shape first comes, and anew when the K/V buffer has grown. transformers with a cache that
+        grows captures nothing: the beginning of an answer will do, and a whole one may take half a minute."""
         prompt, tokens = job.prompt, min(WARM_UP, job.max_tokens)
         if self.models.of(job.method).device.type == "cuda":
-            prompt, tokens = self._longest or prompt, job.max_tokens
+            captures = not job.method.stock or job.method.how == "hf-static"
+            prompt, tokens = self._longest or prompt, job.max_tokens if captures else min(WARM_UP_STOCK, job.max_tokens)
         return replace(job, prompt=replace(prompt, turns=prompt.turns[:1]), max_tokens=tokens)
 
     def _fresh(self, lm: Any, job: Job) -> None:

@@ -168,7 +168,8 @@ def _bench(host: Host, settings: Settings, several: Ranks, plans: Sequence[Plan]
         elif not _measured(host, plan, own, runner, out, as_json):
             left = {job.key for one in jobs for job in runner.missing(one)}
             total = {job.key for one in jobs for job in one}
-            host.say(f"interrupted, {len(left)} of {len(total)} answers to go: the same command goes on from here")
+            what = f", {len(left)} of {len(total)} answers to go" if left else ""
+            host.say(f"interrupted{what}: the same command goes on from here")
             raise typer.Exit(INTERRUPTED)
 
 
