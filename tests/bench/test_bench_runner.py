@@ -174,6 +174,14 @@ def test_no_prompt_learns_from_another_unless_asked(lm: Any, tmp_path: Path) -> 
     assert Runner(Models(lm), half, warm=True).missing(warm_jobs) == warm_jobs
 
 
+def test_on_a_gpu_what_captures_its_steps_is_warmed_up_by_a_whole_answer() -> None:
+    run = Runner(Models(SimpleNamespace(device=SimpleNamespace(type="cuda"))), None)
+    names = ("lookahead", "autoregressive", "paper:3,3,3", "hf-static", "hf-greedy", "hf-prompt-lookup")
+    tokens = [run._warm_up(job(name, tokens=200)).max_tokens for name in names]
+    assert tokens == [200, 200, 200, 200, 32, 32]
+    assert run._warm_up(job("hf-greedy", tokens=8)).max_tokens == 8
+
+
 def test_the_key_is_made_of_what_decides_the_answer() -> None:
     base = job("lookahead")
     others: Sequence[Job] = (
