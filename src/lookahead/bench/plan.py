@@ -77,7 +77,7 @@ class Plan:
             raise ValueError("--inflate makes a model on one rank; leave --ranks out")
         if any(method.how == "hf-assisted" for method in chosen) and draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
-        if draft_model is not None and not methods:
+        if draft_model is not None and not methods and preset.methods:
             chosen = (*chosen, named("hf-assisted"))
         if preset.name == "sampling":
             from lookahead.bench.rouge import scorer
