@@ -20,32 +20,45 @@ from typer.testing import CliRunner
 
 from lookahead.bench.inflate import SHAPES, Shape
 from lookahead.bench.plan import Plan
-from lookahead.bench.presets import DEFAULT, PRESETS
+from lookahead.bench.presets import DEFAULT, PRESETS, Preset, Size
+from lookahead.bench.prompts import Prompt
 from lookahead.bench.results import Results
 from lookahead.bench.runner import Runner
 from lookahead.bench.sections import COLUMNS
 from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
+from lookahead.tune.scaling_law import PAPER, Point, fit
 
 SMALL = ("--limit", "1", "--max-tokens", "6")
 
 
 @pytest.fixture
-def load(lm: Any, make_model: Callable[..., Any], tokenizer: Any, settings: Any) -> Callable[..., Any]:
+def loads() -> list[tuple[str, str]]:
+    """The dtypes and backends that `load` was asked for."""
+    return []
+
+
+@pytest.fixture
+def load(
+    lm: Any, make_model: Callable[..., Any], tokenizer: Any, settings: Any, loads: list[tuple[str, str]]
+) -> Callable[..., Any]:
     """As `lookahead.load`: the tiny model, in the dtype asked for."""
 
-    def loaded(name: str | None, *, dtype: str, device: str, backend: str, log: Callable[[str], None]) -> Any:
+    def loaded(name: str | None, *, dtype: str, device: str, backend: str, config: Any = None, **_: Any) -> Any:
+        loads.append((dtype, backend))
         if dtype in ("auto", "float32") and backend == "auto":
             return lm
         made = make_model() if dtype == "auto" else make_model().to(getattr(torch, dtype))
-        return LookaheadModel(made, tokenizer, "tiny", settings, backend)
+        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend)
 
     return loaded
 
 
 @pytest.fixture
-def run(load: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def run(load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))  # step costs of other backends and shapes
+
     def command(*args: str) -> Any:
         host = Host(load=load)
         out = () if "--out" in args else ("--out", str(tmp_path / "out"))
@@ -135,7 +148,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     first = run(*args)
     assert first.exit_code == 130
     assert "interrupted, 5 of 8 answers to go: the same command goes on from here" in first.stderr
-    assert "3 of 8 answers. Not finished." in first.stdout
+    assert "3 of 8 answers. Not finished. Each is timed 2 times." in first.stdout
     monkeypatch.setattr(Runner, "row", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
     second = run(*args)
     assert second.exit_code == 0, second.output
@@ -170,8 +183,24 @@ def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path
     assert "paper" in result.stdout.lower()
 
 
+def test_the_scaling_law_is_that_of_tune(run: Callable[..., Any], data_dir: Path) -> None:
+    where = ("--quick", "--data-dir", str(data_dir), "--sets", "humaneval", "--limit", "2", "--max-tokens", "40")
+    result = run("--preset", "scaling-law", "--json", *where)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    (shown,) = found["tables"]
+    points = [
+        Point(int(row["W = G"]), int(row["N"]), int(row["W = G"]), line["compression"])
+        for row, line in zip(shown["rows"], found["lines"], strict=True)
+    ]
+    assert max(point.compression for point in points) > 1.1, "something to fit"
+    for law, column in ((PAPER, "law, paper's alpha = 0.425, f = 3.106"), (fit(points), "law, fitted")):
+        expected = [law.predict(point.window, point.ngram, point.guesses) for point in points]
+        assert [float(row[column]) for row in shown["rows"]] == pytest.approx(expected, abs=0.006)
+
+
 def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any], data_dir: Path) -> None:
-    result = run("--preset", "ablation", "--quick", "--data-dir", str(data_dir), *SMALL)
+    result = run("--preset", "ablation", "--data-dir", str(data_dir), *SMALL)
     rows = table(result.stdout, "Table 3 on mt-bench")
     assert [row[0] for row in rows] == [
         "hf-greedy", "hf-prompt-lookup", "(10,1,3) + prompt", "(5,1,10) + prompt", "(5,1,30)", "(5,1,30) + prompt",
@@ -299,6 +328,103 @@ def test_flash_compares_the_two_backends(
     assert float(gains[0][2].rstrip("x")) == pytest.approx(ratio, abs=0.1)
 
 
+def test_backends_share_one_load(
+    run: Callable[..., Any],
+    data_dir: Path,
+    loads: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A 7B is loaded and inflated in half a minute and takes 14 GB: once for each dtype, not for each backend."""
+    monkeypatch.setitem(PRESETS, "flash", replace(PRESETS["flash"], cuda=False))
+    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    where = ("--quick", "--inflate", "7b", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    result = run("--preset", "flash,exactness", *where)
+    assert result.exit_code == 0, result.output
+    assert loads == [("auto", "eager"), ("bfloat16", "eager")], "the small model, to inflate; float32 is there"
+    rows = table(result.stdout, "With and without the kernel")
+    assert {row[-1] for row in rows} == {"1/1"}
+    exact = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
+    assert len(exact) == 9
+    assert {row[2] for name, row in exact.items() if name.startswith("fp32")} == {"0"}
+
+
+def test_several_presets_on_one_model(
+    run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    where = ("--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    result = run("--preset", "scaling,overhead, configs,overhead", "--json", *where)
+    assert result.exit_code == 0, result.output
+    assert loads == [("auto", "auto")]
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["preset"] for one in found] == ["scaling", "overhead", "configs"], "as asked for, each once"
+    for one in found:
+        assert Path(one["files"]["html"]).is_file()
+        assert one["files"]["results"] == str(tmp_path / "out" / "results.jsonl")
+    assert "scaling: 9 answers, at most 54 new tokens" in result.stderr
+    assert "overhead: 8 answers, at most 48 new tokens" in result.stderr
+    assert "configs: 7 answers, at most 42 new tokens" in result.stderr
+    assert "2 of 7 answers are there already" in result.stderr, "greedy's, and (5,15,15)'s"
+
+
+def test_all_presets_that_the_device_can_run(
+    run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], rouge: None
+) -> None:
+    result = run("--preset", "all", "--device", "cpu", "--quick", "--json", "--data-dir", str(data_dir), *SMALL)
+    assert result.exit_code == 0, result.output
+    found = [json.loads(line)["preset"] for line in result.stdout.splitlines()]
+    assert found == [name for name in PRESETS if name != "flash"]
+    assert loads == [("auto", "auto"), ("bfloat16", "auto")]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--preset", "overhead,ablatoin"), "--preset does not know 'ablatoin': did you mean 'ablation'"),
+        (("--preset", "overhead,"), "--preset does not know ''"),
+        (("--preset", "overhead,list"), "--preset list stands by itself"),
+        (("--preset", "overhead,flash", "--device", "cpu"), "'flash' compares GPU kernels and needs a CUDA device"),
+        (("--preset", "overhead,end-to-end", "--data-dir", "{half}"), "set 'humaneval' needs"),
+        (("--preset", "overhead,scaling", "--method", "lookahead"), "preset 'scaling' has settings of its own"),
+    ],
+)
+def test_a_mistake_in_any_preset_is_told_before_a_model_is_loaded(
+    args: tuple[str, ...], error: str, run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]]
+) -> None:
+    (data_dir / "humaneval.jsonl").unlink()
+    given = [part.replace("{half}", str(data_dir)) for part in args]
+    result = run(*given, *(() if "--data-dir" in given else ("--data-dir", str(data_dir))), "--quick")
+    assert result.exit_code == 2, result.output
+    assert error in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert loads == []
+
+
+def test_an_interrupt_ends_all_presets(
+    run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = Runner.row
+    ran: list[str] = []
+
+    def stopping(self: Runner, job: Any, longest: int = 0) -> Any:
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        ran.append(job.key)
+        return row(self, job, longest)
+
+    where = ("--preset", "overhead,configs", "--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
+    monkeypatch.setattr(Runner, "row", stopping)
+    first = run(*where)
+    assert first.exit_code == 130
+    assert "interrupted, 10 of 13 answers to go" in first.stderr, "the two that both need count once"
+    assert not (tmp_path / "out" / "configs.html").exists()
+    monkeypatch.setattr(Runner, "row", row)
+    second = run(*where)
+    assert second.exit_code == 0, second.output
+    assert "3 of 8 answers are there already" in second.stderr
+    assert (tmp_path / "out" / "configs.html").exists()
+
+
 def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     args = ("--preset", "exactness", "--quick", "--data-dir", str(data_dir), "--method", "hf-greedy", *SMALL)
     assert run(*args).exit_code == 0
@@ -366,3 +492,23 @@ def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
     ]
     assert tokens[1][0] in tokens[0], "the same function"
     assert {line["same"] for line in found["lines"]} == {1}
+
+
+def test_the_costs_in_the_documentation_are_those_of_the_presets() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    for preset in PRESETS.values():
+        assert cost_line(preset) in text
+
+
+def cost_line(preset: Preset) -> str:
+    """A preset's row of the documentation's table."""
+
+    def answers(methods: int, size: Size) -> int:
+        more = preset.work({"builtin": [Prompt("", ("",))]}, {"builtin": 1})[0] if preset.work else 0
+        return methods * len(preset.temperatures) * size.repeats + more
+
+    full, quick = preset.full, preset.quick
+    whole = answers(len(preset.methods), full)
+    short = answers(len(preset.quick_methods or preset.methods), quick)
+    sizes = f"{full.limit or 'all'}, {full.max_tokens or 'by set'}"
+    return f"| `{preset.name}` | {whole} | {sizes} | {short}, {quick.limit}, {quick.max_tokens} |"

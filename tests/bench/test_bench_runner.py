@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lookahead.bench import stock
 from lookahead.bench.jobs import Job
@@ -17,6 +19,7 @@ from lookahead.bench.results import Results
 from lookahead.bench.runner import Models, Runner, prompt_ids
 from lookahead.bench.summary import lines
 from lookahead.config import LookaheadConfig
+from lookahead.generate import LookaheadModel
 from lookahead.hf import static_generation
 
 NAMES = (
@@ -73,6 +76,38 @@ def test_assisted_generation(lm: Any, make_model: Callable[..., Any]) -> None:
     row, greedy = run.row(job("hf-assisted")), run.row(job("hf-greedy"))
     assert row["tokens"] == greedy["tokens"]
     assert row["steps"] <= greedy["steps"]
+
+
+def test_weights_are_loaded_once_for_all_backends_of_a_dtype(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    asked: list[tuple[str, str | None]] = []
+
+    def load(dtype: str, backend: str | None) -> Any:
+        asked.append((dtype, backend))
+        return LookaheadModel(make_model().to(getattr(torch, dtype)), tokenizer, "tiny", backend=backend or "auto")
+
+    own = LookaheadModel(make_model(), tokenizer, "tiny")
+    models = Models(own, load)
+    ours = named("lookahead", config=LookaheadConfig(3, 4, 4, 40))
+    eager, graph = replace(ours, backend="eager"), replace(ours, backend="graph")
+    exact = replace(ours, dtype="float32")
+    assert models.of(ours) is models.of(eager) is models.of(exact) is own, "it is all of these already"
+    captured = models.of(graph)
+    assert type(captured.backend).__name__ == "GraphBackend"
+    assert captured.model is own.model
+    assert models.of(replace(exact, backend="graph")) is captured
+    assert asked == []
+    half = [models.of(replace(one, dtype="bfloat16")) for one in (ours, eager, graph)]
+    assert asked == [("bfloat16", None)]
+    assert half[0] is half[1]
+    assert half[1].model is half[2].model
+    assert half[1].model is not own.model
+    assert models.stock(named("hf-greedy")) is models.stock(replace(named("hf-greedy"), backend="graph"))
+    run = Runner(models, None)
+    rows = [run.row(job(method)) for method in ("hf-greedy", ours, graph, eager)]
+    assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] == rows[3]["tokens"]
 
 
 def test_sampling_is_that_of_our_autoregressive(lm: Any) -> None:
@@ -137,6 +172,14 @@ def test_no_prompt_learns_from_another_unless_asked(lm: Any, tmp_path: Path) -> 
     half = Results(tmp_path / "half.jsonl")
     half.add(run.results.rows[warm_jobs[0].key])  # type: ignore[union-attr]
     assert Runner(Models(lm), half, warm=True).missing(warm_jobs) == warm_jobs
+
+
+def test_on_a_gpu_what_captures_its_steps_is_warmed_up_by_a_whole_answer() -> None:
+    run = Runner(Models(SimpleNamespace(device=SimpleNamespace(type="cuda"))), None)
+    names = ("lookahead", "autoregressive", "paper:3,3,3", "hf-static", "hf-greedy", "hf-prompt-lookup")
+    tokens = [run._warm_up(job(name, tokens=200)).max_tokens for name in names]
+    assert tokens == [200, 200, 200, 200, 32, 32]
+    assert run._warm_up(job("hf-greedy", tokens=8)).max_tokens == 8
 
 
 def test_the_key_is_made_of_what_decides_the_answer() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.bench.methods import named
 from lookahead.bench.page import html
 from lookahead.bench.plots import WIDTH, draw, ticks
-from lookahead.bench.sections import Bars, Curves, Section, markdown
+from lookahead.bench.sections import Bars, Curves, Section, comparison, markdown
+from lookahead.bench.summary import Line
 
 NUMBERS = st.floats(0, 1e6, allow_nan=False)
 HEIGHT = re.compile(r'viewBox="0 0 760 (\d+)"')
@@ -70,6 +73,52 @@ def test_the_highest_bar_is_the_largest_value() -> None:
     svg = draw(Bars("two", ["a", "b"], {"x": [1.0, 4.0]}))
     low, high = (float(height) for height in re.findall(r'<rect [^>]* height="([\d.]+)"', svg))
     assert high == pytest.approx(4 * low, rel=0.02)
+
+
+def test_bars_stand_above_their_label_where_some_are_missing() -> None:
+    svg = draw(Bars("t", ["left", "right"], {"a": [1.0, None], "b": [None, 2.0], "c": [3.0, 1.0]}))
+    bars = [(float(x), float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" [^>]*width="([\d.]+)"', svg)]
+    labels = [float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*>(?:left|right)<', svg)]
+    for (first, _), (second, width), label in zip(bars[::2], bars[1::2], labels, strict=True):
+        assert (first + second + width) / 2 == pytest.approx(label, abs=0.2)
+
+
+def test_a_label_too_long_for_its_place_is_cut_and_told_in_full() -> None:
+    labels = [f"config:window=15,ngram=5,guesses=15,budget={i}" for i in range(12)]
+    svg = draw(Bars("t", labels, {"a": [1.0] * 12}))
+    shown = re.findall(r'<text x="([\d.]+)"[^>]*rotate[^>]*>([^<]*)<title>([^<]*)<', svg)
+    assert [full for _, _, full in shown] == labels
+    for x, text, _ in shown:
+        assert len(text) * 4.8 <= float(x) + 14
+    assert shown[0][1].endswith("…")
+    assert shown[-1][1] == labels[-1]
+
+
+@pytest.mark.parametrize("plot", [Bars("t", ["a"], {"x": [None]}), Curves("t", "x", "y", {"a": []})])
+def test_nothing_measured_is_said(plot: Bars | Curves) -> None:
+    assert "nothing measured yet" in draw(plot)
+    assert "nothing measured yet" not in draw(PLOTS[0])
+
+
+def test_a_name_has_one_colour_in_several_plots() -> None:
+    both = draw(Bars("t", ["x"], {"a": [1.0], "b": [2.0]}))
+    one = draw(Curves("t", "x", "y", {"b": [(1.0, 2.0)]}, order=["a", "b"]))
+    assert re.findall(r'fill="(#\w+)"', both)[1] == re.findall(r'fill="(#\w+)"', one)[0]
+
+
+def test_methods_beyond_the_colours_have_a_bar_each() -> None:
+    def plots(count: int) -> list[Any]:
+        lines = [Line("set", named(f"paper:{i + 1},3,3"), 0.0, 1, 8, 4, speedup=1.5) for i in range(count)]
+        for line in lines:
+            line.accepted_by_depth, line.accepted_by_source = [3, 1], {"jacobi": 4}
+        return comparison(lines).plots
+
+    few, many = plots(9), plots(10)
+    assert [len(plot.series) for plot in few] == [9, 9, 9, 1]
+    assert few[0].labels == ["set"]
+    assert [plot.title for plot in many] == ["set: speedup", "set: S", "accepted guesses per step, by source"]
+    assert len(many[0].labels) == len(many[1].labels) == 10
+    assert len(many[0].series) == 1
 
 
 def test_kin_share_a_colour_and_the_papers_are_dashed() -> None:

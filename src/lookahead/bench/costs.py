@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,11 +39,10 @@ def measured(run: Context, shape: str = OWN) -> StepCost:
         return found
     from lookahead.cost import SIZES, measure
 
-    backend = run.models.own.backend
-    if shape != OWN:
-        backend = in_shape(run.models.own, shape, "auto", run.say).backend
     run.say(f"measuring what a step costs: {'this model' if shape == OWN else shape + ' shape'}")
-    cost = measure(backend, (*SIZES, *LARGE))
+    lm = run.models.own
+    cost = measure(lm.backend if shape == OWN else _backend(lm, shape, run.say), (*SIZES, *LARGE))
+    gc.collect()  # a backend's captured steps refer to it: without this a 34B would stay beside what comes next
     facts = {"shape": shape, "sizes": list(cost.sizes), "seconds": list(cost.seconds)}
     run.results.add({"kind": "cost", "key": key(shape), **facts})
     return cost
@@ -50,15 +50,34 @@ def measured(run: Context, shape: str = OWN) -> StepCost:
 
 def in_shape(lm: Any, shape: str, backend: str, say: Callable[[str], None]) -> Any:
     """A model loaded as `load` does, of the same function in this shape (see `inflate`)."""
-    from lookahead import cost
     from lookahead.bench.inflate import SHAPES, inflate
+
+    large = inflate(lm.model, SHAPES[shape], dtype=lm.dtype)
+    return _loaded(large, lm.tokenizer, f"{lm.name} in {shape} shape", backend, say)
+
+
+def behind(lm: Any, backend: str, say: Callable[[str], None] | None = None) -> Any:
+    """A model loaded as `load` does, of the weights that `lm` has, behind another backend."""
+    return _loaded(lm.model, lm.tokenizer, lm.name, backend, say)
+
+
+def _loaded(model: Any, tokenizer: Any, name: str, backend: str, say: Callable[[str], None] | None) -> Any:
+    from lookahead import cost, profiles
     from lookahead.cache import cache_dir
     from lookahead.generate import LookaheadModel
 
-    large = inflate(lm.model, SHAPES[shape], dtype=lm.dtype)
-    made = LookaheadModel(large, lm.tokenizer, f"{lm.name} in {shape} shape", None, backend, say)
-    made.default_config = cost.fitted(made.default_config, made.backend, cache_dir(), say)
+    made = LookaheadModel(model, tokenizer, name, None, backend, say)
+    tuned = profiles.find(name, made.backend, cache_dir(), say)
+    made.default_config = tuned or cost.fitted(made.default_config, made.backend, cache_dir(), say)
     return made
+
+
+def _backend(lm: Any, shape: str, say: Callable[[str], None]) -> Any:
+    """The best backend for the model in this shape: no more than its steps can be timed with."""
+    from lookahead.backends.choose import make_backend
+    from lookahead.bench.inflate import SHAPES, inflate
+
+    return make_backend(inflate(lm.model, SHAPES[shape], dtype=lm.dtype), "auto", say)
 
 
 def read(path: Path) -> StepCost:

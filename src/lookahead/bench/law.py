@@ -1,22 +1,11 @@
-"""Figure 4: S as measured over (W, N, G = W), the paper's formula with its numbers, and a fit where there is one."""
+"""Figure 4: S as measured over (W, N, G = W), beside the paper's law with its numbers and with those that fit here."""
 
 from __future__ import annotations
-
-from importlib import import_module
-from typing import Any
 
 from lookahead.bench.context import Context
 from lookahead.bench.sections import Curves, Points, Section
 from lookahead.bench.summary import Line
-
-ALPHA, F = 0.425, 3.106
-"""The paper's figure 4 (b)."""
-
-
-def formula(alpha: float, f: float, guesses: int, depth: int) -> float:
-    """S = (f - 1 + E) / f with E = (gamma + 1) - sum over i of (1 - alpha^i)^b: the paper's equations 2 and 4."""
-    expected = depth + 1 - sum((1 - alpha**i) ** guesses for i in range(1, depth + 1))
-    return (f - 1 + expected) / f
+from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 
 
 def show(run: Context) -> list[Section]:
@@ -28,47 +17,45 @@ def show(run: Context) -> list[Section]:
 
 
 def _section(data: str, lines: list[Line]) -> Section:
-    fitted = fit(lines)
-    head = ("N", "W = G", "S measured", f"formula, alpha = {ALPHA}, f = {F}")
-    section = Section(f"S over (W, N) on {data}", (*head, "fitted") if fitted else head)
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for line in lines:
-        config = line.method.config
-        assert config is not None
-        law = formula(ALPHA, F, config.guesses, config.ngram - 1)
-        shown = [str(config.ngram), str(config.window), f"{line.compression:.2f}", f"{law:.2f}"]
-        pairs = {f"N = {config.ngram}": line.compression, f"N = {config.ngram}, paper's formula": law}
-        if fitted:
-            predicted = fitted.predict(config.window, config.ngram, config.guesses)
-            shown.append(f"{predicted:.2f}")
-        section.rows.append(shown)
-        for name, value in pairs.items():
-            curves.setdefault(name, []).append((float(config.window), value))
-    dashed = [name for name in curves if "formula" in name]
-    series: dict[str, Points] = dict(curves)
-    section.plots.append(Curves(f"{data}: S against W", "W = G (log)", "S", series, dashed, log=True))
-    section.notes.append(
-        "The law: S grows by a constant for every doubling of W, as long as N is large enough. The dashed curves have "
-        "the paper's alpha and f, of LLaMA-2-7B-Chat on MT-Bench."
+    points = [_point(line) for line in lines]
+    fitted = fit(points)
+    section = Section(
+        f"S over (W, N) on {data}",
+        ("N", "W = G", "S measured", f"law, paper's alpha = {PAPER.alpha}, f = {PAPER.f}", "law, fitted"),
     )
-    if fitted:
-        section.notes.append(f"Fitted to the measured S: alpha = {fitted.alpha:.3f}, f = {fitted.f:.3f}.")
+    for p in points:
+        laws = [law.predict(p.window, p.ngram, p.guesses) for law in (PAPER, fitted)]
+        section.rows.append([str(p.ngram), str(p.window), f"{p.compression:.2f}", *(f"{s:.2f}" for s in laws)])
+    section.plots += [
+        _plot(f"{data}: S against W, and the law with the paper's numbers", "paper's law", points, PAPER),
+        _plot(f"{data}: S against W, and the law as fitted", "fitted law", points, fitted),
+    ]
+    section.notes.append(
+        "The law: S grows by a constant for every doubling of W, as long as N is large enough. The paper's alpha and f "
+        "are those of LLaMA-2-7B-Chat on MT-Bench."
+    )
+    section.notes.append(
+        f"Fitted to the S measured here: alpha = {fitted.alpha:.3f}, f = {fitted.f:.3f}. Short answers have few steps: "
+        "with less than some hundred per point the fit says little."
+        if points
+        else "Nothing was measured yet: run the same command again."
+    )
     return section
 
 
-def fit(lines: list[Line]) -> Any:
-    """The fit of `lookahead.tune.scaling_law`; None where there is none, or too little to fit."""
-    try:
-        law = import_module("lookahead.tune.scaling_law")
-    except ImportError:
-        return None
-    points = []
-    for line in lines:
-        config = line.method.config
-        assert config is not None
-        points.append(law.Point(config.window, config.ngram, config.guesses, line.compression))
-    try:
-        found: Any = law.fit(points)
-    except ValueError:
-        return None
-    return found
+def _point(line: Line) -> Point:
+    config = line.method.config
+    assert config is not None
+    return Point(config.window, config.ngram, config.guesses, line.compression)
+
+
+def _plot(title: str, name: str, points: list[Point], law: ScalingLaw) -> Curves:
+    """A curve of each N as measured, and dashed as the law has it."""
+    measured: dict[str, list[tuple[float, float]]] = {}
+    expected: dict[str, list[tuple[float, float]]] = {}
+    for p in points:
+        measured.setdefault(f"N = {p.ngram}", []).append((float(p.window), p.compression))
+        said = law.predict(p.window, p.ngram, p.guesses)
+        expected.setdefault(f"N = {p.ngram}, {name}", []).append((float(p.window), said))
+    series: dict[str, Points] = {**measured, **expected}
+    return Curves(title, "W = G (log)", "S", series, list(expected), log=True)

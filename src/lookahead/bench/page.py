@@ -14,18 +14,20 @@ STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e7eb; --dim: #9aa3af; --line: #3a414c; --back: #15181d; --stripe: #1d2128; }
 }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 62rem;
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 72rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--dim); font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child, .word { text-align: left; }
 tr:nth-child(even) td { background: var(--stripe); }
 p { color: var(--dim); max-width: 48rem; }
-svg { width: 100%; max-width: 47.5rem; height: auto; display: block; margin: 1.2rem 0; font-family: inherit; }
-svg text { fill: var(--text); } svg .grid { stroke: var(--line); } svg .axis { stroke: var(--dim); }
+svg { width: 100%; max-width: 47.5rem; height: auto; display: block; margin: 1.2rem 0; font-family: inherit;
+  overflow: visible; }
+svg text { fill: var(--text); stroke: var(--back); stroke-width: 3px; paint-order: stroke; }
+svg .grid { stroke: var(--line); } svg .axis { stroke: var(--dim); }
 svg .rule { stroke: var(--dim); stroke-dasharray: 3 3; }
 """
 

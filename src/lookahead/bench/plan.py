@@ -13,11 +13,10 @@ from lookahead.bench.jobs import Job
 from lookahead.bench.methods import Method, named
 from lookahead.bench.presets import DEFAULT, HALF, ON_CUDA, PRESETS, STATIC, Preset, Size, tokens_for
 from lookahead.bench.prompts import Prompt
-from lookahead.bench.results import Results
 from lookahead.bench.sections import Section, markdown
 
 if TYPE_CHECKING:
-    from lookahead.bench.runner import Load, Runner
+    from lookahead.bench.runner import Load, Models, Runner
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Plan:
             raise ValueError("--inflate makes a model on one rank; leave --ranks out")
         if any(method.how == "hf-assisted" for method in chosen) and draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
-        if draft_model is not None and not methods:
+        if draft_model is not None and not methods and preset.methods:
             chosen = (*chosen, named("hf-assisted"))
         if preset.name == "sampling":
             from lookahead.bench.rouge import scorer
@@ -99,9 +98,8 @@ class Plan:
 
     def methods_on(self, device: str) -> tuple[Method, ...]:
         """The methods, less what this device cannot run, or plus what only it can; on several ranks each twice."""
+        self.preset.check(device)
         cuda = device == "cuda"
-        if self.preset.cuda and not cuda:
-            raise ValueError(f"preset {self.preset.name!r} compares GPU kernels and needs a CUDA device")
         found = self.methods
         if not self.own_methods:
             if not cuda:  # compiling for a CPU takes minutes and gains nothing
@@ -121,6 +119,17 @@ class Plan:
     def jobs(self, device: str) -> list[Job]:
         methods = self.methods_on(device)
         return self.preset.jobs(self.prompts, methods, self.size, self.temperatures, self.seed, self.warm)
+
+    def work(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """How many answers the run takes, and how many tokens those may have: what `more` generates, too."""
+        more = self.preset.work(self.prompts, self.limits) if self.preset.work is not None else (0, 0)
+        tokens = sum(job.max_tokens * len(job.prompt.turns) for job in jobs)
+        return len(jobs) + more[0], tokens + more[1]
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """New tokens of each answer, by set."""
+        return {data: tokens_for(data, self.size) for data in self.prompts}
 
     def _label(self, method: Method) -> str:
         return f"{method.label}, {self.ranks} ranks"
@@ -150,23 +159,22 @@ class Plan:
         }
 
 
-def runner_of(plan: Plan, lm: Any, results: Results | None, load: Load, say: Callable[[str], None]) -> Runner:
-    """What runs the plan's jobs on a loaded model."""
-    from lookahead.bench.runner import Models, Runner
+def models_of(plan: Plan, lm: Any, load: Load, say: Callable[[str], None]) -> Models:
+    """The loaded model, and those that a method may ask for besides."""
+    from lookahead.bench.runner import Models
     from lookahead.hf import load_pretrained
 
     def draft() -> Any:
         dtype = str(lm.dtype).removeprefix("torch.")
         return load_pretrained(plan.draft_model, dtype=dtype, device=str(lm.device), log=say)[0]
 
-    return Runner(Models(lm, load, draft if plan.draft_model is not None else None), results, warm=plan.warm)
+    return Models(lm, load, draft if plan.draft_model is not None else None, say)
 
 
 def context_of(plan: Plan, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> Context:
     """What the report is made of."""
     assert runner.results is not None
-    limits = {data: tokens_for(data, plan.size) for data in plan.prompts}
-    return Context(plan.prompts, jobs, runner.results, runner.models, say, limits, plan.step_cost, plan.shapes)
+    return Context(plan.prompts, jobs, runner.results, runner.models, say, plan.limits, plan.step_cost, plan.shapes)
 
 
 def report(plan: Plan, run: Context, out: Path) -> dict[str, Path]:
@@ -192,9 +200,10 @@ def about_section(run: Context) -> Section:
     section.rows = [[name, str(value)] for name, value in about.items() if value is not None]
     done = sum(job.key in run.results for job in run.jobs)
     if run.jobs:
-        section.notes.append(
-            f"{done} of {len(run.jobs)} answers." + ("" if done == len(run.jobs) else " Not finished.")
-        )
+        repeats = max(job.repeat for job in run.jobs) + 1
+        often = "once: on a machine that others use, add --repeats 3" if repeats == 1 else f"{repeats} times"
+        unfinished = "" if done == len(run.jobs) else " Not finished."
+        section.notes.append(f"{done} of {len(run.jobs)} answers.{unfinished} Each is timed {often}.")
     return section
 
 

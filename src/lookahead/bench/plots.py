@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from lookahead.bench.sections import Bars, Curves
@@ -13,6 +13,8 @@ WIDTH, LEFT, RIGHT, TOP = 760, 56, 16, 46
 PLOT = 260
 LINE = 18
 """Height of a line of the legend."""
+SLANTED, MARGIN = 4.8, 14
+"""Width of a slanted label's letter; how far a label may stand out to the left, where the page has its margin."""
 
 
 def draw(plot: Bars | Curves) -> str:
@@ -39,20 +41,22 @@ def _bars(plot: Bars) -> str:
         1, len(plot.labels)
     )
     room = min(150, 18 + 4 * max((len(label) for label in plot.labels), default=0)) if slant else 24
-    drawing = _Drawing(plot.title, names, room)
+    colours = _colours(names, plot.order)
+    drawing = _Drawing(plot.title, colours, room)
     drawing.y_axis(marks, plot.unit)
-    colours = _colours(names)
+    if plot.mark is not None:
+        drawing.rule(plot.mark)
+    if not values:
+        drawing.nothing()
     group = drawing.inner / max(1, len(plot.labels))
     width = min(46.0, group * 0.82 / max(1, len(names)))
     for i, label in enumerate(plot.labels):
         middle = LEFT + group * (i + 0.5)
-        for j, name in enumerate(names):
-            value = plot.series[name][i]
-            if value is None:
-                continue
-            x = middle + (j - len(names) / 2) * width
+        there = [(name, value) for name in names if (value := plot.series[name][i]) is not None]
+        for j, (name, value) in enumerate(there):
+            x = middle + (j - len(there) / 2) * width
             top = drawing.y(value)
-            colour = colours[j]
+            colour = colours[name]
             tip = f"{label}, {name}: {value:.2f}{plot.unit}"
             drawing.add(
                 f'<rect x="{x + 1:.1f}" y="{top:.1f}" width="{max(1.0, width - 2):.1f}" '
@@ -61,25 +65,27 @@ def _bars(plot: Bars) -> str:
             if many <= 30:
                 drawing.text(x + width / 2, top - 4, f"{value:.2f}", "middle", 10)
         drawing.label(middle, label, slant)
-    if plot.mark is not None:
-        drawing.rule(plot.mark)
     return drawing.svg()
 
 
 def _curves(plot: Curves) -> str:
     points = [p for series in plot.series.values() for p in series]
     xs, ys = [p[0] for p in points] or [0.0], [p[1] for p in points] or [0.0]
-    drawing = _Drawing(plot.title, list(plot.series), 44, dashed=plot.paper)
+    colours = _colours(list(plot.series), plot.order)
+    drawing = _Drawing(plot.title, colours, 44, dashed=plot.paper)
     drawing.y_axis(ticks(0.0, max(ys)), "")
     scale = math.log if plot.log and min(xs) > 0 else float
     start, end = scale(min(xs)), scale(max(xs))
-    span = (end - start) or 1.0
+    if start == end:  # one point stands in the middle
+        start, end = start - 0.5, end + 0.5
+    if not points:
+        drawing.nothing()
 
     def x_of(value: float) -> float:
-        return LEFT + 14 + (drawing.inner - 28) * (scale(value) - start) / span
+        return LEFT + 14 + (drawing.inner - 28) * (scale(value) - start) / (end - start)
 
     shown = -math.inf
-    for value in sorted(set(xs)):
+    for value in sorted({p[0] for p in points}):
         if x_of(value) - shown > 22:  # else their numbers would touch
             shown = x_of(value)
             drawing.text(shown, drawing.bottom + 16, f"{value:g}", "middle")
@@ -89,9 +95,8 @@ def _curves(plot: Curves) -> str:
             )
     drawing.text(LEFT + drawing.inner / 2, drawing.bottom + 36, plot.x, "middle")
     drawing.text(LEFT - 40, TOP - 12, plot.y, "start")
-    colours = _colours(list(plot.series))
-    for (name, series), colour in zip(plot.series.items(), colours, strict=True):
-        ordered = sorted(series)
+    for name, series in plot.series.items():
+        ordered, colour = sorted(series), colours[name]
         path = " ".join(f"{x_of(x):.1f},{drawing.y(y):.1f}" for x, y in ordered)
         dash = ' stroke-dasharray="6 4"' if name in plot.paper else ""
         drawing.add(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
@@ -104,26 +109,28 @@ def _curves(plot: Curves) -> str:
     return drawing.svg()
 
 
-def _colours(names: Sequence[str]) -> list[str]:
-    """One for each; a name that goes on after a comma has the colour of the name before it."""
+def _colours(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, str]:
+    """One for each, by its place in `order` or here; a name that goes on after a comma has the colour of the name
+    before it."""
+    every = dict.fromkeys((*order, *names))
     found: dict[str, str] = {}
-    for name in names:
+    for name in every:
         first = name.partition(",")[0]
-        kin = found.get(first) if first in names else None
+        kin = found.get(first) if first in every else None
         found[name] = kin or COLOURS[len(set(found.values())) % len(COLOURS)]
-    return [found[name] for name in names]
+    return {name: found[name] for name in names}
 
 
 class _Drawing:
     """A plot's frame: title, legend below, and the way from values to pixels."""
 
-    def __init__(self, title: str, names: Sequence[str], room: int, dashed: Sequence[str] = ()) -> None:
+    def __init__(self, title: str, colours: Mapping[str, str], room: int, dashed: Sequence[str] = ()) -> None:
         self.inner = WIDTH - LEFT - RIGHT
         self.bottom = TOP + PLOT
         self._parts: list[str] = []
         self._title = title
         self._range = (0.0, 1.0)
-        self._end = self._legend(names, self.bottom + room + LINE, dashed)
+        self._end = self._legend(colours, self.bottom + room + LINE, dashed)
 
     def add(self, part: str) -> None:
         self._parts.append(part)
@@ -137,10 +144,16 @@ class _Drawing:
             self.text(x, self.bottom + 18, text, "middle")
             return
         y = self.bottom + 14
+        room = int((x + MARGIN) / SLANTED)
+        shown = text if len(text) <= room else text[: room - 1] + "…"
         self.add(
             f'<text x="{x:.1f}" y="{y}" text-anchor="end" font-size="11" transform="rotate(-35 {x:.1f} {y})">'
-            f"{escape(text)}</text>"
+            f"{escape(shown)}<title>{escape(text)}</title></text>"
         )
+
+    def nothing(self) -> None:
+        """In place of what is not there yet: an empty frame would look like a mistake."""
+        self.text(LEFT + self.inner / 2, TOP + PLOT / 2, "nothing measured yet", "middle")
 
     def y_axis(self, marks: Sequence[float], unit: str) -> None:
         self._range = marks[0], marks[-1]
@@ -157,12 +170,12 @@ class _Drawing:
         y = self.y(value)
         self.add(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="rule"/>')
 
-    def _legend(self, names: Sequence[str], y: int, dashed: Sequence[str]) -> int:
+    def _legend(self, colours: Mapping[str, str], y: int, dashed: Sequence[str]) -> int:
         """As many lines as the names need; returns where it ends."""
-        if len(names) < 2:
+        if len(colours) < 2:
             return y - LINE + 6
         x = float(LEFT)
-        for name, colour in zip(names, _colours(names), strict=True):
+        for name, colour in colours.items():
             width = 28 + 7.2 * len(name)
             if x > LEFT and x + width > WIDTH - RIGHT:
                 x, y = float(LEFT), y + LINE

@@ -27,7 +27,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Preset:
-    """`show` makes the report's sections; `more` measures what is no answer, after the jobs."""
+    """`show` makes the report's sections; `more` measures what is no job, after the jobs. Where it generates, `work`
+    counts the answers and their most tokens.
+    """
 
     name: str
     title: str
@@ -37,9 +39,15 @@ class Preset:
     quick: Size
     show: Callable[[Context], list[Section]]
     more: Callable[[Context], None] | None = None
+    work: Callable[[dict[str, list[Prompt]], dict[str, int]], tuple[int, int]] | None = None
     temperatures: tuple[float, ...] = (0.0,)
     cuda: bool = False
     quick_methods: tuple[Method, ...] = field(default=(), repr=False)
+
+    def check(self, device: str) -> None:
+        """Refuse a device that cannot run this."""
+        if self.cuda and device != "cuda":
+            raise ValueError(f"preset {self.name!r} compares GPU kernels and needs a CUDA device")
 
     def jobs(
         self,
@@ -180,8 +188,9 @@ PRESETS = {
             ("mt-bench",),
             (*TABLE_3, ALONE, *SOURCE_METHODS),
             Size(None, 512),
-            Size(1, 16),
+            Size(1, 32),
             views.ablation,
+            quick_methods=(*TABLE_3, *(only(name) for name in SOURCES), only(*SOURCES)),
         ),
         Preset(
             "configs",
@@ -189,7 +198,7 @@ PRESETS = {
             ("mt-bench",),
             (GREEDY, ALONE, *GRID),
             Size(20, 256),
-            Size(1, 24),
+            Size(1, 48),
             search.show,
             more=search.measure,
             quick_methods=(GREEDY, ALONE, *(paper(n, w, w) for n in (3, 5) for w in (3, 7, 15))),
@@ -200,7 +209,7 @@ PRESETS = {
             ("mt-bench",),
             (GREEDY, ALONE, *(paper(5, window, window) for window in WINDOWS)),
             Size(20, 256, 3),
-            Size(1, 24),
+            Size(1, 48),
             views.overhead,
         ),
         Preset(
@@ -219,7 +228,7 @@ PRESETS = {
             ("mt-bench",),
             LAW,
             Size(20, 256),
-            Size(1, 24),
+            Size(2, 48),
             law.show,
             quick_methods=tuple(paper(n, w, w) for n in (3, 5) for w in (1, 4, 16)),
         ),
@@ -229,9 +238,10 @@ PRESETS = {
             ("mt-bench", "humaneval", "classeval"),
             (),
             Size(20, 256),
-            Size(1, 12),
+            Size(1, 32),
             projection.show,
             more=projection.shares,
+            work=projection.work,
         ),
     )
 }

@@ -41,6 +41,14 @@ def shares(run: Context) -> None:
     costs.measured(run)
 
 
+def work(prompts: dict[str, list[Prompt]], tokens: dict[str, int]) -> tuple[int, int]:
+    """How many answers `shares` generates, and how many tokens those may have. Only first turns are asked."""
+    from lookahead.bench import scaling
+
+    settings = len(scaling.SETTINGS) + len(scaling.PAPER)
+    return settings * sum(map(len, prompts.values())), settings * sum(len(p) * tokens[d] for d, p in prompts.items())
+
+
 def _key(run: Context, data: str, prompts: list[Prompt], family: str, name: str) -> str:
     chosen = [prompt.id for prompt in prompts]
     return key_of(

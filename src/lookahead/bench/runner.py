@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lookahead.bench.costs import behind
 from lookahead.bench.jobs import Job
 from lookahead.bench.methods import Method, plain
 from lookahead.bench.prompts import Prompt, messages
@@ -18,40 +19,65 @@ from lookahead.stats import Stats
 
 WARM_UP = 4
 """Tokens of the run before the first that is timed, on a CPU. Compiling, capturing and caches are not compared."""
-
+WARM_UP_STOCK = 32
+"""The same on a GPU, for what captures nothing."""
 
 Load = Callable[..., Any]
 """(dtype=, backend=) -> a loaded model; None for the run's own."""
 
 
 class Models:
-    """Every model that the methods ask for, loaded when first needed."""
+    """Every model that the methods ask for, made when first needed. The weights of a dtype are loaded once: its
+    backends share them."""
 
-    def __init__(self, own: Any, load: Load | None = None, draft: Callable[[], Any] | None = None) -> None:
-        self.own, self._load, self._draft = own, load, draft
-        self._loaded: dict[tuple[str | None, str | None], Any] = {(None, None): own}
-        self._stock: dict[tuple[str | None, str | None], Stock] = {}
+    def __init__(
+        self,
+        own: Any,
+        load: Load | None = None,
+        draft: Callable[[], Any] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.own, self._load, self._draft, self._say = own, load, draft, say
+        self._made: dict[tuple[str, str], Any] = {}
+        self._stock: dict[int, Stock] = {}
         self._alone: Any = None
 
     def of(self, method: Method) -> Any:
         if hasattr(self.own, "alone") and method.ranks == 1:
             self._alone = self._alone or self.own.alone()
             return self._alone
-        place = method.dtype, method.backend
-        if place not in self._loaded:
-            if self._load is None:
-                raise ValueError(f"method {method.label!r} needs another model than the one that was given")
-            self._loaded[place] = self._load(dtype=method.dtype, backend=method.backend)
-        return self._loaded[place]
+        if method.dtype is None and method.backend is None:
+            return self.own
+        dtype, backend = _place(self.own)
+        self._made.setdefault((dtype, backend), self.own)
+        place = method.dtype or dtype, method.backend or backend
+        if place not in self._made:
+            self._made[place] = self._make(method, *place)
+        return self._made[place]
+
+    def _make(self, method: Method, dtype: str, backend: str) -> Any:
+        for (loaded, _), lm in self._made.items():
+            if loaded == dtype:
+                return behind(lm, backend, self._say)
+        if self._load is None:
+            raise ValueError(f"method {method.label!r} needs another model than the one that was given")
+        return self._load(dtype=dtype, backend=method.backend)
 
     def stock(self, method: Method) -> Stock:
-        place = method.dtype, method.backend
-        if place not in self._stock:
-            self._stock[place] = Stock(self.of(method))
-        stock = self._stock[place]
+        """transformers' own decoding; the backend is nothing to it."""
+        lm = self.of(method)
+        if id(lm.model) not in self._stock:
+            self._stock[id(lm.model)] = Stock(lm)
+        stock = self._stock[id(lm.model)]
         if method.how == "hf-assisted" and stock.draft is None and self._draft is not None:
             stock.draft = self._draft()
         return stock
+
+
+def _place(lm: Any) -> tuple[str, str]:
+    """A loaded model's dtype and backend, by the names that a method asks for them."""
+    backend = type(getattr(lm.backend, "inner", lm.backend)).__name__
+    return str(lm.dtype).removeprefix("torch."), backend.removesuffix("Backend").lower()
 
 
 @dataclass
@@ -152,11 +178,12 @@ class Runner:
 
     def _warm_up(self, job: Job) -> Job:
         """What to run before a method is timed. On a GPU the longest prompt and a whole answer, because steps are
-        captured when their shape first comes, and anew when the K/V buffer has grown."""
+        captured when their shape first comes, and anew when the K/V buffer has grown. transformers with a cache that
+        grows captures nothing: the beginning of an answer will do, and a whole one may take half a minute."""
         prompt, tokens = job.prompt, min(WARM_UP, job.max_tokens)
-        captured = not job.method.stock or job.method.how == "hf-static"
-        if captured and self.models.of(job.method).device.type == "cuda":
-            prompt, tokens = self._longest or prompt, job.max_tokens
+        if self.models.of(job.method).device.type == "cuda":
+            captures = not job.method.stock or job.method.how == "hf-static"
+            prompt, tokens = self._longest or prompt, job.max_tokens if captures else min(WARM_UP_STOCK, job.max_tokens)
         return replace(job, prompt=replace(prompt, turns=prompt.turns[:1]), max_tokens=tokens)
 
     def _fresh(self, lm: Any, job: Job) -> None:

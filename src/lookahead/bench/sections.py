@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lookahead.bench.summary import Line
+from lookahead.config import SOURCES
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One group of bars per label, one bar per series; None leaves a gap. `mark` is a line to compare with."""
+    """One group of bars per label, one bar per series; None is no bar. `mark` is a line to compare with."""
 
     title: str
     labels: Sequence[str]
     series: dict[str, Sequence[float | None]]
     unit: str = ""
     mark: float | None = None
+    order: Sequence[str] = ()
+    """Names whose places here choose their colours, so that a name has one colour in several plots."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Curves:
     series: dict[str, Points]
     paper: Sequence[str] = ()
     log: bool = False
+    order: Sequence[str] = ()
+    """As for `Bars`."""
 
 
 @dataclass
@@ -57,6 +62,10 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+MOST = 9
+"""Methods that a plot can tell apart by their colours."""
+ORIGINS = (*SOURCES, "prompt-lookup", "draft")
+"""Where guesses come from; the last two are transformers' own."""
 COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR")
 
 
@@ -77,14 +86,23 @@ def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
         "decoding, which runs on the same engine: what lookahead alone gains. In half precision texts differ between "
         "engines by rounding; preset `exactness` says how far."
     )
-    sets = list(dict.fromkeys(line.data for line in lines))
-    names = list(dict.fromkeys(line.method.label for line in lines))
-    for what, value in (("speedup", lambda line: line.speedup), ("S", lambda line: line.compression or None)):
-        at = {(line.data, line.method.label): value(line) for line in lines if not line.temperature}
-        series: dict[str, Sequence[float | None]] = {n: [at.get((data, n)) for data in sets] for n in names}
-        section.plots.append(Bars(f"{what} by set", sets, series, "x" if what == "speedup" else "", 1.0))
+    section.plots += _compared(lines, "speedup", "x", lambda line: line.speedup)
+    section.plots += _compared(lines, "S", "", lambda line: line.compression or None)
     section.plots += [plot for plot in (depths(lines), sources(lines)) if plot.series]
     return section
+
+
+def _compared(
+    lines: Sequence[Line], what: str, unit: str, value: Callable[[Line], float | None]
+) -> list[Bars | Curves]:
+    """A group of bars per set, a colour per method; with more methods than colours a bar per method instead."""
+    sets = list(dict.fromkeys(line.data for line in lines))
+    names = list(dict.fromkeys(line.method.label for line in lines))
+    at = {(line.data, line.method.label): value(line) for line in lines if not line.temperature}
+    if len(names) <= MOST:
+        series: dict[str, Sequence[float | None]] = {n: [at.get((data, n)) for data in sets] for n in names}
+        return [Bars(f"{what} by set", sets, series, unit, 1.0)]
+    return [Bars(f"{data}: {what}", names, {what: [at.get((data, n)) for n in names]}, unit, 1.0) for data in sets]
 
 
 def cells(line: Line) -> list[str]:
@@ -119,11 +137,13 @@ def errors(lines: Sequence[Line]) -> list[str]:
 
 
 def depths(lines: Sequence[Line]) -> Curves:
-    """How deep guesses were accepted: the share of steps that accepted a guess at each depth."""
+    """How deep guesses were accepted: the share of steps that did at each depth. Of too many methods, nothing."""
     series: dict[str, Points] = {}
-    for name, depth, steps in _by_method(lines):
+    found = _by_method(lines)
+    for name, depth, steps in found if len(found) <= MOST else ():
         series[name] = [(i + 1, count / steps) for i, count in enumerate(depth)]
-    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series)
+    names = list(dict.fromkeys(line.method.label for line in lines))
+    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series, order=names)
 
 
 def _by_method(lines: Sequence[Line]) -> list[tuple[str, list[int], int]]:
@@ -151,4 +171,4 @@ def sources(lines: Sequence[Line]) -> Bars:
     series: dict[str, Sequence[float | None]] = {}
     for name in names:
         series[name] = [counts[m][name] / steps[m] if name in counts[m] else None for m in counts]
-    return Bars("accepted guesses per step, by source", list(counts), series)
+    return Bars("accepted guesses per step, by source", list(counts), series, order=ORIGINS)

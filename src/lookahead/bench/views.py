@@ -77,18 +77,7 @@ TABLE_2 = {
 def sampling(run: Context) -> list[Section]:
     from lookahead.bench.rouge import scores
 
-    head = (
-        "set",
-        "temp.",
-        "method",
-        "ROUGE-1",
-        "ROUGE-2",
-        "ROUGE-L",
-        "speedup",
-        "S",
-        "same",
-        "paper: ROUGE, speedup, S",
-    )
+    head = ("set", "temp.", "method", "R-1", "R-2", "R-L", "speedup", "S", "same", "paper: R-1, 2, L, speedup, S")
     section = Section("Table 2", head)
     for line in run.lines:
         found = scores(run, line)
@@ -105,7 +94,7 @@ def sampling(run: Context) -> list[Section]:
         ])  # fmt: skip
     section.notes += errors(run.lines)
     section.notes.append(
-        "ROUGE by rouge-score, F1 in per cent, with stemming. With the same seeds lookahead draws the tokens that "
+        "R: ROUGE by rouge-score, F1 in per cent, with stemming. With the same seeds lookahead draws the tokens that "
         "autoregressive sampling draws, so equal scores are exact, not a matter of luck; `same` counts the outputs."
     )
     for heat in sorted({line.temperature for line in run.lines}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,8 @@ EVERY = 15.0  # seconds between lines of progress where there is no terminal to 
 def bench(
     ctx: typer.Context,
     preset: Annotated[
-        str | None, typer.Option("--preset", help="A table or figure of the paper; `list` names them.")
+        str | None,
+        typer.Option("--preset", help="Tables or figures of the paper; `list` names them.", metavar="A,B,...|all|list"),
     ] = None,
     sets: Annotated[
         str | None, typer.Option("--sets", help="Prompt sets, such as builtin,mt-bench.", metavar="A,B,...")
@@ -53,7 +55,7 @@ def bench(
     warm: Annotated[
         bool, typer.Option("--warm", help="Keep what a method learns from one prompt for the next, as a server does.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the report.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of each report.")] = False,
     model: Annotated[str | None, typer.Option("--model", help="As for generate.", rich_help_panel="Model")] = None,
     draft_model: Annotated[
         str | None, typer.Option("--draft-model", help="The small model of hf-assisted.", rich_help_panel="Model")
@@ -96,28 +98,51 @@ def bench(
     if preset == "list":
         host.write("".join(f"{name:<12}{one.title}\n" for name, one in PRESETS.items()))
         return
-    if preset is not None:
-        choice("--preset", preset, (*PRESETS, "list"))
     settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
     settings.check()
     several = Ranks(ranks, rank_timeout, False)
-    plan = Plan.of(
-        preset, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
-        repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
-        draft_model=draft_model, ranks=several.size, inflate=inflate,
-        half="float16" if dtype == "float16" else "bfloat16",
-    )  # fmt: skip
+    plans = [
+        Plan.of(
+            name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
+            repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
+            draft_model=draft_model, ranks=several.size, inflate=inflate,
+            half="float16" if dtype == "float16" else "bfloat16",
+        )
+        for name in _named(preset, device)
+    ]  # fmt: skip
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
     with several.watched(host):
-        _bench(host, settings, several, plan, out, as_json)
+        _bench(host, settings, several, plans, out, as_json)
 
 
-def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path, as_json: bool) -> None:
+def _named(preset: str | None, device: str) -> list[str | None]:
+    """The presets that were asked for; `all` are those that the device can run. None is the default run."""
+    from lookahead.bench.presets import PRESETS
+
+    if preset is None:
+        return [None]
+    names = [choice("--preset", name.strip(), (*PRESETS, "all", "list")) for name in preset.split(",")]
+    if "list" in names:
+        raise ValueError("--preset list stands by itself: name presets, or all of them with `all`")
+    chosen = dict.fromkeys(one for name in names for one in (PRESETS if name == "all" else [name]))
+    for name in [name for name in chosen if PRESETS[name].cuda]:  # asked before a model is loaded for nothing
+        from lookahead.hf import pick_device
+
+        kind = pick_device(device).type
+        if name in names:
+            PRESETS[name].check(kind)
+        elif kind != "cuda":
+            del chosen[name]
+    return list(chosen)
+
+
+def _bench(host: Host, settings: Settings, several: Ranks, plans: Sequence[Plan], out: Path, as_json: bool) -> None:
+    """The plans, one after another, on one loaded model and into one file of results."""
     from lookahead.bench.about import about, versions
-    from lookahead.bench.costs import in_shape
-    from lookahead.bench.plan import context_of, report, runner_of
+    from lookahead.bench.plan import models_of
     from lookahead.bench.results import Results
+    from lookahead.bench.runner import Runner
 
     results = None if several.follows else Results(out / "results.jsonl")
     if results is not None:
@@ -125,40 +150,67 @@ def _bench(host: Host, settings: Settings, several: Ranks, plan: Plan, out: Path
     if results is not None and results.dropped:
         host.say(f"note: the last line of {results.path} was cut off and is measured again")
 
-    def shaped(small: Any, backend: str) -> Any:
-        return small if plan.inflate is None else in_shape(small, plan.inflate, backend, host.say)
+    def load(dtype: str | None = None, backend: str | None = None) -> Any:
+        return _load(host, replace(settings, dtype=dtype or settings.dtype, backend=backend or settings.backend), plans)
 
-    def load(dtype: str | None, backend: str | None) -> Any:
-        backend = backend or settings.backend
-        options = {"dtype": dtype or settings.dtype, "device": settings.device, "log": host.say}
-        return shaped(host.load(settings.model, backend=backend, **options), backend)
-
-    lm: Any = shaped(several.load(host, settings), settings.backend)
+    lm: Any = several.load(host, settings) if several.together else load()
     if results is not None:
         results.begin(about(lm))
-    runner, jobs = runner_of(plan, lm, results, load, host.say), plan.jobs(lm.device.type)
-    todo = runner.agreed(jobs)
-    if results is None:  # a rank that follows
-        for _ in runner.run(todo):
-            pass
-        return
-    context = context_of(plan, jobs, runner, host.say)
-    stopped = False
+    models = models_of(plans[0], lm, load, host.say)
+    jobs = [plan.jobs(lm.device.type) for plan in plans]
+    if results is not None:
+        _announce(host, plans, jobs)
+    for plan, own in zip(plans, jobs, strict=True):
+        runner = Runner(models, results, warm=plan.warm)
+        if results is None:  # a rank that follows
+            for _ in runner.run(runner.agreed(own)):
+                pass
+        elif not _measured(host, plan, own, runner, out, as_json):
+            left = {job.key for one in jobs for job in runner.missing(one)}
+            total = {job.key for one in jobs for job in one}
+            what = f", {len(left)} of {len(total)} answers to go" if left else ""
+            host.say(f"interrupted{what}: the same command goes on from here")
+            raise typer.Exit(INTERRUPTED)
+
+
+def _measured(host: Host, plan: Plan, jobs: list[Job], runner: Runner, out: Path, as_json: bool) -> bool:
+    """Run one plan and report, also when Ctrl-C cuts it short; whether it came to its end."""
+    from lookahead.bench.plan import context_of, report
+
+    context, todo = context_of(plan, jobs, runner, host.say), runner.agreed(jobs)
+    whole = True
     try:
         _run(host, runner, context, todo)
         plan.measure_more(context)
     except KeyboardInterrupt:
-        stopped = True
+        whole = False
     files = report(plan, context, out)
     if as_json:
         host.write(json.dumps({**plan.record(context), "files": {k: str(v) for k, v in files.items()}}) + "\n")
     else:
         host.write(files["markdown"].read_text(encoding="utf-8"))
-    host.say(f"results in {results.path}, report in {files['html']}")
-    if stopped:
-        left = len(runner.missing(context.jobs))
-        host.say(f"interrupted, {left} of {len(context.jobs)} answers to go: the same command goes on from here")
-        raise typer.Exit(INTERRUPTED)
+    host.say(f"results in {context.results.path}, report in {files['html']}")
+    return whole
+
+
+def _load(host: Host, settings: Settings, plans: Sequence[Plan]) -> Any:
+    """The model, in the shape that `--inflate` asks for."""
+    shape = plans[0].inflate
+    if shape is None:
+        return settings.load(host)
+    from lookahead.bench.costs import in_shape
+    from lookahead.config import LookaheadConfig
+
+    # The small model answers nothing: it needs no graphs, and no config that suits it.
+    options = {"dtype": settings.dtype, "device": settings.device, "backend": "eager", "config": LookaheadConfig()}
+    return in_shape(host.load(settings.model, log=host.say, **options), shape, settings.backend, host.say)
+
+
+def _announce(host: Host, plans: Sequence[Plan], jobs: Sequence[Sequence[Job]]) -> None:
+    """What is to come, to plan by: presets share answers that they have in common, and none is made twice."""
+    for plan, own in zip(plans, jobs, strict=True):
+        answers, tokens = plan.work(own)
+        host.say(f"{plan.preset.name}: {answers:,} answers, at most {tokens:,} new tokens")
 
 
 def _run(host: Host, runner: Runner, context: Context, todo: Sequence[Job]) -> None:
