@@ -35,8 +35,8 @@ def _section(data: str, lines: list[Line]) -> Section:
         "are those of LLaMA-2-7B-Chat on MT-Bench."
     )
     section.notes.append(
-        f"Fitted to the S measured here: alpha = {fitted.alpha:.3f}, f = {fitted.f:.3f}. Short answers have few steps: "
-        "with less than some hundred per point the fit says little."
+        f"Fitted to the S measured here: alpha = {fitted.alpha:.3f}, f = {fitted.f:.3f}. A point of few steps (few "
+        "prompts, short answers) is rough, and so is the fit."
         if points
         else "Nothing was measured yet: run the same command again."
     )
