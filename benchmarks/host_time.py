@@ -11,6 +11,7 @@ and recycled rows are as full as in real use. Medians per step, in microseconds:
     learn     how good the guesses were, and new ones
     rest      commit and the engine's own
     host      all of these: what stands between two steps of a GPU
+    later     what is done while the device runs: no part of `host`
 
 The C library and its Python twins take turns, step by step, so that a busy machine slows both.
 """
@@ -38,7 +39,7 @@ from lookahead.sources import Warmth
 
 VOCABULARY = 49152
 PROMPT, OUTPUT = 200, 192
-PARTS = ("propose", "fill", "read", "take", "learn", "rest", "host")
+PARTS = ("propose", "fill", "read", "take", "learn", "rest", "host", "later")
 
 
 def text(rng: random.Random, length: int) -> list[int]:
@@ -115,6 +116,7 @@ class Run:
         for part, name in (("fill", "_fill"), ("read", "collect")):
             self.clock.time(part, self.backend, name)
         self.engine = Engine(self.backend)
+        self.clock.time("later", self.engine, "_meanwhile")
         with self._library():
             self.warmth = Warmth()
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -138,7 +140,8 @@ class Run:
             host = perf_counter() - begin - self.backend.forward_seconds
         spent = {part: self.clock.seconds[part] for part in PARTS}
         spent["take"] -= spent["learn"]
-        spent |= {"host": host, "rest": host - sum(spent[part] for part in PARTS[:-2])}
+        spent["host"] = host - spent["later"]
+        spent["rest"] = spent["host"] - sum(spent[part] for part in PARTS[:5])
         for part in PARTS:
             self.times[part].append(1e6 * spent[part])
 

@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -237,10 +238,9 @@ def guess_tree() -> TokenTree:
                 tree.tokens.append(token)
                 tree.parents.append(node)
                 tree.depths.append(tree.depths[node] + 1)
-                known = [len(tree) - 1]
+                known = [len(tree.tokens) - 1]
             node = known[0]
-    tree.rows = list(range(len(tree)))
-    return tree
+    return replace(tree, rows=list(range(len(tree.tokens))))
 
 
 def path(tree: TokenTree, node: int) -> list[int]:

@@ -10,6 +10,7 @@ The search runs in C where it can (`native`). `Draft._grow` is the same search i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
@@ -34,13 +35,16 @@ CHAIN_MASS = 0.95
 
 @dataclass(slots=True)
 class Guesses:
-    """The taken candidates, parents first. Parent 0 is the root, parent `base` + i is guess i."""
+    """The taken candidates, parents first, as C's ints. Parent 0 is the root, parent `base` + i is guess i."""
 
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    origins: list[int]
-    scores: list[float]
+    tokens: array[int]
+    parents: array[int]
+    depths: array[int]
+    origins: array[int]
+    scores: array[float]
+
+
+NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 
 class Draft:
@@ -77,7 +81,7 @@ class Draft:
         room = min(room, MOST)
         max_depth = min(max_depth, room)
         if max_depth < 1:
-            return Guesses([], [], [], [], [])
+            return NO_GUESSES
         if self.successors is None and native.library() is not None:
             text = self.before2, self.before, self.root
             return Guesses(*calls.grow(self.memories, self.rates, text, self._chains, room, max_depth, cost, base))
@@ -162,7 +166,13 @@ class Draft:
             tries.append(trie)
         keep = len(tokens) if cost is None else _worth(scores, cost, base)
         nodes = [parent + base - 1 if parent else 0 for parent in parents[1:keep]]
-        return Guesses(tokens[1:keep], nodes, depths[1:keep], origins[1:keep], scores[1:keep])
+        return Guesses(
+            array("i", tokens[1:keep]),
+            array("i", nodes),
+            array("i", depths[1:keep]),
+            array("i", origins[1:keep]),
+            array("d", scores[1:keep]),
+        )
 
     def _offer_chains(
         self,

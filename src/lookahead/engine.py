@@ -75,7 +75,7 @@ class Engine:
     def step(self) -> list[Accepted]:
         """One decoding step of every running sequence. Finished ones leave."""
         # 1. Propose, and one forward pass: over those that go on together, over each newcomer by itself.
-        newcomers = [s for s in self._slots if self.backend.length(self._slots[s]) < len(s.tokens) - 1]
+        newcomers = [s for s, slot in self._slots.items() if self.backend.length(slot) < len(s.tokens) - 1]
         others = [s for s in self._slots if s not in newcomers]
         ran: list[Ran] = []
         for group in [*([s] for s in newcomers), others]:
@@ -117,9 +117,16 @@ class Engine:
             else:
                 inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
         proposed = perf_counter()
-        results = self.backend.step(inputs)
+        launched = self.backend.launch(inputs)
+        self._meanwhile(inputs)
+        results = self.backend.collect(launched)
         ran = perf_counter()
         for sequence in group:
             sequence.stats.propose_seconds += (proposed - begin) / len(group)
             sequence.stats.forward_seconds += ran - proposed
         return [Ran(*parts) for parts in zip(group, inputs, results, strict=True)]
+
+    def _meanwhile(self, inputs: Sequence[StepInput]) -> None:
+        """What can wait until the device runs: the trees as verification reads them."""
+        for item in inputs:
+            item.tree.guesses()

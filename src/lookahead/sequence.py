@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.draft import Draft
+from lookahead.draft import NO_GUESSES, Draft
 from lookahead.sampling import NO_DRAW
 from lookahead.sources import Outcome, Warmth, build, source_of, wants_top
 from lookahead.stats import Stats
@@ -76,23 +76,13 @@ class DecodingSequence:
         width = window.width if fits and left > 1 else 0
         layout = window_layout(width, config.ngram)
 
-        root = self.tokens[-1]
-        draft = Draft(self.tokens, self._warmth.calibration.rates)
-        for source in self._sources:
-            source.propose(self.tokens, draft)
-        guesses = draft.grow(config.budget - layout.size, min(left - 1, config.deepest), config.step_cost, layout.size)
-
-        size = layout.size + len(guesses.tokens)
-        newest = layout.newest if config.ngram > 2 else layout.newest[1:]
-        return TokenTree(
-            tokens=[root, *(window.flat() if width else ()), *guesses.tokens],
-            parents=[*layout.parents, *guesses.parents],
-            depths=[*layout.depths, *guesses.depths],
-            rows=[0, *newest, *range(layout.size, size)],
-            branch=layout.size,
-            width=width,
-            origins=guesses.origins,
-        )
+        guesses, room, deepest = NO_GUESSES, config.budget - layout.size, min(left - 1, config.deepest)
+        if room > 0 and deepest > 0:
+            draft = Draft(self.tokens, self._warmth.calibration.rates)
+            for source in self._sources:
+                source.propose(self.tokens, draft)
+            guesses = draft.grow(room, deepest, config.step_cost, layout.size)
+        return layout.tree([self.tokens[-1], *(window.flat() if width else ())], guesses)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """One per needed row: that of the output position the row predicts; the window's rows are greedy."""
@@ -135,9 +125,6 @@ class DecodingSequence:
 
     def _learn(self, shown: Outcome) -> None:
         """Learn what a step has shown: how good its guesses were, and new ones for the sources."""
-        tree, learn = shown.tree, self._warmth.calibration.learn
-        for parent, target in zip([0, *shown.path], shown.accepted, strict=True):
-            for guess in tree.guesses_below(parent):
-                learn(tree.origins[guess - tree.branch], tree.tokens[guess] == target)
+        self._warmth.calibration.learn_step(shown.tree, shown.path, shown.accepted)
         for source in self._sources:
             source.absorb(shown)

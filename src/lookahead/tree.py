@@ -15,10 +15,11 @@ its depth. Parents always stand before their children.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,9 @@ class TokenTree:
 
     `rows` are the nodes whose logits are needed: the root, the newest window row, the guesses.
     `origins` tells for every guess which source proposed it (see `sources.base`).
+
+    A tree is lists or `packed` numbers to begin with, and becomes the other when that is asked for; it does not change.
+    `sizes`: how many nodes and needed rows.
     """
 
     tokens: list[int]
@@ -40,13 +44,62 @@ class TokenTree:
     branch: int = 1
     width: int = 0
     origins: list[int] = field(default_factory=list)
+    sizes: tuple[int, int] = field(init=False, repr=False, compare=False)
+    _numbers: array[int] | None = field(default=None, init=False, repr=False, compare=False)
+    _guesses: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = len(self.tokens), len(self.rows)
+
+    @classmethod
+    def of(cls, numbers: array[int], sizes: tuple[int, int], branch: int, width: int) -> TokenTree:
+        """A tree from its `packed` numbers."""
+        tree = cls.__new__(cls)
+        tree._numbers, tree.sizes, tree.branch, tree.width = numbers, sizes, branch, width
+        tree._guesses = None
+        return tree
+
+    def packed(self) -> array[int]:
+        """Tokens, depths, parents, rows and origins, one after the other, as the functions in C read them."""
+        if self._numbers is None:
+            nodes, rows = self.sizes
+            lengths = len(self.tokens), len(self.depths), len(self.parents), len(self.rows)
+            if lengths != (nodes, nodes, nodes, rows):
+                raise ValueError(f"a tree of {nodes} nodes and {rows} needed rows has lists of {lengths}")
+            self._numbers = array("i", [*self.tokens, *self.depths, *self.parents, *self.rows, *self.origins])
+        return self._numbers
+
+    def unpack(self) -> None:
+        """Make the lists of a tree that came as numbers."""
+        assert self._numbers is not None
+        numbers, (nodes, rows) = self._numbers.tolist(), self.sizes
+        self.tokens, self.depths = numbers[:nodes], numbers[nodes : 2 * nodes]
+        self.parents, numbers = numbers[2 * nodes : 3 * nodes], numbers[3 * nodes :]
+        self.rows, self.origins = numbers[:rows], numbers[rows:]
+
+    def __getattr__(self, name: str) -> list[int]:
+        """Python comes here for a field that has no value: for the lists that are not made yet."""
+        if name not in ("tokens", "parents", "depths", "rows", "origins"):
+            raise AttributeError(f"a token tree has no {name!r}", name=name, obj=self)
+        self.unpack()
+        made: list[int] = object.__getattribute__(self, name)
+        return made
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.sizes[0]
 
     def row(self, node: int) -> int:
         """Where the root or a guess stands in `rows`."""
-        return node - len(self) + len(self.rows) if node else 0
+        nodes, rows = self.sizes
+        return node - nodes + rows if node else 0
+
+    def guesses(self) -> dict[tuple[int, int], int]:
+        """By parent and token, the guess: the first, where two are alike. Verification asks for it."""
+        if self._guesses is None:
+            parents, tokens = self.parents[self.branch :], self.tokens[self.branch :]
+            backwards = zip(reversed(parents), reversed(tokens), strict=True)
+            self._guesses = dict(zip(backwards, range(len(self) - 1, self.branch - 1, -1), strict=True))
+        return self._guesses
 
     def guesses_below(self, parent: int) -> Iterator[int]:
         """The guesses right below a node."""
@@ -84,17 +137,44 @@ class Targets:
     logits: Any = None
 
 
-@dataclass(frozen=True)
+class Guessed(Protocol):
+    """Guesses as `draft.Draft.grow` takes them: C ints, the parents numbered as in the tree."""
+
+    tokens: array[int]
+    parents: array[int]
+    depths: array[int]
+    origins: array[int]
+
+
+@dataclass
 class WindowLayout:
     """Where the lookahead branch of a (W, N) window stands in the tree."""
 
+    width: int
     parents: tuple[int, ...]
     depths: tuple[int, ...]
     newest: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        return len(self.parents)
+    def __post_init__(self) -> None:
+        self.size = len(self.parents)
+        self._parents, self._depths = array("i", self.parents), array("i", self.depths)
+        self._rows = self._needed(0)
+        self._first = len(self._rows)
+
+    def _needed(self, guesses: int) -> array[int]:
+        """The root, the newest row (of which the root may be one) and so many guesses."""
+        return array("i", [0, *(node for node in self.newest if node), *range(self.size, self.size + guesses)])
+
+    def tree(self, tokens: Sequence[int], guesses: Guessed) -> TokenTree:
+        """The branch with these tokens, the root's first, and the guesses behind it."""
+        nodes = array("i", tokens) + guesses.tokens
+        parents, depths = self._parents + guesses.parents, self._depths + guesses.depths
+        count = self._first + len(guesses.tokens)
+        if count > len(self._rows):
+            self._rows = self._needed(2 * len(guesses.tokens))
+        rows = self._rows[:count]
+        numbers = nodes + depths + parents + rows + guesses.origins
+        return TokenTree.of(numbers, (len(nodes), count), self.size, self.width)
 
 
 @lru_cache(maxsize=256)
@@ -102,7 +182,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
     """Figure 2(b)'s lookahead branch: row r, column j sits at depth j + r; c is row 0, column 0."""
     parents, depths = [-1], [0]
     if not window:
-        return WindowLayout((-1,), (0,), ())
+        return WindowLayout(0, (-1,), (0,), ())
     row = [0, *range(1, window)]
     for column in range(1, window):
         parents.append(column - 1)
@@ -112,7 +192,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
         for column in range(window):
             parents.append(above[column])
             depths.append(column + r)
-    return WindowLayout(tuple(parents), tuple(depths), tuple(row))
+    return WindowLayout(window, tuple(parents), tuple(depths), tuple(row))
 
 
 def visibility(parents: Sequence[int]) -> list[int]:

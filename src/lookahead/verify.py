@@ -29,20 +29,13 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     """
     path: list[int] = []
     tokens = [targets[0]]
-    node = guess_for(tree, 0, tokens[0])
+    guesses = tree.guesses()
+    node = guesses.get((0, tokens[0]))
     while node is not None:
         path.append(node)
         tokens.append(targets[tree.row(node)])
-        node = guess_for(tree, node, tokens[-1])
+        node = guesses.get((node, tokens[-1]))
     return path, tokens
-
-
-def guess_for(tree: TokenTree, node: int, token: int) -> int | None:
-    """The guess below a node that equals the token, if there is one."""
-    for guess in tree.guesses_below(node):
-        if tree.tokens[guess] == token:
-            return guess
-    return None
 
 
 def cut(

@@ -20,7 +20,7 @@ from lookahead.config import SamplingParams
 from lookahead.engine import Ran
 from lookahead.sampling import distribution, draw
 from lookahead.sequence import DecodingSequence
-from lookahead.verify import Verdict, cut, guess_for
+from lookahead.verify import Verdict, cut
 
 Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(token ids [B, L], scores [B, V]) -> scores [B, V], as transformers' `LogitsProcessorList`."""
@@ -89,7 +89,7 @@ class Walk:
                 _, reason = cut(tokens[row : row + 1], generated, sequence.room, sequence.rules, sequence.ends)
                 verdict.finish_reason = reason or ("stop" if ended[row] else None)
                 if verdict.finish_reason is None:
-                    guesses[row] = one, guess_for(one.item.tree, node, tokens[row])
+                    guesses[row] = one, one.item.tree.guesses().get((node, tokens[row]))
             # 3. Go on to the guesses that equal them, as long as every row has one.
             at = {row: (one, node) for row, (one, node) in guesses.items() if node is not None}
             if len(at) < len(guesses):

@@ -870,3 +870,32 @@ def test_launch_and_collect_apart(device: str) -> None:
     found = backend.collect(launched)[0]
     again = backend.step([greedy(slots[1], PROMPTS[0], random_tree(20, 5), 8)])[0]
     assert (found.targets, tops(found)) == (again.targets, tops(again))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What verification reads of a tree is made after the launch, and before anybody waits for the device."""
+    backend = GraphBackend(make("llama", "cpu"))
+    launch, collect, told = backend.launch, backend.collect, list[tuple[str, bool]]()
+
+    def note(when: str, inputs: Any) -> None:
+        told.extend((when, item.tree._guesses is not None) for item in inputs)
+
+    def noted_launch(inputs: Any) -> Any:
+        note("launch", inputs)
+        launched = launch(inputs)
+        note("launched", inputs)
+        backend.collect = lambda launched: (note("collect", inputs), collect(launched))[1]  # type: ignore[method-assign]
+        return launched
+
+    monkeypatch.setattr(backend, "launch", noted_launch)
+    sequences = [
+        DecodingSequence(prompt, None, SamplingParams(temperature=temperature, seed=1), StopRules(max_tokens=12))
+        for prompt in PROMPTS[:2]
+    ]
+    engine = Engine(backend)
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.running:
+        engine.step()
+    assert set(told) == {("launch", False), ("launched", False), ("collect", True)}

@@ -82,7 +82,7 @@ def kept(draw: st.DrawFn) -> tuple[str, Any]:
     top: Any = [draw(rows(count)) for _ in tree.rows]
     if draw(st.booleans()):
         top = np.array(top, dtype=np.int32).reshape(len(top), 2 * count)
-    return "keep", (tree.tokens, tree.parents, tree.rows, (draw(before), draw(before)), top)
+    return "keep", (tree, (draw(before), draw(before)), top)
 
 
 operations = st.one_of(
@@ -129,9 +129,9 @@ def test_a_memory_that_grows_and_forgets_for_long() -> None:
     for i in range(400):
         limit = 100_000 if i < 100 else 3000
         tokens = [rng.randrange(2000) for _ in range(60)]
-        tree = (tokens, list(range(-1, 59)), list(range(60)), (-1, 7), [(i, j, 0, 3) for j in range(60)])
+        tree = TokenTree(tokens, list(range(-1, 59)), list(range(60)), list(range(60)))
         for memory in (our, twin):
-            memory.keep(*tree)
+            memory.keep(tree, (-1, 7), [(i, j, 0, 3) for j in range(60)])
             memory.forget(limit)
     assert len(twin) == 3000
     assert list(our.items()) == list(twin.items())
@@ -163,7 +163,7 @@ def test_a_memory_is_a_mapping() -> None:
         with pytest.raises(ValueError, match=f"a row of {len(bad)} numbers"):
             memory[3] = bad
     with pytest.raises(ValueError, match="1 top rows for 2 needed rows"):
-        memory.keep([3, 4], [-1, 0], [0, 1], (-1, -1), [(1, 0)])
+        memory.keep(TokenTree([3, 4], [-1, 0], [0, 1], [0, 1]), (-1, -1), [(1, 0)])
 
 
 def test_memory_is_freed_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,8 @@ def test_threads_share_a_memory() -> None:
         try:
             for i in range(200):
                 own = NativeMemory()
-                own.keep([number, i], [-1, 0], [0, 1], (-1, -1), [(i, 0), (number, 3)])
+                tree = TokenTree([number, i], [-1, 0], [0, 1], [0, 1])
+                own.keep(tree, (-1, -1), [(i, 0), (number, 3)])
                 draft = Draft([number], Calibration().rates)
                 draft.memories = own, shared, 0
                 draft.grow(20, 9)
@@ -281,7 +282,7 @@ def test_a_chain_goes_before_a_row_of_the_same_score() -> None:
     ours = grown(case, NativeMemory, calibration)
     with python():
         twins = grown(case, DictMemory, calibration)
-    assert (ours.tokens, ours.scores) == ([8, 7], [0.5, 0.5])
+    assert (list(ours.tokens), list(ours.scores)) == ([8, 7], [0.5, 0.5])
     assert ours == twins
 
 
@@ -306,6 +307,61 @@ def test_a_large_draft_takes_all_of_the_room() -> None:
         twins = grown(case, DictMemory, calibration)
     assert len(ours.tokens) == 2000
     assert repr(ours) == repr(twins)
+
+
+# How good the guesses were
+
+
+@st.composite
+def judged(draw: st.DrawFn) -> tuple[TokenTree, list[int], list[int]]:
+    """A tree with guesses below any branch, a path of them, and what the model wanted after each of its nodes."""
+    tree = draw(trees(most=24))
+    branch = draw(st.integers(1, len(tree)))
+    origins = draw(st.lists(st.integers(0, 5), min_size=len(tree) - branch, max_size=len(tree) - branch))
+    tree = replace(tree, branch=branch, origins=origins)
+    path: list[int] = []
+    while below := list(tree.guesses_below(path[-1] if path else 0)):
+        if draw(st.booleans()):
+            break
+        path.append(draw(st.sampled_from(below)))
+    wanted = draw(st.lists(token, min_size=1, max_size=1))
+    return tree, path, [tree.tokens[node] for node in path] + wanted
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(judged(), max_size=30))
+def test_rates_are_the_same_bit_for_bit(steps: list[tuple[TokenTree, list[int], list[int]]]) -> None:
+    ours, twins = Calibration(), Calibration()
+    for calibration in (ours, twins):
+        calibration.prior("jacobi", (0.12, 0.35, 0.45, 0.5, 1e-9, 1.0))
+    for _ in range(4):  # beyond the trials from which on the average forgets
+        for step in steps:
+            ours.learn_step(*step)
+            with python():
+                twins.learn_step(*step)
+    assert (ours.rates, ours._trials) == (twins.rates, twins._trials)
+
+
+# Trees
+
+
+@settings(max_examples=200, deadline=None)
+@given(judged())
+def test_a_tree_is_the_same_from_its_numbers(case: tuple[TokenTree, list[int], list[int]]) -> None:
+    """Whichever list is asked for first; `packed` gives back what it was made from."""
+    whole = case[0]
+    for first in ("tokens", "parents", "depths", "rows", "origins"):
+        tree = TokenTree.of(whole.packed(), whole.sizes, whole.branch, whole.width)
+        assert (len(tree), tree.sizes) == (len(whole.tokens), (len(whole.tokens), len(whole.rows)))
+        assert getattr(tree, first) == getattr(whole, first)
+        assert tree == whole
+        assert repr(tree) == repr(whole)
+        assert tree.packed() is whole.packed()
+        assert replace(tree).packed() == whole.packed()
+    fresh = TokenTree.of(whole.packed(), whole.sizes, whole.branch, whole.width)
+    assert (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))) == (whole, whole)
+    with pytest.raises(AttributeError, match="a token tree has no 'leaves'"):
+        _ = fresh.leaves
 
 
 # Packets
@@ -336,8 +392,11 @@ def test_what_points_nowhere_is_refused() -> None:
     memory, tree = NativeMemory(), TokenTree([1, 2], [-1, 0], [0, 1], [0, 1])
     for rows, parents in (([2], [-1, 0]), ([-1], [-1, 0]), ([1], [-1, 1]), ([1], [-1, 7])):
         with pytest.raises(IndexError, match="does not exist"):
-            memory.keep(tree.tokens, parents, rows, (-1, -1), [(5, 0)])
+            memory.keep(replace(tree, parents=parents, rows=rows), (-1, -1), [(5, 0)])
     packet = Packet(1, 2, False)
+    for short in (replace(tree, parents=[-1]), replace(tree, depths=[0])):
+        with pytest.raises(ValueError, match="a tree of 2 nodes and 2 needed rows has lists of"):
+            packet.put_tree(0, short, 0)
     for bad in (replace(tree, parents=[-1, 2]), TokenTree([1] * 3, [-1, 0, 0], [0, 1, 1], [])):
         with pytest.raises(IndexError, match="does not exist"):
             packet.put_tree(0, bad, 0)
@@ -346,6 +405,12 @@ def test_what_points_nowhere_is_refused() -> None:
         draft.chain([5], [origin])
         with pytest.raises(IndexError, match="does not exist"):
             draft.grow(3, 3)
+    calibration = Calibration()
+    for bad in (tree, replace(tree, origins=[-1]), replace(tree, origins=[len(calibration.rates)])):
+        with pytest.raises(IndexError, match="does not exist"):
+            calibration.learn_step(bad, [1], [2, 3])
+    with pytest.raises(ValueError, match="a path of 1 nodes with 1 tokens"):
+        calibration.learn_step(replace(tree, origins=[0]), [1], [2])
     draft = Draft([1], [0.5] * 3)
     draft.memories = memory, None, 0
     with pytest.raises(IndexError, match="does not exist"):

@@ -194,7 +194,7 @@ def test_steps_are_woven_and_an_error_frees_every_slot(model: Any, tokenizer: An
             raise RuntimeError("out of memory")
         return real(inputs)
 
-    real, lm.backend.step = lm.backend.step, failing
+    real, lm.backend.launch = lm.backend.launch, failing
     with pytest.raises(RuntimeError, match="out of memory"):
         weave(lm, "the fox", [(c, Warmth()) for c in configs], {"max_tokens": 20})
     assert (lm.warmth, lm.backend._row) == (kept, {})

@@ -9,6 +9,7 @@ On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, no
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +43,8 @@ GROW = 2048
 
 def bucket(size: int) -> int:
     """The captured size for a step of this many tokens."""
-    return next((s for s in SIZES if s >= size), -(-size // 512) * 512)
+    place = bisect_left(SIZES, size)
+    return SIZES[place] if place < len(SIZES) else -(-size // 512) * 512
 
 
 @dataclass(slots=True)
@@ -93,7 +95,12 @@ class Shape:
         """Replay the step, or run it for the first time and capture it."""
         if self.graph is not None:
             self.graph.replay()
-        elif not self.backend.capture:
+        else:
+            self._run()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        if not self.backend.capture:
             self._step()
         else:
             self._step()  # compiles the kernels; its K/V writes are repeated by the replay
@@ -235,7 +242,7 @@ class GraphBackend:
 
     def _reserve(self, rows: int, capacity: int) -> None:
         """Room for this many rows and tokens."""
-        if rows > self.cache.shape[2] or capacity > self.cache.shape[4]:
+        if rows > self.cache.size(2) or capacity > self.cache.size(4):
             self._grow(rows, capacity)
 
     @torch.inference_mode()
@@ -261,18 +268,17 @@ class GraphBackend:
 
     # A step.
 
-    @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
         """Start a step; the host is free until `collect`."""
         for item in inputs:
             if not (self._length[item.slot] and len(item.trail) <= TRAIL):
                 self._prefill(item)
         inputs = [replace(item, tree=below_trail(item.trail, item.tree)) if item.trail else item for item in inputs]
-        count = bucket(max(len(item.tree) for item in inputs))
+        count = bucket(max([len(item.tree) for item in inputs]))
         batch = 1 << (len(inputs) - 1).bit_length()
         nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
         rows = nobody + 1 if batch > len(inputs) else 1
-        self._reserve(rows, max(self._length[item.slot] for item in inputs) + count)
+        self._reserve(rows, max([self._length[item.slot] for item in inputs]) + count)
         shape = self._shape(batch, count, head=True)
         for place, item in enumerate(inputs):
             self._fill(shape, place, item)
@@ -280,28 +286,35 @@ class GraphBackend:
         for place in range(len(inputs), batch):
             self._fill_nothing(shape, place, nobody)
         shape.run()
-        return Launched(shape, list(inputs))
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        return Launched(shape, inputs, stream)
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> list[Targets]:
         """Wait for a step and read its targets and top rows."""
-        shape = launched.shape
-        assert shape.top is not None
-        assert shape.logits is not None
-        packed = shape.top.read()
+        if launched.stream is not None:
+            launched.stream.synchronize()
+        top, count = launched.shape.top, launched.shape.count
+        assert top is not None
         results = []
         for place, item in enumerate(launched.inputs):
-            start, end = place * shape.count, place * shape.count + len(item.tree.rows)
+            start, end = place * count, place * count + item.tree.sizes[1]
             # The next step writes over all of it: what is handed out is copied.
-            result = Targets(packed[start:end, 0].tolist())
+            result = Targets(top.rows[start:end, 0].tolist())
             if item.top:
-                result.top = shape.top.best(packed[start:end], item.top)
-            if not item.sampling.greedy:
-                result.targets = pick(shape.logits[start:end], item.sampling, item.uniforms).tolist()
-            if item.logits:
-                result.logits = shape.logits[start:end].clone()
+                result.top = top.best(top.rows[start:end], item.top)
+            if item.logits or not item.sampling.greedy:
+                self._read_logits(launched.shape, start, end, item, result)
             results.append(result)
         return results
+
+    @torch.inference_mode()
+    def _read_logits(self, shape: Shape, start: int, end: int, item: StepInput, result: Targets) -> None:
+        """What targets and top rows alone do not tell: draws, and the logits themselves."""
+        assert shape.logits is not None
+        if not item.sampling.greedy:
+            result.targets = pick(shape.logits[start:end], item.sampling, item.uniforms).tolist()
+        if item.logits:
+            result.logits = shape.logits[start:end].clone()
 
     def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
         return self.collect(self.launch(inputs))
@@ -335,7 +348,8 @@ class GraphBackend:
     def _shape(self, batch: int, count: int, head: bool) -> Shape:
         key = (batch, count, head)
         if key not in self._shapes:
-            self._shapes[key] = Shape(self, *key)
+            with torch.inference_mode():
+                self._shapes[key] = Shape(self, *key)
         return self._shapes[key]
 
     def _fill(self, shape: Shape, place: int, item: StepInput) -> None:
@@ -399,10 +413,11 @@ class GraphBackend:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way."""
+    """A step on its way, and the stream that it runs on."""
 
     shape: Shape
     inputs: list[StepInput]
+    stream: torch.cuda.Stream | None
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:

@@ -62,7 +62,10 @@ class Ops:
 
 
 class TopOut:
-    """Targets and top rows of a step, [R, 1 + 2 n] integers on the device and in pinned memory."""
+    """Targets and top rows of a step, [R, 1 + 2 n] integers on the device and in pinned memory.
+
+    `rows` are those in pinned memory; who reads them has waited for the device.
+    """
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         self.out = torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device)
@@ -73,6 +76,7 @@ class TopOut:
 
             self.work = TopWork(rows, vocabulary, top, device)
             self.host = torch.zeros_like(self.out, device="cpu").pin_memory()
+        self.rows = self.host.numpy()
 
     def fill(self, logits: torch.Tensor) -> None:
         """Take the top of logits [R, V] and start the copy to the host."""
@@ -83,12 +87,6 @@ class TopOut:
 
         top_tokens(logits, self.out, self.work)
         self.host.copy_(self.out, non_blocking=True)
-
-    def read(self) -> np.ndarray[Any, Any]:
-        """Wait for the device, and look."""
-        if self.work is not None:
-            torch.cuda.current_stream().synchronize()
-        return self.host.numpy()
 
     def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
         """A copy of some rows' `count` best tokens and their levels."""

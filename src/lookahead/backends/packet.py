@@ -48,7 +48,7 @@ class Packet:
         count, words = self._sizes
         if native.library() is not None:
             sizes = count, words, length, place * count
-            calls.write_tree(tree.tokens, tree.depths, tree.parents, tree.rows, sizes, self._addresses[place])
+            calls.write_tree(tree, sizes, self._addresses[place])
             return
         size, rows = len(tree), len(tree.rows)
         tokens, positions, needed, bits = self._trees[place]

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, MutableMapping, Sequence
 from ctypes import c_int32
 from struct import Struct, pack
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,18 @@ Row = tuple[int, ...]
 TOP = 8
 """The most successors of a row."""
 
-Grown = tuple[list[int], list[int], list[int], list[int], list[float]]
+Grown = tuple["array[int]", "array[int]", "array[int]", "array[int]", "array[float]"]
 """Tokens, parents, depths, origins and scores of guesses."""
+
+
+class Tree(Protocol):
+    """What is asked of a `tree.TokenTree`."""
+
+    branch: int
+    sizes: tuple[int, int]
+
+    def packed(self) -> array[int]: ...
+
 
 _NONE = -(1 << 31)
 _KEY = Struct("3i")
@@ -45,20 +55,17 @@ class NativeMemory(MutableMapping[Key, Row]):
 
     def keep(
         self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        rows: Sequence[int],
+        tree: Tree,
         before: tuple[int, int],
         top: Sequence[Row] | npt.NDArray[np.int32],
     ) -> None:
-        table = np.ascontiguousarray(top, dtype=np.int32)
-        if len(table) != len(rows):
-            raise ValueError(f"{len(table)} top rows for {len(rows)} needed rows")
-        if not len(table):
+        table, needed = np.asarray(top, dtype=np.int32), tree.sizes[1]
+        if len(table) != needed:
+            raise ValueError(f"{len(table)} top rows for {needed} needed rows")
+        if not needed:
             return
-        numbers = pack(f"{2 * len(tokens) + len(rows)}i", *tokens, *parents, *rows)
-        count = _count(table.shape[1])
-        _check(self._c.memory_keep(self.handle, numbers, len(tokens), len(rows), *before, table.ctypes.data, count))
+        numbers, count = tree.packed().buffer_info()[0], _count(table.shape[1])
+        _check(self._c.memory_keep(self.handle, numbers, *tree.sizes, *before, table.tobytes(), count))
 
     def leave(self, to: NativeMemory) -> None:
         _check(self._c.memory_leave(self.handle, to.handle))
@@ -147,18 +154,29 @@ def grow(
         out.buffer_info()[0], scores.buffer_info()[0],
     )  # fmt: skip
     _check(taken)
-    parts = [out[start + 1 : start + 1 + taken].tolist() for start in range(0, 4 * size, size)]
-    return parts[0], parts[1], parts[2], parts[3], scores[1 : 1 + taken].tolist()
+    parts = [out[start + 1 : start + 1 + taken] for start in range(0, 4 * size, size)]
+    return parts[0], parts[1], parts[2], parts[3], scores[1 : 1 + taken]
 
 
-def write_tree(
-    tokens: Sequence[int],
-    depths: Sequence[int],
-    parents: Sequence[int],
-    rows: Sequence[int],
-    sizes: tuple[int, int, int, int],
-    addresses: Sequence[int],
+def learn(
+    rates: array[float],
+    trials: array[int],
+    floor: float,
+    tree: Tree,
+    path: Sequence[int],
+    accepted: Sequence[int],
 ) -> None:
+    """`Calibration.learn_step`, in C."""
+    if len(path) + 1 != len(accepted):
+        raise ValueError(f"a path of {len(path)} nodes with {len(accepted)} tokens")
+    numbers, steps = tree.packed(), array("i", [0, *path, *accepted])
+    code = native.library().calibration_learn(
+        rates.buffer_info()[0], trials.buffer_info()[0], len(rates), floor,
+        numbers.buffer_info()[0], len(numbers), *tree.sizes, tree.branch, steps.buffer_info()[0], len(accepted),
+    )  # fmt: skip
+    _check(code)
+
+
+def write_tree(tree: Tree, sizes: tuple[int, int, int, int], addresses: Sequence[int]) -> None:
     """`Packet.put_tree` in C. `sizes`: tokens and words per row, the prefix's length, what to add to needed rows."""
-    numbers = pack(f"{3 * len(tokens) + len(rows)}i", *tokens, *depths, *parents, *rows)
-    _check(native.library().tree_write(numbers, len(tokens), len(rows), *sizes, *addresses))
+    _check(native.library().tree_write(tree.packed().buffer_info()[0], *tree.sizes, *sizes, *addresses))

@@ -1,8 +1,12 @@
 /* The host's inner loops in C. Every function here has a readable twin in Python, with the same results bit for bit:
 
-     memory_*     DictMemory, in sources/recycle.py
-     draft_grow   Draft._grow, in draft.py
-     tree_write   Packet.put_tree, in backends/graph.py
+     memory_*            DictMemory, in sources/recycle.py
+     draft_grow          Draft._grow, in draft.py
+     calibration_learn   Calibration.learn_step, in sources/base.py
+     tree_write          Packet.put_tree, in backends/packet.py
+
+   A tree comes as `numbers`: the tokens, depths and parents of its nodes, the nodes of its needed rows, and the origins
+   of its guesses, which are the nodes after the first `branch`.
 
    No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative number
    says that there was no memory (-1), or that a number from outside points nowhere (-2). */
@@ -198,13 +202,12 @@ void memory_forget(Memory *m, int64_t limit) {
     }
 }
 
-/* Keep the row of every needed node under the node's last three, two and one tokens. `numbers` are the tree's tokens
-   and parents, `nodes` each, then the needed rows' nodes; `top` is [rows, 2 * count]. */
+/* Keep the row of every needed node under the node's last three, two and one tokens. `top` is [rows, 2 * count]. */
 int memory_keep(
     Memory *m, const int32_t *numbers, int32_t nodes, int32_t rows, int32_t before2, int32_t before,
     const int32_t *top, int32_t count
 ) {
-    const int32_t *tokens = numbers, *parents = numbers + nodes, *needed = numbers + 2 * nodes;
+    const int32_t *tokens = numbers, *parents = numbers + 2 * nodes, *needed = parents + nodes;
     for (int32_t r = 0; r < rows; r++) {
         int32_t node = needed[r], one = before, two = before2;
         if (node < 0 || node >= nodes || parents[node] >= node) return -2;
@@ -455,12 +458,33 @@ int32_t draft_grow(
     return (cost ? worth(scores, node + 1, cost, costs, base) : node + 1) - 1;
 }
 
-/* 3. A tree in the form that a device reads it.
+/* 3. How good the guesses of a step were: all those whose parent was accepted. `steps` are these parents, the root
+   first, and the token that the model wanted after each. An origin's rate is an average over its last 1 / `least`
+   trials. */
+int calibration_learn(
+    double *rates, int64_t *trials, int32_t rate_count, double least, const int32_t *numbers, int32_t length,
+    int32_t nodes, int32_t rows, int32_t branch, const int32_t *steps, int32_t count
+) {
+    const int32_t *tokens = numbers, *parents = numbers + 2 * nodes, *origins = parents + nodes + rows;
+    if (branch < 1 || length < 3 * nodes + rows + nodes - branch) return -2;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t parent = steps[i], target = steps[count + i];
+        for (int32_t node = parent < branch ? branch : parent + 1; node < nodes; node++) {
+            if (parents[node] != parent) continue;
+            int32_t origin = origins[node - branch];
+            if (origin < 0 || origin >= rate_count) return -2;
+            double step = 1.0 / (double)++trials[origin];
+            rates[origin] += ((double)(tokens[node] == target) - rates[origin]) * (step > least ? step : least);
+        }
+    }
+    return 0;
+}
 
-   `numbers` are a tree's tokens, depths and parents, `nodes` each, then its needed rows. They become a row of `count`
-   of each of these: the tokens, the positions (`length` plus depth), the needed rows (`first` plus node) and who sees
-   whom, as `words` 32-bit words per token: the parent's bits and one's own. The nodes that the tree leaves empty are
-   zeros that see themselves. */
+/* 4. A tree in the form that a device reads it.
+
+   It becomes a row of `count` of each of these: the tokens, the positions (`length` plus depth), the needed rows
+   (`first` plus node) and who sees whom, as `words` 32-bit words per token: the parent's bits and one's own. The nodes
+   that the tree leaves empty are zeros that see themselves. */
 int tree_write(
     const int32_t *numbers, int32_t nodes, int32_t rows, int32_t count, int32_t words, int32_t length, int32_t first,
     int32_t *tokens, int32_t *positions, int32_t *needed, uint32_t *bits

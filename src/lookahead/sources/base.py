@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lookahead import native
+from lookahead.native import calls
 from lookahead.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self.rates = array("d", [0.0]) * (BUCKETS * len(SOURCE_NAMES))
-        self._trials = [self.PRIOR_TRIALS] * len(self.rates)
+        self._trials = array("q", [self.PRIOR_TRIALS]) * len(self.rates)
 
     def prior(self, source: str, rates: Sequence[float]) -> int:
         """Set a source's priors, once, bucket by bucket. Returns its first origin."""
@@ -83,6 +85,20 @@ class Calibration:
         self._trials[origin] += 1
         step = max(1 / self._trials[origin], self.FLOOR)
         self.rates[origin] += (right - self.rates[origin]) * step
+
+    def learn_step(self, tree: TokenTree, path: Sequence[int], accepted: Sequence[int]) -> None:
+        """Learn from every guess whose parent was accepted: the root, and the nodes of the `path`.
+
+        `accepted` are the tokens that the model wanted after each of these.
+        """
+        if tree.branch == len(tree):
+            return
+        if native.library() is not None:
+            calls.learn(self.rates, self._trials, self.FLOOR, tree, path, accepted)
+            return
+        for parent, target in zip([0, *path], accepted, strict=True):
+            for guess in tree.guesses_below(parent):
+                self.learn(tree.origins[guess - tree.branch], tree.tokens[guess] == target)
 
 
 def source_of(origin: int) -> str:

@@ -14,6 +14,7 @@ from lookahead.draft import Draft, Successors, Table
 from lookahead.native.calls import Key, NativeMemory, Row
 from lookahead.sampling import LEVELS
 from lookahead.sources.base import Calibration, Outcome
+from lookahead.tree import TokenTree
 
 TOP = 8
 """Successors kept per row."""
@@ -30,18 +31,17 @@ class DictMemory(dict[Key, Row]):
 
     def keep(
         self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        rows: Sequence[int],
+        tree: TokenTree,
         before: tuple[int, int],
         top: Sequence[Row] | npt.NDArray[np.int32],
     ) -> None:
-        """Keep the `top` of a tree's needed `rows` under their nodes' last three, two and one tokens; newest wins.
+        """Keep the `top` of a tree's needed rows under their nodes' last three, two and one tokens; newest wins.
 
         `before` are the two tokens before the root, -1 where there is none.
         """
         top = list(map(tuple, top.tolist())) if isinstance(top, np.ndarray) else top
-        for node, row in zip(rows, top, strict=True):
+        tokens, parents = tree.tokens, tree.parents
+        for node, row in zip(tree.rows, top, strict=True):
             token, parent = tokens[node], parents[node]
             if parent > 0:
                 one, two = tokens[parent], tokens[parents[parent]]
@@ -138,10 +138,10 @@ class RecycleSource:
         return successors
 
     def absorb(self, outcome: Outcome) -> None:
-        tree, text = outcome.tree, outcome.text
+        text = outcome.text
         root = len(text) - len(outcome.accepted) - 1
         before = text[root - 2] if root > 1 else -1, text[root - 1] if root else -1
-        self.memory.keep(tree.tokens, tree.parents, tree.rows, before, outcome.top)
+        self.memory.keep(outcome.tree, before, outcome.top)
         self.memory.forget(LIMIT)
 
     def finish(self) -> None:
