@@ -15,7 +15,7 @@ from torch import nn
 from lookahead import LookaheadConfig
 from lookahead.backends import eager, kv
 from lookahead.backends.base import StepInput
-from lookahead.backends.check import UnsupportedModelError
+from lookahead.backends.check import UnsupportedModelError, probe
 from lookahead.backends.eager import EagerBackend
 from lookahead.backends.kv import BLOCK, KVBuffer
 from lookahead.config import SamplingParams, StopRules
@@ -139,10 +139,31 @@ class Wrapper(nn.Module):
         return self.model(**kwargs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dropped", ["attention_mask", "position_ids"])
-def test_the_probe_catches_a_model_that_ignores(llama: Any, dropped: str) -> None:
+def test_the_probe_catches_a_model_that_ignores(llama: Any, dropped: str, dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedModelError, match=r"model type 'llama' .* does not follow the mask or the positions"):
-        EagerBackend(Wrapper(llama, dropped))
+        EagerBackend(Wrapper(copy.deepcopy(llama).to(dtype), dropped))
+
+
+@pytest.mark.parametrize(("off", "passes"), [(0.15, True), (0.5, False)])
+def test_in_half_precision_kernels_may_differ_but_not_trees(llama: Any, off: float, passes: bool) -> None:
+    """The same error in every logit of the backend's is taken for other kernels, unless it is large."""
+
+    class Rounded(EagerBackend):
+        def step(self, inputs: Any) -> Any:
+            results = super().step(inputs)
+            for result in results:
+                if result.logits is not None:
+                    result.logits = result.logits * (1 + off)
+            return results
+
+    backend = Rounded(copy.deepcopy(llama).to(torch.bfloat16), verify=False)
+    if passes:
+        probe(backend)
+    else:
+        with pytest.raises(UnsupportedModelError, match="relative error 0.5"):
+            probe(backend)
 
 
 def test_the_probe_passes_the_same_wrapper_when_it_drops_nothing(

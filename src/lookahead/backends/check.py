@@ -143,33 +143,33 @@ def probe(backend: Any) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
-    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see.
+    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see. In half precision two sets
+    of kernels may differ by more than a broken mask does: there the tree is held against the same tokens in a row on
+    the backend itself, and the model only has to be near.
     """
     model, vocab = backend.model, backend.vocab_size
-    prefix = [1 % vocab, 7 % vocab, 3 % vocab]
-    tree = TokenTree([5 % vocab, 11 % vocab, 2 % vocab, 9 % vocab], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
-    slot = backend.open()
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    *prefix, root, decoy, child, grandchild = [(i + 1) * vocab // 9 for i in range(7)]
+    tree = TokenTree([root, decoy, child, grandchild], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
+    paths = [root], [root, decoy], [root, child], [root, child, grandchild]
+    exact = backend.dtype == torch.float32
     try:
-        kind = getattr(model.config, "model_type", type(model).__name__)
-        backend.step([StepInput(slot, prefix[:-1], TokenTree([prefix[-1]], [-1], [0], [0]), SamplingParams(), ())])
-        backend.commit([(slot, ())])
-        ours = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits.float()
-        backend.commit([(slot, ())])
+        ours = _tree_logits(backend, prefix, tree)
+        rows = [] if exact else [_tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0] for path in paths]
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
             f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens ({reason})"
         ) from error
-    finally:
-        backend.close(slot)
-    tolerance = 1e-3 if backend.dtype == torch.float32 else 0.1
-    for node, path in enumerate(([0], [0, 1], [0, 2], [0, 2, 3])):
-        ids = prefix + [tree.tokens[n] for n in path]
+    for node, path in enumerate(paths):
+        ids = prefix + path
         plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
-        distance = _relative(ours[node], plain)
-        if not distance <= tolerance:
+        close, distance = TOLERANCE if exact else NEAR, _relative(ours[node], plain)
+        if distance <= close and not exact:
+            close, distance = TOLERANCE_HALF, _relative(ours[node], rows[node])
+        if not distance <= close:
             reason = "its attention does not follow the mask or the positions"
-            if not _relative(_one_by_one(model, ids, backend.device), plain) <= tolerance:
+            if not _relative(_one_by_one(model, ids, backend.device), plain) <= close:
                 reason = (
                     "so do the model's own passes over one token and over several, as with quantised activations "
                     "or attention that is not causal"
@@ -178,6 +178,28 @@ def probe(backend: Any) -> None:
                 f"model type {kind!r} cannot be decoded exactly: a tree of tokens gives other logits than the tokens "
                 f"in a row (relative error {distance:.2g}); {reason}"
             )
+
+
+TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
+"""Relative errors that the probe lets pass: in fp32, in half precision, and there between two sets of kernels. The
+graph backend and transformers were apart by up to 0.2 on the embedded model in bf16, on tokens that make no text."""
+
+
+def _alone(token: int) -> TokenTree:
+    return TokenTree([token], [-1], [0], [0])
+
+
+def _tree_logits(backend: Any, prefix: list[int], tree: TokenTree) -> torch.Tensor:
+    """Logits of a tree behind a prefix whose last token is a step of its own: the tree finds it in the cache."""
+    slot = backend.open()
+    try:
+        backend.step([StepInput(slot, prefix[:-1], _alone(prefix[-1]), SamplingParams(), ())])
+        backend.commit([(slot, ())])
+        found: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
+        backend.commit([(slot, ())])
+        return found.float()
+    finally:
+        backend.close(slot)
 
 
 def _inputs(model: Any, ids: list[int], first: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -9,8 +9,10 @@ On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, no
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +47,18 @@ def bucket(size: int) -> int:
     """The captured size for a step of this many tokens."""
     place = bisect_left(SIZES, size)
     return SIZES[place] if place < len(SIZES) else -(-size // 512) * 512
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: a graph of some other model that ended while this one is captured would end the process."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -106,7 +120,7 @@ class Shape:
             self._step()  # compiles the kernels; its K/V writes are repeated by the replay
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=self.backend.pool):
+            with _no_collection(), torch.cuda.graph(self.graph, pool=self.backend.pool):
                 self._step()
             # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
             self.packet.fields["counts"][:] = 0
