@@ -51,7 +51,7 @@ def bucket(size: int) -> int:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: a graph of some other model that ended while this one is captured would end the process."""
+    """No garbage collection: another model's graph that ended while this one is captured would end the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:
