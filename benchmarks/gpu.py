@@ -4,7 +4,6 @@
     python benchmarks/gpu_report.py DIR --out DIR    the page and its plots, on any machine
 
     attention   the kernel against SDPA with a dense mask, and against the device's copy bandwidth
-    small       a small model's fused products against torch.mm and the kernels around it, and other tiles
     profile     device time by kernel of a step of 1 and of 128 tokens
     step        time of a step by K: the matrix products alone, the device, the host around it
     speed       tokens per second, S and the host's gap of our methods on MT-Bench and HumanEval
@@ -31,7 +30,6 @@ from pathlib import Path
 import torch
 from gpu_parts.bench import Bench
 from gpu_parts.equal import drift_part, exact_part
-from gpu_parts.small import small_part
 from gpu_parts.speed import batch_part, speed_part
 from gpu_parts.steps import context_part, profile_part, step_part
 from gpu_parts.stock import STOCK, baselines_part
@@ -47,7 +45,6 @@ def attention_part(bench: Bench) -> None:
 
 PARTS: dict[str, tuple[Callable[[Bench], None], str]] = {
     "attention": (attention_part, "1 min, 4 min with --sweep"),
-    "small": (small_part, "1 min, most of it compiling; not yet run"),
     "profile": (profile_part, "10 s"),
     "step": (step_part, "30 s"),
     "speed": (speed_part, "2 min with 10 prompts of each set"),
@@ -62,7 +59,6 @@ PARTS: dict[str, tuple[Callable[[Bench], None], str]] = {
 }
 """Each part, and how long it is expected to take with the 7b shape on one H200, its model loaded (25 s from a GGUF)."""
 INVARIANT = {"both": (True, False), "on": (True,), "off": (False,)}
-SMALL = {"auto": None, "on": True, "off": False}
 
 
 def names(choices: Sequence[str]) -> Callable[[str], list[str]]:
@@ -95,7 +91,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     parser.add_argument("--invariant", default="both", choices=INVARIANT, help="for step and speed")
-    parser.add_argument("--small", default="auto", choices=SMALL, help="layers in five kernels; auto: if it is small")
     parser.add_argument(
         "--methods", type=names(STOCK), default=list(STOCK), help=f"of baselines, with commas: {', '.join(STOCK)}"
     )
@@ -109,7 +104,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--outputs", type=Path, help="folder with the JSON of earlier speed and baselines, for drift")
     parser.add_argument("--sweep", action="store_true", help="try other tiles for the attention kernel")
     args = parser.parse_args(argv)
-    args.invariant, args.small = INVARIANT[args.invariant], SMALL[args.small]
+    args.invariant = INVARIANT[args.invariant]
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --device cpu tests the script without one")
     if args.outputs is not None and not args.outputs.is_dir():

@@ -139,7 +139,6 @@ class Bench:
             "prompts": self.args.prompts,
             "new_tokens": self.args.new_tokens,
             "invariant_default": INVARIANT,
-            "small": self.args.small,
         }
 
 

@@ -31,7 +31,7 @@ def exact_part(bench: Bench) -> None:
     for shape in bench.args.exact_shapes:
         model = bench.small if shape == "small" else bench.shaped(shape, torch.float32)
         expected = {data: reference(bench, model, prompts) for data, prompts in bench.prompts.items()}
-        plain, backend = EagerBackend(model), CountedBackend(model, small=bench.args.small)
+        plain, backend = EagerBackend(model), CountedBackend(model)
         eager = {(name, data): run(bench, plain, name, data) for name in LOOKAHEAD for data in expected}
         for (name, data), slow in eager.items():
             fast = run(bench, backend, name, data)

@@ -83,9 +83,9 @@ class CountedBackend(GraphBackend):
     It, too, is made outside inference mode: the model's weights become views of what it allocates.
     """
 
-    def __init__(self, model: Any, *, invariant: bool = INVARIANT, small: bool | None = None) -> None:
+    def __init__(self, model: Any, *, invariant: bool = INVARIANT) -> None:
         with torch.inference_mode(False):
-            super().__init__(model, invariant=invariant, small=small)
+            super().__init__(model, invariant=invariant)
         self.forget()
 
     def forget(self) -> None:

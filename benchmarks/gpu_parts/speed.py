@@ -20,7 +20,7 @@ from lookahead.sources import Warmth
 def speed_part(bench: Bench) -> None:
     everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
     for invariant in bench.args.invariant:
-        backend = CountedBackend(bench.large, invariant=invariant, small=bench.args.small)
+        backend = CountedBackend(bench.large, invariant=invariant)
         backend._reserve(1, max(map(len, everything)) + bench.args.new_tokens + 256)
         for name, config in METHODS.items():
             warm_up(backend, config, everything, bench.stop)
@@ -60,7 +60,7 @@ def batch_part(bench: Bench) -> None:
     """Total tokens per second of B prompts at once, from the first prompt in to the last token out."""
     prompts = bench.prompts["mt-bench"]
     rules = StopRules(min(96, bench.args.new_tokens), bench.lm.stop_ids)
-    backend = CountedBackend(bench.large, small=bench.args.small)
+    backend = CountedBackend(bench.large)
     for batch in (1, 2, 4, 8, 16):
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
         for name, config in {

@@ -20,7 +20,7 @@ def ready(bench: Bench, invariant: bool, capacity: int) -> tuple[CountedBackend,
     gc.collect()  # a backend and its shapes hold each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    backend = CountedBackend(bench.large, invariant=invariant, small=bench.args.small)
+    backend = CountedBackend(bench.large, invariant=invariant)
     slot = backend.open()
     backend._reserve(1, capacity)
     backend.cache.normal_()

@@ -91,20 +91,18 @@ def texts(count: int, sizes: Sequence[int], vocabulary: int = 1024) -> list[list
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("small", [False, True])
-def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype, small: bool) -> None:
+def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype) -> None:
     """Steps of 1 token and of 128 give the same tokens, although random weights are never sure of one: in half
     precision the two best logits of one row in twenty are equal or neighbours."""
-    backend = GraphBackend(medium(dtype, 64), small=small)
+    backend = GraphBackend(medium(dtype, 64))
     for prompt in texts(40, (8, 40, 300), 64):
         plain = outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0]
         assert outputs(backend, [prompt], LookaheadConfig(), 40)[0] == plain
 
 
-@pytest.mark.parametrize("small", [False, True])
-def test_a_row_does_not_depend_on_the_step_it_is_in(small: bool) -> None:
+def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
     """The root's logits alone, in a tree of 30, of 100, and in a batch, bit for bit."""
-    backend = GraphBackend(medium(torch.bfloat16), small=small)
+    backend = GraphBackend(medium(torch.bfloat16))
     slots = [backend.open() for _ in range(3)]
     for prompt in texts(10, (8, 40, 300, 900)):
         found = []
@@ -122,14 +120,13 @@ def test_a_row_does_not_depend_on_the_step_it_is_in(small: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("small", [False, True])
-def test_capture_changes_nothing(dtype: torch.dtype, small: bool) -> None:
+def test_capture_changes_nothing(dtype: torch.dtype) -> None:
     """The same kernels in the same order: the same bits, from the first run on, whatever shape came between.
 
     The first run of a shape is special: it runs twice, and must move the accepted K/V once.
     """
     model = medium(dtype)
-    backends = [GraphBackend(model, capture=capture, small=small) for capture in (True, False)]
+    backends = [GraphBackend(model, capture=capture) for capture in (True, False)]
     prompts = texts(3, (300, 8, 40))
     slots = [[backend.open() for _ in prompts] for backend in backends]
     rng = random.Random(0)
@@ -157,26 +154,16 @@ def test_capture_changes_nothing(dtype: torch.dtype, small: bool) -> None:
     assert all(shape.graph is None for shape in backends[1]._shapes.values())
 
 
-@pytest.mark.parametrize(("invariant", "small"), [(True, False), (False, False), (True, True)])
-def test_graph_equals_eager(invariant: bool, small: bool) -> None:
+@pytest.mark.parametrize("invariant", [True, False])
+def test_graph_equals_eager(invariant: bool) -> None:
     """fp32, greedy and sampled, steps of up to 200 tokens: the eager backend's tokens, in as many steps or so."""
     model = medium(torch.float32)
-    backend, eager = GraphBackend(model, invariant=invariant, small=small), EagerBackend(model)
+    backend, eager = GraphBackend(model, invariant=invariant), EagerBackend(model)
     prompts = texts(6, (300, 8, 1, 700))
     for sampling in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=3)):
         expected = [outputs(eager, [prompt], AUTOREGRESSIVE, 40, sampling)[0] for prompt in prompts]
         for config in (AUTOREGRESSIVE, LookaheadConfig(), LookaheadConfig(budget=200)):
             assert [outputs(backend, [p], config, 40, sampling)[0] for p in prompts] == expected
-
-
-@pytest.mark.parametrize(("dtype", "small"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
-def test_which_models_are_small(dtype: torch.dtype, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of up to SMALL channels, in half precision, in steps of up to 128 tokens."""
-    backend = GraphBackend(medium(dtype))
-    assert backend.small == small
-    assert [backend._shape(1, count, True).small for count in (1, 128, 256)] == [small, small, False]
-    monkeypatch.setattr(graph, "SMALL", 511)
-    assert not GraphBackend(medium(dtype)).small
 
 
 def test_batches_equal_their_sequences_alone() -> None:

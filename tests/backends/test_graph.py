@@ -90,29 +90,25 @@ def make(name: str, device: str = "cpu", **changes: Any) -> Any:
 # Parity
 
 
-@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_equals_transformers(
-    name: str, small: bool, device: str, settings: LookaheadConfig, plain: Plain
-) -> None:
+def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, against a model that the backend has not touched."""
     model = make(name, device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     assert len({token for output in expected for token in output}) > 10  # it has more to say than a token or two
-    backend = GraphBackend(make(name, device), small=small)
+    backend = GraphBackend(make(name, device))
     assert [outputs(backend, [prompt], settings)[0] for prompt in PROMPTS] == expected
     together = run(backend, PROMPTS, settings)
     assert [sequence.output for sequence in together] == expected
     assert sum(sequence.stats.steps for sequence in together) < 24 * len(PROMPTS)  # blocks were accepted
 
 
-@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_sampling_equals_autoregressive(name: str, small: bool, device: str, settings: LookaheadConfig) -> None:
+def test_sampling_equals_autoregressive(name: str, device: str, settings: LookaheadConfig) -> None:
     """The same seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
     eager = EagerBackend(make(name, device))
     expected = [outputs(eager, [prompt], AUTOREGRESSIVE, sampling=SAMPLING)[0] for prompt in PROMPTS]
-    backend = GraphBackend(make(name, device), small=small)
+    backend = GraphBackend(make(name, device))
     assert [outputs(backend, [p], AUTOREGRESSIVE, sampling=SAMPLING)[0] for p in PROMPTS] == expected
     assert outputs(backend, PROMPTS, settings, sampling=SAMPLING) == expected
     assert outputs(backend, PROMPTS, settings) != expected  # so something was drawn

@@ -45,21 +45,18 @@ class InterpretedTop(TopOut):
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphBackend]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
     """A backend on a CPU whose every operation is the Triton kernel. A twin that is called after all raises."""
 
     def twin(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a twin was called in place of its kernel")
 
-    def make(model: Any, processors: int = 2, small: bool = False) -> GraphBackend:
+    def make(model: Any, processors: int = 2) -> GraphBackend:
         monkeypatch.setattr(graph, "TopOut", InterpretedTop)
         monkeypatch.setattr(graph, "SIZES", SIZES)
-        for name in (
-            "attend", "add_norm", "rotate_write", "gate", "norm_rotate_write", "norm_gate", "add_product", "keep",
-            "top_tokens",
-        ):  # fmt: skip
+        for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
-        backend = GraphBackend(model, small=small)
+        backend = GraphBackend(model)
         backend.ops = Ops(backend.device, compiled=True, processors=processors)
         return backend
 
@@ -94,32 +91,27 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     ],
 )
-@pytest.mark.parametrize("small", [False, True])
 def test_greedy_equals_transformers(
     kind: str,
     changes: dict[str, Any],
-    small: bool,
-    interpreted: Callable[..., GraphBackend],
+    interpreted: Callable[[Any], GraphBackend],
     plain: Callable[[Any, Sequence[int], int], list[int]],
 ) -> None:
     """Twelve tokens in four steps."""
     model = tiny(kind, **changes)
     expected = plain(model, PROMPT, 12)
     assert len(set(expected)) > 4
-    assert told(interpreted(model, small=small), PROMPT, expected) == (expected, 4)
+    assert told(interpreted(model), PROMPT, expected) == (expected, 4)
 
 
-@pytest.mark.parametrize("small", [False, True])
 def test_a_ragged_batch(
-    small: bool, interpreted: Callable[..., GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
+    interpreted: Callable[[Any], GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
 ) -> None:
     """Three sequences and a row of padding."""
     model = tiny("Llama", num_hidden_layers=1)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
-    backend = interpreted(model, small=small)
-    assert outputs(backend, prompts, SETTINGS, 5) == expected
-    assert all(shape.small == small for shape in backend._shapes.values())
+    assert outputs(interpreted(model), prompts, SETTINGS, 5) == expected
 
 
 def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:

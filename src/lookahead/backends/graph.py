@@ -22,7 +22,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops, TopOut
 from lookahead.backends.packet import PATH, Packet
-from lookahead.backends.weights import Layer, check_graph, relay
+from lookahead.backends.weights import check_graph, relay
 from lookahead.sampling import pick
 from lookahead.tree import Targets, TokenTree, below_trail
 
@@ -31,9 +31,6 @@ SIZES = (1, 16, 32, 64, 128, 256, 512)
 """Buckets of K. A step is padded to the next one: on a GPU that waits for its weights the padding is nearly free."""
 TILE = 128
 """Steps of at most so many tokens, all rows together, give a row the same bits whatever K and the other rows are."""
-SMALL = 1024
-"""Up to this hidden size, in half precision on a GPU, a step of at most TILE tokens runs on `kernels.small`: such a
-model waits for launches, not for weights. The bound is a guess from a model of 576; it was not measured."""
 PREFILL = 512
 """Prompt tokens per pass."""
 TRAIL = 32
@@ -75,8 +72,7 @@ class Shape:
     def __init__(self, backend: GraphBackend, batch: int, count: int, head: bool) -> None:
         self.backend, self.batch, self.count, self.head = backend, batch, count, head
         w, device, dtype = backend.weights, backend.device, backend.dtype
-        self.size = size = batch * count
-        layer = w.layers[0]
+        size, layer = batch * count, w.layers[0]
         # How many rows each product takes: as many as the step has, or more if only so it is invariant.
         products = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down, "head": w.head}
         self.product_rows = {name: backend.product_rows(weight, size) for name, weight in products.items()}
@@ -84,7 +80,6 @@ class Shape:
         # A pass without a head is part of a prompt: the same for every method.
         half = dtype in (torch.float16, torch.bfloat16)
         invariant = backend.invariant and head and half and size <= TILE
-        self.small = backend.small and size <= TILE
         self.tiles = backend.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
         self.slots = backend.ops.slots(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
         self.packet = Packet(batch, count, device.type == "cuda")
@@ -127,7 +122,8 @@ class Shape:
             self.graph.replay()
 
     def _step(self) -> None:
-        b, w, ops, views, size = self.backend, self.backend.weights, self.backend.ops, self.views, self.size
+        b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
+        size = self.batch * self.count
         # 1. The packet in, and the accepted K/V of the step before next to its prefix.
         self.memory.copy_(self.packet.host, non_blocking=True)
         ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
@@ -135,64 +131,34 @@ class Shape:
             group = w.heads // w.kv_heads
             ops.by_depth(views["positions"], views["lengths"], views["bits"], self.slots, self.tiles, group)
         torch.index_select(w.embedding, 0, views["tokens"].view(-1), out=self.stream[:size])
-        # 2. The layers. The last product of one is added to the stream by the norm that comes next, or was already.
+        # 2. The layers.
+        q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
+        mixed = self.mixed[:size].view_as(q)
         delta: torch.Tensor | None = None
-        for layer, (keys, values) in zip(w.layers, b.cache, strict=True):
-            if self.small:
-                self._small_layer(layer, keys, values)
-            else:
-                delta = self._layer(layer, keys, values, delta)
+        for number, layer in enumerate(w.layers):
+            keys, values = b.cache[number]
+            ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
+            self.product("qkv", self.normed, layer.qkv, self.qkv)
+            ops.rotate_write(
+                self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
+                views["positions"], q, keys, values, w.eps,
+            )  # fmt: skip
+            ops.attend(
+                q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
+                scale=w.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
+            )  # fmt: skip
+            self.product("out", self.mixed, layer.out, self.delta)
+            delta = self.delta[:size]
+            ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
+            self.product("gate_up", self.normed, layer.gate_up, self.gate_up)
+            ops.gate(self.gate_up, self.active[:size])
+            self.product("down", self.active, layer.down, self.delta)
         # 3. The head for the needed rows, their targets and top-8, and the packet out.
         if self.logits is not None and self.top is not None:
             needed = views["needed"].view(-1)
             ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
             self.product("head", self.normed, w.head, self.logits)
             self.top.fill(self.logits)
-
-    def _layer(
-        self, layer: Layer, keys: torch.Tensor, values: torch.Tensor, delta: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Nine kernels: products by cuBLAS, and what stands between them. Returns what the stream has yet to take."""
-        b, w, ops, views, size = self.backend, self.backend.weights, self.backend.ops, self.views, self.size
-        ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
-        self.product("qkv", self.normed, layer.qkv, self.qkv)
-        ops.rotate_write(
-            self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
-            views["positions"], self.heads(self.q), keys, values, w.eps,
-        )  # fmt: skip
-        self._attend(layer, keys, values)
-        self.product("out", self.mixed, layer.out, self.delta)
-        ops.add_norm(self.stream[:size], self.delta[:size], layer.after, self.normed[:size], w.eps)
-        self.product("gate_up", self.normed, layer.gate_up, self.gate_up)
-        ops.gate(self.gate_up, self.active[:size])
-        self.product("down", self.active, layer.down, self.delta)
-        return self.delta[:size]
-
-    def _small_layer(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Five kernels: products that take in what stands between them. The stream is always whole."""
-        b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
-        stream = self.stream[: self.size]
-        ops.norm_rotate_write(
-            stream, layer.before, layer.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"],
-            views["lengths"], views["positions"], self.heads(self.q), keys, values, w.eps,
-        )  # fmt: skip
-        self._attend(layer, keys, values)
-        ops.add_product(self.mixed, layer.out, stream)
-        ops.norm_gate(stream, layer.after, layer.gate_up, self.active[: self.size], w.eps)
-        ops.add_product(self.active, layer.down, stream)
-
-    def _attend(self, layer: Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        views = self.views
-        self.backend.ops.attend(
-            self.heads(self.q), keys, values, views["rows"], views["lengths"], views["positions"], views["bits"],
-            self.heads(self.mixed), self.work,
-            scale=self.backend.weights.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
-        )  # fmt: skip
-
-    def heads(self, x: torch.Tensor) -> torch.Tensor:
-        """The step's rows of `x` as [B, K, H, D]."""
-        w = self.backend.weights
-        return x[: self.size].view(self.batch, self.count, w.heads, w.dim)
 
     def product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """out = x weight^T, of as many rows as this product needs."""
@@ -206,13 +172,9 @@ class GraphBackend:
     `invariant` makes a row's result in half precision independent of K and of the other rows, bit for bit, in steps of
     up to 128 tokens: attention adds up each row in the order of its positions, and a matrix product takes as many rows
     as it needs to do the same.
-
-    `small` runs a layer in five kernels in place of nine; by default, models that are small (`SMALL`).
     """
 
-    def __init__(
-        self, model: Any, *, invariant: bool = True, capture: bool | None = None, small: bool | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
         check_supported(model)
         check_graph(model)
         self.model, self.invariant = model, invariant
@@ -222,9 +184,6 @@ class GraphBackend:
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
         self.ops = Ops(self.device)
-        half = self.dtype in (torch.float16, torch.bfloat16)
-        fits = self.ops.compiled and half and self.weights.embedding.shape[1] <= SMALL
-        self.small = fits if small is None else small
         self.pool = self._new_pool()
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)

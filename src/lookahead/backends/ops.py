@@ -17,18 +17,15 @@ class Ops:
         self.compiled = device.type == "cuda" if compiled is None else compiled
         self._device = device
         source: Any = reference
-        products: Any = reference
         self.attend: Any = reference.attend
         if self.compiled:
-            from lookahead.kernels import attention, fused, small
+            from lookahead.kernels import attention, fused
 
-            source, products = fused, small
+            source = fused
             self.attend, self._attention = attention.attend, attention
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.add_norm, self.rotate_write = source.add_norm, source.rotate_write
         self.gate, self.keep = source.gate, source.keep
-        self.norm_rotate_write, self.norm_gate = products.norm_rotate_write, products.norm_gate
-        self.add_product = products.add_product
 
     def workspace(self) -> Any:
         """What `attend` leaves its partial results in. One shape's layers share it; no other shape may, as a captured

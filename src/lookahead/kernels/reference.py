@@ -106,42 +106,6 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(torch.nn.functional.silu(first) * up)
 
 
-def norm_rotate_write(
-    stream: torch.Tensor,
-    gain: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norms: torch.Tensor | None,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    eps: float,
-) -> None:
-    """See `small`."""
-    stream = stream[: q.shape[0] * q.shape[1]]
-    qkv = add_norm(stream, None, gain, torch.empty_like(stream), eps) @ weight.t()
-    rotate_write(qkv, bias, norms, cosine, sine, rows, lengths, positions, q, keys, values, eps)
-
-
-def norm_gate(
-    stream: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """See `small`."""
-    stream = stream[: len(out)]
-    return gate(add_norm(stream, None, gain, torch.empty_like(stream), eps) @ weight.t(), out)
-
-
-def add_product(x: torch.Tensor, weight: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-    """See `small`."""
-    stream += x[: len(stream)] @ weight.t()
-    return stream
-
-
 def keep(
     cache: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
