@@ -39,6 +39,16 @@ CHECKED = (
     "default K=32",
     "paper W=5 N=5 G=5",
 )
+ON_A_GPU = (
+    "autoregressive",
+    "prompt lookup",
+    "paper W=4 N=3 G=4",
+    "paper W=7 N=5 G=7",
+    "paper W=15 N=5 G=15",
+    "default K=16",
+    "default K=64",
+    "default K=128",
+)
 
 
 def main() -> None:
@@ -58,9 +68,12 @@ def main() -> None:
         model = in_shape(model, args.inflate, "auto", print)
     tuner = Tuner(model, say=print, max_tokens=args.new_tokens)
     anchors = tuner.anchors()
-    checked = [one for one in tuner.candidates if one.name in CHECKED]
+    names = ON_A_GPU if model.device.type == "cuda" else CHECKED
+    checked = [one for one in tuner.candidates if one.name in names]
     print("tune runs:", ", ".join(one.name for one in anchors), flush=True)
     tuner.warm_up(PROMPTS[0], anchors)
+    for one in checked:  # what happens once per shape of a step happens here
+        model.generate(PROMPTS[0], config=one.config, max_tokens=min(32, args.new_tokens))
     plain, others = checked[0], checked[1:]
     warmth = {(one, i): Warmth() for one in others for i in range(args.repeats)}
     plain_seconds: dict[int, list[float]] = {}
@@ -103,6 +116,7 @@ def main() -> None:
     if args.out:
         facts = {
             "model": model.name,
+            "backend": type(model.backend).__name__,
             "device": processor() if model.device.type == "cpu" else torch.cuda.get_device_name(model.device),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),

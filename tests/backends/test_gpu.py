@@ -6,6 +6,7 @@ what happens to them when the buffer grows or a larger step comes along. `test_g
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lookahead
 from lookahead import LookaheadConfig, LookaheadModel
 from lookahead.backends import graph
+from lookahead.backends.choose import make_backend
 from lookahead.backends.eager import EagerBackend
 from lookahead.backends.graph import GraphBackend
 from lookahead.config import METHODS, SamplingParams, StopRules
@@ -238,3 +240,27 @@ def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
         assert torch.equal(alone(), expected)
         assert all(bool((piece == 7).all()) for piece in taken)
         del taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_graph_backend(dtype: torch.dtype) -> None:
+    """In half precision as well, where its kernels and transformers' are further apart."""
+    said: list[str] = []
+    assert isinstance(make_backend(medium(dtype), "auto", said.append), GraphBackend), said
+
+
+def test_graphs_that_nobody_needs_end_between_captures() -> None:
+    """A backend and its captured steps refer to each other, so that only the collector ends them. It may come at any
+    allocation, and during a capture that would end the process."""
+    before = gc.get_threshold()
+    model, (prompt,) = medium(torch.float32), texts(1, (20,))
+    expected = outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24)
+    for _ in range(3):
+        left = GraphBackend(model)
+        outputs(left, [prompt], LookaheadConfig(), 8)
+        del left
+        gc.set_threshold(1)
+        try:
+            assert outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24) == expected
+        finally:
+            gc.set_threshold(*before)
