@@ -343,7 +343,7 @@ def test_backends_share_one_load(
     assert result.exit_code == 0, result.output
     assert loads == [("auto", "eager"), ("bfloat16", "eager")], "the small model, to inflate; float32 is there"
     rows = table(result.stdout, "With and without the kernel")
-    assert {row[-1] for row in rows} == {"1/1"}
+    assert {row[SAME] for row in rows} == {"1/1"}
     exact = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
     assert len(exact) == 9
     assert {row[2] for name, row in exact.items() if name.startswith("fp32")} == {"0"}
@@ -362,9 +362,9 @@ def test_several_presets_on_one_model(
         assert Path(one["files"]["html"]).is_file()
         assert one["files"]["results"] == str(tmp_path / "out" / "results.jsonl")
     assert "scaling: 9 answers, at most 54 new tokens" in result.stderr
-    assert "overhead: 8 answers, at most 48 new tokens" in result.stderr
-    assert "configs: 7 answers, at most 42 new tokens" in result.stderr
-    assert "2 of 7 answers are there already" in result.stderr, "greedy's, and (5,15,15)'s"
+    assert "overhead: 9 answers, at most 54 new tokens" in result.stderr
+    assert "configs: 8 answers, at most 48 new tokens" in result.stderr
+    assert "3 of 8 answers are there already" in result.stderr, "greedy's, autoregressive's and (5,15,15)'s"
 
 
 def test_all_presets_that_the_device_can_run(
@@ -416,7 +416,7 @@ def test_an_interrupt_ends_all_presets(
     monkeypatch.setattr(Runner, "row", stopping)
     first = run(*where)
     assert first.exit_code == 130
-    assert "interrupted, 10 of 13 answers to go" in first.stderr, "the two that both need count once"
+    assert "interrupted, 11 of 14 answers to go" in first.stderr, "the three that both need count once"
     assert not (tmp_path / "out" / "configs.html").exists()
     monkeypatch.setattr(Runner, "row", row)
     second = run(*where)

@@ -190,7 +190,7 @@ PRESETS = {
             Size(None, 512),
             Size(1, 32),
             views.ablation,
-            quick_methods=(*TABLE_3, *(only(name) for name in SOURCES), only(*SOURCES)),
+            quick_methods=(*TABLE_3, ALONE, *(only(name) for name in SOURCES), only(*SOURCES)),
         ),
         Preset(
             "configs",
