@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -256,6 +257,15 @@ def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) ->
     again = FakeBackend(clock, flat)
     assert cached(again, dict(reversed(IDENTITY.items())), tmp_path, said.append) == first
     assert (again.sizes, len(said)) == ([], 1)
+
+
+def test_a_curve_of_chains_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
+    """A step's cost was timed with one long chain before, and kept under this name."""
+    old = {**IDENTITY, "machine": module.processor(), "cores": os.cpu_count(), "version": 1}
+    module.store(tmp_path / "step-cost" / f"{module.key_of(old)}.json", {"sizes": [1], "seconds": [9.0]})
+    backend = FakeBackend(clock)
+    assert len(cached(backend, IDENTITY, tmp_path).sizes) > 1
+    assert backend.sizes
 
 
 def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ def test_acceptance_stops_at_the_first_wrong_guess(right: int) -> None:
     assert accept(tree, targets) == (list(range(1, right + 1)), [*range(1, right + 1), 9])
 
 
+def test_of_two_guesses_alike_the_first_is_accepted() -> None:
+    tree = TokenTree([0, 5, 5, 6], [-1, 0, 0, 1], [0, 1, 1, 2], [0, 1, 2, 3])
+    assert accept(tree, [5, 6, 7, 8]) == ([1, 3], [5, 6, 8])
+
+
 def test_the_branch_is_switched_where_the_targets_do() -> None:
     tree = build([[1, 2, 3], [1, 4, 5], [6]], 2, 4)
     target_of = dict.fromkeys(tree.rows, 9)

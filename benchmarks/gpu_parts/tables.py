@@ -164,7 +164,7 @@ def exact_table(results: Results) -> str:
     ]  # fmt: skip
     notes = prose(
         "fp32, TF32 off. transformers' greedy outputs come from one padded batch; where ours differ, from the prompt",
-        "by itself. The graph backend learns from a step one step later than the eager one, which S may show.",
+        "by itself.",
     )
     return f"{notes}\n\n{table(head, rows)}" if rows else ""
 

@@ -174,7 +174,7 @@ def cached(
         **identity,
         "machine": processor(),
         "cores": os.cpu_count(),
-        "version": 1,
+        "version": 2,  # 1 was timed with chains
     }
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:

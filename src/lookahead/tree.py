@@ -169,11 +169,10 @@ class WindowLayout:
         """The branch with these tokens, the root's first, and the guesses behind it."""
         nodes = array("i", tokens) + guesses.tokens
         parents, depths = self._parents + guesses.parents, self._depths + guesses.depths
-        count = self._first + len(guesses.tokens)
-        if count > len(self._rows):
-            self._rows = self._needed(2 * len(guesses.tokens))
-        rows = self._rows[:count]
-        numbers = nodes + depths + parents + rows + guesses.origins
+        count, rows = self._first + len(guesses.tokens), self._rows
+        if count > len(rows):  # read once: requests share a layout, and another thread may set other rows
+            self._rows = rows = self._needed(2 * len(guesses.tokens))
+        numbers = nodes + depths + parents + rows[:count] + guesses.origins
         return TokenTree.of(numbers, (len(nodes), count), self.size, self.width)
 
 

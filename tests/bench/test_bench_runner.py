@@ -110,6 +110,24 @@ def test_weights_are_loaded_once_for_all_backends_of_a_dtype(
     assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] == rows[3]["tokens"]
 
 
+def test_a_backend_that_is_named_is_that_backend(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` may choose another one in another dtype than the run's: that one must not stand for the run's."""
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+
+    def load(dtype: str, backend: str | None) -> Any:
+        return LookaheadModel(make_model().to(getattr(torch, dtype)), tokenizer, "tiny", backend=backend or "eager")
+
+    models = Models(LookaheadModel(make_model(), tokenizer, "tiny", backend="graph"), load)
+    half = replace(named("autoregressive"), dtype="bfloat16")
+    found = [models.of(replace(half, backend=backend)) for backend in (None, "graph", "eager", None)]
+    kinds = [type(lm.backend).__name__ for lm in found]
+    assert kinds == ["EagerBackend", "GraphBackend", "EagerBackend", "EagerBackend"]
+    assert found[0] is found[2] is found[3]
+    assert found[0].model is found[1].model
+
+
 def test_sampling_is_that_of_our_autoregressive(lm: Any) -> None:
     run = runner(lm)
     rows = [run.row(job(name, temperature=1.0, seed=5)) for name in ("autoregressive", "lookahead", "paper:3,3,3")]

@@ -121,6 +121,15 @@ def test_methods_beyond_the_colours_have_a_bar_each() -> None:
     assert len(many[0].series) == 1
 
 
+def test_the_lowest_temperature_is_plotted() -> None:
+    def speedups(*heats: float) -> Any:
+        lines = [Line("set", named("lookahead"), heat, 1, 8, 4, speedup=2.0 - heat) for heat in heats]
+        return comparison(lines).plots[0].series["lookahead"]
+
+    assert speedups(0.5) == speedups(1.0, 0.5) == [1.5]
+    assert speedups(0.5, 0.0) == [2.0]
+
+
 def test_kin_share_a_colour_and_the_papers_are_dashed() -> None:
     svg = draw(PLOTS[5])
     lines = re.findall(r"<polyline [^>]*>", svg)

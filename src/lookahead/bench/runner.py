@@ -38,7 +38,7 @@ class Models:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.own, self._load, self._draft, self._say = own, load, draft, say
-        self._made: dict[tuple[str, str], Any] = {}
+        self._made: dict[tuple[str, str | None], Any] = {}
         self._stock: dict[int, Stock] = {}
         self._alone: Any = None
 
@@ -48,20 +48,24 @@ class Models:
             return self._alone
         if method.dtype is None and method.backend is None:
             return self.own
-        dtype, backend = _place(self.own)
-        self._made.setdefault((dtype, backend), self.own)
-        place = method.dtype or dtype, method.backend or backend
+        own = _place(self.own)
+        self._made.setdefault(own, self.own)
+        place = method.dtype or own[0], method.backend
         if place not in self._made:
             self._made[place] = self._make(method, *place)
         return self._made[place]
 
-    def _make(self, method: Method, dtype: str, backend: str) -> Any:
-        for (loaded, _), lm in self._made.items():
-            if loaded == dtype:
-                return behind(lm, backend, self._say)
+    def _make(self, method: Method, dtype: str, backend: str | None) -> Any:
+        """A model of this dtype; a backend that no method names is whatever `load` has chosen."""
+        loaded = [lm for (its, _), lm in self._made.items() if its == dtype]
+        for lm in loaded:
+            if backend is None or backend == _place(lm)[1]:
+                return lm
+        if loaded and backend is not None:
+            return behind(loaded[0], backend, self._say)
         if self._load is None:
             raise ValueError(f"method {method.label!r} needs another model than the one that was given")
-        return self._load(dtype=dtype, backend=method.backend)
+        return self._load(dtype=dtype, backend=backend)
 
     def stock(self, method: Method) -> Stock:
         """transformers' own decoding; the backend is nothing to it."""

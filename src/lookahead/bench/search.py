@@ -55,7 +55,8 @@ def show(run: Context) -> list[Section]:
         plots.append(Curves(f"{data}: S over the grid", "W", "S", _curves(lines)))
     section.plots = list(plots)
     section.notes.append(
-        "Rows by t(K) / S are projections: S measured on this model, the time of a step measured for the shape. "
+        "speedup: over our own autoregressive decoding, if it was run. Rows by t(K) / S are projections: S measured on "
+        "this model, the time of a step measured for the shape. "
         "The paper: 7B (15, 5), 13B (10, 5), 34B (7, 5) on an A100; --shapes 7b,13b,34b adds those sizes here."
     )
     return [section, comparison(run.lines, "The grid")]

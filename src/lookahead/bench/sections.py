@@ -95,10 +95,12 @@ def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
 def _compared(
     lines: Sequence[Line], what: str, unit: str, value: Callable[[Line], float | None]
 ) -> list[Bars | Curves]:
-    """A group of bars per set, a colour per method; with more methods than colours a bar per method instead."""
+    """A group of bars per set, a colour per method; with more methods than colours a bar per method instead. Of several
+    temperatures the lowest is shown."""
     sets = list(dict.fromkeys(line.data for line in lines))
     names = list(dict.fromkeys(line.method.label for line in lines))
-    at = {(line.data, line.method.label): value(line) for line in lines if not line.temperature}
+    lowest = min((line.temperature for line in lines), default=0.0)
+    at = {(line.data, line.method.label): value(line) for line in lines if line.temperature == lowest}
     if len(names) <= MOST:
         series: dict[str, Sequence[float | None]] = {n: [at.get((data, n)) for data in sets] for n in names}
         return [Bars(f"{what} by set", sets, series, unit, 1.0)]
