@@ -67,4 +67,5 @@ def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
 def _facts(label: str, backend: Any) -> dict[str, Any]:
     """The model's name counts, too: of two models of one shape each has its own acceptance."""
     named = str(Path(label).resolve()) if Path(label).exists() else label
-    return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count(), "version": 1}
+    # Version 1 has step costs that were timed with chains.
+    return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count(), "version": 2}

@@ -144,8 +144,8 @@ def probe(backend: Any) -> None:
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
     The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see. In half precision two sets
-    of kernels may differ by more than a broken mask does: there the tree is held against the same tokens in a row on
-    the backend itself, and the model only has to be near.
+    of kernels may differ by more than a broken mask does: where the model's logits are only near, the same tokens in a
+    row on the backend itself decide.
     """
     model, vocab = backend.model, backend.vocab_size
     kind = getattr(model.config, "model_type", type(model).__name__)
@@ -155,7 +155,6 @@ def probe(backend: Any) -> None:
     exact = backend.dtype == torch.float32
     try:
         ours = _tree_logits(backend, prefix, tree)
-        rows = [] if exact else [_tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0] for path in paths]
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
@@ -164,9 +163,10 @@ def probe(backend: Any) -> None:
     for node, path in enumerate(paths):
         ids = prefix + path
         plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
-        close, distance = TOLERANCE if exact else NEAR, _relative(ours[node], plain)
-        if distance <= close and not exact:
-            close, distance = TOLERANCE_HALF, _relative(ours[node], rows[node])
+        close, distance = TOLERANCE if exact else TOLERANCE_HALF, _relative(ours[node], plain)
+        if not exact and close < distance <= NEAR:
+            row = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
+            distance = _relative(ours[node], row)
         if not distance <= close:
             reason = "its attention does not follow the mask or the positions"
             if not _relative(_one_by_one(model, ids, backend.device), plain) <= close:

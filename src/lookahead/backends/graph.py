@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -46,16 +47,23 @@ def bucket(size: int) -> int:
     return SIZES[place] if place < len(SIZES) else -(-size // 512) * 512
 
 
+_capturing = Lock()
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: another model's graph that ended while this one is captured would end the process."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    """No garbage collection: another model's graph that ended while this one is captured would end the process.
+
+    One capture at a time, in all threads: who comes second must not take the first one's state for its own.
+    """
+    with _capturing:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 @dataclass(slots=True)
