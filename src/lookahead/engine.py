@@ -68,6 +68,11 @@ class Engine:
             self.leaving(sequence, slot)
         self.backend.close(slot)
 
+    def clear(self) -> None:
+        """Let all sequences go as they are, and tell nobody: the run has failed."""
+        while self._slots:
+            self.backend.close(self._slots.popitem()[1])
+
     @property
     def running(self) -> list[DecodingSequence]:
         return list(self._slots)

@@ -24,6 +24,7 @@ from lookahead.backends.eager import EagerBackend
 from lookahead.backends.graph import GraphBackend
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine import Engine
+from lookahead.hook.run import _known as known
 from lookahead.sequence import DecodingSequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -264,3 +265,19 @@ def test_graphs_that_nobody_needs_end_between_captures() -> None:
             assert outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24) == expected
         finally:
             gc.set_threshold(*before)
+
+
+def test_generate_on_the_graph_backend() -> None:
+    """`custom_generate` with backend 'auto': fp32, stock's tokens, captured steps kept from call to call."""
+    model = medium(torch.float32)
+    inputs = [torch.tensor([prompt], device="cuda") for prompt in texts(3, (40, 8, 300))]
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}):
+        for ids in inputs:
+            found = []
+            for hook in ({}, {"custom_generate": lookahead.decoding(backend="auto", window=3, ngram=4)}):
+                torch.manual_seed(1)
+                found.append(model.generate(ids, max_new_tokens=40, **options, **hook).tolist())
+            assert found[0] == found[1]
+    kept = known[model].graph
+    assert kept is not None
+    assert all(shape.graph is not None for shape in kept._shapes.values())

@@ -48,6 +48,27 @@ class Weights:
     rotary: Any
     limit: int | None
 
+    @torch.no_grad()
+    def follow(self, now: Weights) -> bool:
+        """Take over what a model's weights have become, if that can be done in place.
+
+        Matrices are the model's own memory. What was copied from it is copied again. A weight that was replaced by
+        another tensor cannot be followed.
+        """
+        if self._places() != now._places():
+            return False
+        for old, new in zip(self.layers, now.layers, strict=True):
+            for kept, copied in ((old.bias, new.bias), (old.norms, new.norms)):
+                if kept is not None and copied is not None:
+                    kept.copy_(copied)
+        return True
+
+    def _places(self) -> list[int]:
+        tensors = [self.embedding, self.norm, self.head]
+        for layer in self.layers:
+            tensors += [layer.before, layer.qkv, layer.out, layer.after, layer.gate_up, layer.down]
+        return [tensor.data_ptr() for tensor in tensors]
+
     def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotary module's own cosines and sines of the first positions.
 

@@ -10,6 +10,7 @@ from transformers import cache_utils
 
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager import EagerBackend
+from lookahead.backends.graph import GraphBackend
 from lookahead.config import SamplingParams
 from lookahead.hook.arguments import Rows
 from lookahead.tree import TokenTree
@@ -51,7 +52,9 @@ def row_of(cache: Any, row: int, mask: torch.Tensor) -> Layers:
 
 
 @torch.no_grad()
-def extend(cache: Any, backend: EagerBackend, rows: Rows, ids: torch.Tensor, left: Sequence[Layers]) -> None:
+def extend(
+    cache: Any, backend: EagerBackend | GraphBackend, rows: Rows, ids: torch.Tensor, left: Sequence[Layers]
+) -> None:
     """Append to the cache the K/V of all slots it lacks; `ids` [B, L] are the tokens up to the last slot.
 
     A row that ended early is followed by padding, which other decoders run through the model like any token. The
@@ -81,16 +84,17 @@ def extend(cache: Any, backend: EagerBackend, rows: Rows, ids: torch.Tensor, lef
         cache.update(keys, values, index)
 
 
-def complete(backend: EagerBackend, layers: Layers, tokens: Sequence[int], length: int) -> Layers:
+def complete(backend: EagerBackend | GraphBackend, layers: Layers, tokens: Sequence[int], length: int) -> Layers:
     """A row's K/V with the last tokens of the row that it lacks run through the model."""
     have = layers[0][0].shape[1]
     if have == length:
         return layers
     *trail, root = tokens[have - length :]
     slot = backend.open()
-    backend.adopt(slot, have, layers)
-    backend.step([StepInput(slot, trail, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())])
-    backend.commit([(slot, ())])
-    done = backend.cached(slot)
-    backend.close(slot)
-    return done
+    try:
+        backend.adopt(slot, have, layers)
+        backend.step([StepInput(slot, trail, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())])
+        backend.commit([(slot, ())])
+        return backend.cached(slot)
+    finally:
+        backend.close(slot)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.check import check_supported
+from lookahead.backends.choose import BACKENDS
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.hook.arguments import Dropped, check_padding, dropped_arguments, refuse_unsupported, rows_of
 from lookahead.hook.rules import Plan
@@ -20,26 +21,34 @@ from lookahead.hook.run import Run
 from lookahead.stats import Stats
 
 
-def decoding(config: LookaheadConfig | None = None, *, seed: int | None = None, **settings: Any) -> Decoding:
+def decoding(
+    config: LookaheadConfig | None = None, *, seed: int | None = None, backend: str = "eager", **settings: Any
+) -> Decoding:
     """Lookahead decoding for `model.generate(..., custom_generate=lookahead.decoding())`.
 
     `settings` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. With neither `config` nor settings the
     cost of a step is measured at the first call (once per model and machine) and the default fitted to it.
     Sampling draws from torch's generator, as `generate` does; with a `seed` row i of a batch draws from its own
     generator, seeded with `seed + i`, so that rows need not wait for each other.
+
+    `backend`: 'eager' runs the model as it is. 'graph' runs Llama-like models as `load(backend="graph")` does, which is
+    made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
+    with it for the next call. 'auto' is 'graph' on CUDA for the models that it runs, else 'eager'.
     """
     if config is None and not settings:
-        return Decoding(None, seed)
-    return Decoding((config or LookaheadConfig()).adapted(**settings), seed)
+        return Decoding(None, seed, backend)
+    return Decoding((config or LookaheadConfig()).adapted(**settings), seed, backend)
 
 
 class Decoding:
     """What `generate` calls. `stats` are those of the last call, one per row."""
 
-    def __init__(self, config: LookaheadConfig | None = None, seed: int | None = None) -> None:
+    def __init__(self, config: LookaheadConfig | None = None, seed: int | None = None, backend: str = "eager") -> None:
         if seed is not None:
             SamplingParams(seed=seed)
-        self.config, self.seed = config, seed
+        if backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+        self.config, self.seed, self.backend = config, seed, backend
         self.stats: list[Stats] = []
 
     @property
@@ -71,7 +80,7 @@ class Decoding:
             refuse_unsupported(generation_config, dropped, model_kwargs)
             rows = rows_of(input_ids, generation_config, model_kwargs)
             check_padding(model, rows, model_kwargs)
-            run = Run(model, rows, generation_config, model_kwargs)
+            run = Run(model, rows, generation_config, model_kwargs, self.backend)
             plan = Plan.of(
                 logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
                 streaming=dropped.streamer is not None,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead import cost
 from lookahead.backends.base import StepInput
-from lookahead.backends.check import input_device, layer_shapes, position_limit, probe
+from lookahead.backends.check import UnsupportedModelError, input_device, layer_shapes, position_limit, probe
 from lookahead.backends.eager import EagerBackend
+from lookahead.backends.graph import GraphBackend
+from lookahead.backends.weights import check_graph, relay
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine import Accepted, Engine, Ran
@@ -28,12 +32,18 @@ from lookahead.tree import Targets, TokenTree
 
 @dataclass
 class Known:
-    """What was found out about a model; it holds as long as the model's `state` does."""
+    """What was found out about a model; it holds as long as the model's `state` does.
+
+    `graph` is its graph backend, if one was asked for: captured steps are kept for the next call. Only one call at a
+    time may use it (`turn`).
+    """
 
     state: tuple[Any, ...]
     shapes: list[tuple[torch.Tensor, torch.Tensor]]
     warmth: Warmth = field(default_factory=Warmth)
-    default: LookaheadConfig | None = None
+    defaults: dict[str, LookaheadConfig] = field(default_factory=dict)
+    graph: GraphBackend | None = None
+    turn: RLock = field(default_factory=RLock)
 
 
 _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
@@ -43,13 +53,14 @@ _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 class Run:
     """One call of `generate`."""
 
-    def __init__(self, model: Any, rows: Rows, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, rows: Rows, generation_config: Any, model_kwargs: dict[str, Any], backend: str = "eager"
+    ) -> None:
         self.model, self.rows, self.wants = model, rows, generation_config
         self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
         caches.check(self.cache, len(rows.input_ids))
         self.known = self._know()
-        chunk = generation_config.prefill_chunk_size
-        self.backend = EagerBackend(model, verify=False, shapes=self.known.shapes, prefill_chunk=chunk)
+        self.backend = self._backend(backend)
         self.sequences: list[DecodingSequence] = []
         self._left: dict[DecodingSequence, caches.Layers] = {}
 
@@ -64,7 +75,46 @@ class Run:
             _known[model] = known
         return known
 
+    def _backend(self, name: str) -> EagerBackend | GraphBackend:
+        """An eager backend of this call's own, or the model's graph backend; 'auto' prefers that one on CUDA."""
+        if name == "graph" or (name == "auto" and input_device(self.model).type == "cuda"):
+            try:
+                with self.known.turn:
+                    return self._graph()
+            except UnsupportedModelError:
+                if name == "graph":
+                    raise
+        chunk = self.wants.prefill_chunk_size
+        return EagerBackend(self.model, verify=False, shapes=self.known.shapes, prefill_chunk=chunk)
+
+    def _graph(self) -> GraphBackend:
+        """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
+        if self.model.training:
+            raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
+        check_graph(self.model)
+        kept = self.known.graph
+        with torch.inference_mode(False):  # what becomes the model's parameters must be fit for training, too
+            if kept is not None and kept.weights.follow(relay(self.model)):
+                return kept
+            kept = GraphBackend(self.model)
+        probe(kept)
+        kept.model = proxy(self.model)  # or the model would live as long as what is known about it
+        self.known.graph = kept
+        return kept
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        if isinstance(self.backend, GraphBackend):
+            with self.known.turn:
+                yield
+        else:
+            yield
+
     def decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
+        with self._in_turn():
+            return self._decode(config, plan, streamer)
+
+    def _decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
         ids = self.rows.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         # 1. One sequence per row, and the K/V that came along.
@@ -72,14 +122,15 @@ class Run:
         self.sequences = self._sequences(config or self._default(), plan, ids.shape[1])
         judge = plan.judge(self.sequences, ids)
         engine = Engine(self.backend, judge, self._leave if keeps_cache else None)
-        slots = [self._slot(row) for row in range(len(ids))]
-        for sequence, slot in zip(self.sequences, slots, strict=True):
-            engine.add(sequence, slot)
-        if first is not None:
-            self._stream(streamer, engine.settle(self._roots(slots, first), commit=False), plan)
-        # 2. Step until all have ended.
-        while engine.running:
-            self._stream(streamer, engine.step(), plan)
+        try:
+            slots = [self._slot(row, engine) for row in range(len(ids))]
+            if first is not None:
+                self._stream(streamer, engine.settle(self._roots(slots, first), commit=False), plan)
+            # 2. Step until all have ended.
+            while engine.running:
+                self._stream(streamer, engine.step(), plan)
+        finally:
+            engine.clear()
         # 3. What was asked for.
         self._check_ends()
         output = plan.output(self.sequences, ids)
@@ -93,9 +144,10 @@ class Run:
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
     def _default(self) -> LookaheadConfig:
-        if self.known.default is None:
-            self.known.default = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
-        return self.known.default
+        defaults, kind = self.known.defaults, type(self.backend).__name__
+        if kind not in defaults:
+            defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
+        return defaults[kind]
 
     def _sequences(self, config: LookaheadConfig, plan: Plan, length: int) -> list[DecodingSequence]:
         model_config = self.model.config.get_text_config(decoder=True)
@@ -112,8 +164,10 @@ class Run:
         rules = StopRules(room, plan.eos_ids, limit.positions, last_is_free=True)
         return [DecodingSequence(prompt, config, rules=rules, warmth=self.known.warmth) for prompt in prompts]
 
-    def _slot(self, row: int) -> int:
+    def _slot(self, row: int, engine: Engine) -> int:
+        """A row's place, with the K/V that came along; from here on its sequence takes part."""
         slot = self.backend.open()
+        engine.add(self.sequences[row], slot)
         if self.rows.past:
             length = self.rows.cached(row)
             self.backend.adopt(slot, length, caches.row_of(self.cache, row, self.rows.mask[row, : self.rows.past]))
