@@ -31,7 +31,8 @@ import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead import native
-from lookahead.backends.graph import GraphBackend, Shape
+from lookahead.backends.graph import GraphBackend
+from lookahead.backends.shape import Shape
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine import Engine
 from lookahead.sequence import DecodingSequence

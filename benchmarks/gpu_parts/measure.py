@@ -14,7 +14,8 @@ import torch
 
 from gpu_parts.bench import INVARIANT
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph import SIZES, GraphBackend, bucket
+from lookahead.backends.graph import GraphBackend
+from lookahead.backends.shape import SIZES, bucket
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.cost import bush
 from lookahead.engine import Engine

@@ -22,8 +22,9 @@ from lookahead.backends import graph
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
-from lookahead.backends.graph import GraphBackend, bucket
+from lookahead.backends.graph import GraphBackend
 from lookahead.backends.packet import Packet
+from lookahead.backends.shape import bucket
 from lookahead.backends.weights import check_graph, relay
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine import Engine

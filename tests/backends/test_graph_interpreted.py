@@ -17,7 +17,7 @@ from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
 pytest.importorskip("triton")
 
 from lookahead import LookaheadConfig
-from lookahead.backends import graph
+from lookahead.backends import shape
 from lookahead.backends.graph import GraphBackend
 from lookahead.backends.ops import Ops, TopOut
 from lookahead.kernels import attention, reference
@@ -52,8 +52,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         raise AssertionError("a twin was called in place of its kernel")
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
-        monkeypatch.setattr(graph, "TopOut", InterpretedTop)
-        monkeypatch.setattr(graph, "SIZES", SIZES)
+        monkeypatch.setattr(shape, "TopOut", InterpretedTop)
+        monkeypatch.setattr(shape, "SIZES", SIZES)
         for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model)

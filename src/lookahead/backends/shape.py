@@ -1,0 +1,152 @@
+"""One shape of step of the graph backend, (batch, K): its packet, its activations, and the whole step as a CUDA graph.
+
+`Shape._step` is what the device does in a step, from the packet in to the packet out.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import torch
+
+from lookahead.backends.ops import TopOut
+from lookahead.backends.packet import Packet
+
+if TYPE_CHECKING:
+    from lookahead.backends.graph import GraphBackend
+
+TOP = 8
+SIZES = (1, 16, 32, 64, 128, 256, 512)
+"""Buckets of K. A step is padded to the next one: on a GPU that waits for its weights the padding is nearly free."""
+TILE = 128
+"""Steps of at most so many tokens, all rows together, give a row the same bits whatever K and the other rows are."""
+
+
+def bucket(size: int) -> int:
+    """The captured size for a step of this many tokens."""
+    place = bisect_left(SIZES, size)
+    return SIZES[place] if place < len(SIZES) else -(-size // 512) * 512
+
+
+_capturing = Lock()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: another model's graph that ended while this one is captured would end the process.
+
+    One capture at a time, in all threads: who comes second must not take the first one's state for its own.
+    """
+    with _capturing:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+
+
+class Shape:
+    """One step shape: its packet, its activations and, once captured, its graph."""
+
+    def __init__(self, backend: GraphBackend, batch: int, count: int, head: bool) -> None:
+        self.backend, self.batch, self.count, self.head = backend, batch, count, head
+        w, device, dtype = backend.weights, backend.device, backend.dtype
+        size, layer = batch * count, w.layers[0]
+        # How many rows each product takes: as many as the step has, or more if only so it is invariant.
+        products = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down, "head": w.head}
+        self.product_rows = {name: backend.product_rows(weight, size) for name, weight in products.items()}
+        rows = max(self.product_rows.values())
+        # A pass without a head is part of a prompt: the same for every method.
+        half = dtype in (torch.float16, torch.bfloat16)
+        invariant = backend.invariant and head and half and size <= TILE
+        self.tiles = backend.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
+        self.slots = backend.ops.slots(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
+        self.packet = Packet(batch, count, device.type == "cuda")
+        self.memory = torch.zeros_like(self.packet.host, device=device)
+        self.views = self.packet.views(self.memory)
+
+        def new(width: int) -> torch.Tensor:
+            return torch.zeros(rows, width, dtype=dtype, device=device)
+
+        hidden = w.embedding.shape[1]
+        self.stream, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
+        self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
+        self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
+        inner = layer.down.shape[1]
+        self.gate_up, self.active = new(2 * inner), new(inner)
+        self.logits = new(len(w.head)) if head else None
+        self.top = TopOut(rows, len(w.head), min(TOP, len(w.head)), device) if head else None
+        self.work = backend.ops.workspace()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Replay the step, or run it for the first time and capture it."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        if not self.backend.capture:
+            self._step()
+        else:
+            self._step()  # compiles the kernels; its K/V writes are repeated by the replay
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with _no_collection(), torch.cuda.graph(self.graph, pool=self.backend.pool):
+                self._step()
+            # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
+            self.packet.fields["counts"][:] = 0
+            self.graph.replay()
+
+    def _step(self) -> None:
+        b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
+        size = self.batch * self.count
+        # 1. The packet in, and the accepted K/V of the step before next to its prefix.
+        self.memory.copy_(self.packet.host, non_blocking=True)
+        ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
+        if self.slots is not None:
+            group = w.heads // w.kv_heads
+            ops.by_depth(views["positions"], views["lengths"], views["bits"], self.slots, self.tiles, group)
+        torch.index_select(w.embedding, 0, views["tokens"].view(-1), out=self.stream[:size])
+        # 2. The layers.
+        q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
+        mixed = self.mixed[:size].view_as(q)
+        delta: torch.Tensor | None = None
+        for number, layer in enumerate(w.layers):
+            keys, values = b.cache[number]
+            ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
+            self.product("qkv", self.normed, layer.qkv, self.qkv)
+            ops.rotate_write(
+                self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
+                views["positions"], q, keys, values, w.eps,
+            )  # fmt: skip
+            ops.attend(
+                q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
+                scale=w.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
+            )  # fmt: skip
+            self.product("out", self.mixed, layer.out, self.delta)
+            delta = self.delta[:size]
+            ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
+            self.product("gate_up", self.normed, layer.gate_up, self.gate_up)
+            ops.gate(self.gate_up, self.active[:size])
+            self.product("down", self.active, layer.down, self.delta)
+        # 3. The head for the needed rows, their targets and top-8, and the packet out.
+        if self.logits is not None and self.top is not None:
+            needed = views["needed"].view(-1)
+            ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
+            self.product("head", self.normed, w.head, self.logits)
+            self.top.fill(self.logits)
+
+    def product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x weight^T, of as many rows as this product needs."""
+        rows = self.product_rows[name]
+        torch.mm(x[:rows], weight.t(), out=out[:rows])
