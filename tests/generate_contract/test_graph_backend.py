@@ -137,7 +137,13 @@ def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any
     assert run._known[model].graph is kept
 
 
-def test_threads_take_turns(model: Any, prompt: dict[str, Any], batch: dict[str, Any]) -> None:
+def test_threads_take_turns(
+    model: Any, prompt: dict[str, Any], batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first call on: one of them finds out about the model, and makes the backend that all of them use."""
+    probed: list[Any] = []
+    probe = run.probe
+    monkeypatch.setattr(run, "probe", lambda backend: probed.append(type(backend)) or probe(backend))
     inputs = [prompt, batch] * 2
     expected = [output_of(one, model.generate(**one, max_new_tokens=MANY, do_sample=False)) for one in inputs]
 
@@ -147,6 +153,7 @@ def test_threads_take_turns(model: Any, prompt: dict[str, Any], batch: dict[str,
         )
 
     assert in_threads([job(one) for one in inputs]) == expected
+    assert probed == [EagerBackend, GraphBackend]
 
 
 def test_the_model_is_not_kept_alive(make_model: Any, prompt: dict[str, Any]) -> None:

@@ -48,6 +48,8 @@ class Known:
 
 _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 """Facts, not settings: `decoding()` is often made anew for every call, and to probe the model again takes 7 passes."""
+_finding_out = RLock()
+"""Two threads that come first, at once, share what one of them finds out."""
 
 
 class Run:
@@ -68,11 +70,12 @@ class Run:
         model = self.model
         place = model.get_input_embeddings().weight
         state = (input_device(model), place.dtype, place.shape, model.config._attn_implementation, model.training)
-        known = _known.get(model)
-        if known is None or known.state != state:
-            known = Known(state, layer_shapes(model))
-            probe(EagerBackend(model, verify=False, shapes=known.shapes))
-            _known[model] = known
+        with _finding_out:
+            known = _known.get(model)
+            if known is None or known.state != state:
+                known = Known(state, layer_shapes(model))
+                probe(EagerBackend(model, verify=False, shapes=known.shapes))
+                _known[model] = known
         return known
 
     def _backend(self, name: str) -> EagerBackend | GraphBackend:
