@@ -69,7 +69,7 @@ class Engine:
         self.backend.close(slot)
 
     def clear(self) -> None:
-        """Let all sequences go as they are, and tell nobody: the run has failed."""
+        """Let all that still run go, before they have finished, and tell nobody."""
         while self._slots:
             self.backend.close(self._slots.popitem()[1])
 

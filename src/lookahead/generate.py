@@ -116,8 +116,7 @@ def _pieces(engine: Engine, request: Request) -> Generator[Piece, None, None]:
                     yield Piece(text, waiting)
                     waiting = []
     finally:
-        if sequence in engine.running:
-            engine.remove(sequence)
+        engine.clear()
 
 
 def step(engine: Engine, requests: Sequence[Request]) -> list[Accepted]:
@@ -174,8 +173,7 @@ class LookaheadModel:
             while engine.running:
                 step(engine, requests)
         finally:
-            for sequence in engine.running:
-                engine.remove(sequence)
+            engine.clear()
         return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
@@ -196,8 +194,7 @@ class LookaheadModel:
                 step(engine, [request])
                 yield request.sequence.stats
         finally:
-            for sequence in engine.running:
-                engine.remove(sequence)
+            engine.clear()
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
@@ -300,9 +297,14 @@ def load(
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
-        tuned = profiles.find(label, loaded.backend, cache_dir(), log)
-        loaded.default_config = tuned or cost.fitted(loaded.default_config, loaded.backend, cache_dir(), log)
+        find_default(loaded, log)
     return loaded
+
+
+def find_default(loaded: LookaheadModel, log: Callable[[str], None] | None = None) -> None:
+    """Give a model the config that was tuned for it on this machine, or the default fitted to what a step costs."""
+    tuned = profiles.find(loaded.name, loaded.backend, cache_dir(), log)
+    loaded.default_config = tuned or cost.fitted(loaded.default_config, loaded.backend, cache_dir(), log)
 
 
 def open_model(

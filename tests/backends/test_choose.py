@@ -38,7 +38,7 @@ def test_a_model_the_graph_backend_does_not_know(gpt2: Any, monkeypatch: pytest.
         make_backend(gpt2, "graph")
     lines: list[str] = []
     monkeypatch.setattr("lookahead.backends.choose.input_device", lambda model: type("Device", (), {"type": "cuda"})())
-    monkeypatch.setattr("lookahead.backends.choose._graph", lambda model: make_backend_fails(model))
+    monkeypatch.setattr("lookahead.backends.choose.graph_backend", lambda model: make_backend_fails(model))
     assert type(make_backend(gpt2, "auto", lines.append)) is EagerBackend
     assert len(lines) == 1
     assert "the eager backend runs it" in lines[0]

@@ -229,9 +229,9 @@ def test_lines_take_medians_and_compare_with_greedy() -> None:
     rows += [answered(one, 1.0 + one.repeat * 3, [[1, 2, 3, 4]], 2) for one in ours[:-1]]
     rows.append(answered(ours[-1], 7.0, [[1, 2, 3, 9]], 2))
     first, second = lines([*greedy, *ours], {row["key"]: row for row in rows})
-    assert (first.identity, first.speedup, first.compression) == ("2/2", 1.0, 1.0)
-    assert second.identity == "1/2", "a repeat that differs counts"
-    assert second.speedup == pytest.approx(2.0)
+    assert (first.reference.identity, first.reference.speedup, first.compression) == ("2/2", 1.0, 1.0)
+    assert second.reference.identity == "1/2", "a repeat that differs counts"
+    assert second.reference.speedup == pytest.approx(2.0)
     assert (second.seconds, second.tokens, second.compression) == (8.0, 8, 2.0)
     assert second.first_ms == pytest.approx(400.0)
     assert (second.accepted_by_depth, second.accepted_by_source) == ([2, 2], {"suffix": 4})

@@ -18,6 +18,7 @@ import lookahead
 from generate_contract.conftest import COMMON, build
 from generate_contract.pairs import Pair, Recorder, decoding, ids, output_of
 from generate_contract.test_threads import in_threads
+from lookahead.backends import choose
 from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
 from lookahead.backends.graph import GraphBackend
@@ -143,7 +144,8 @@ def test_threads_take_turns(
     """From the first call on: one of them finds out about the model, and makes the backend that all of them use."""
     probed: list[Any] = []
     probe = run.probe
-    monkeypatch.setattr(run, "probe", lambda backend: probed.append(type(backend)) or probe(backend))
+    for module in (run, choose):
+        monkeypatch.setattr(module, "probe", lambda backend: probed.append(type(backend)) or probe(backend))
     inputs = [prompt, batch] * 2
     expected = [output_of(one, model.generate(**one, max_new_tokens=MANY, do_sample=False)) for one in inputs]
 

@@ -11,24 +11,40 @@ from lookahead.backends.eager import EagerBackend
 BACKENDS = ("auto", "eager", "graph")
 
 
-def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Any:
-    """The backend of this name. 'auto' is the graph backend on CUDA for the models it knows, else the eager one."""
+def check_name(name: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; choose from {', '.join(BACKENDS)}")
+
+
+def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Any:
+    """The backend of this name. 'auto' is the graph backend on CUDA for the models it knows, else the eager one."""
+    check_name(name)
     check_supported(model)
+    return choose(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
+
+
+def choose(
+    model: Any,
+    name: str,
+    graph: Callable[[], Any],
+    eager: Callable[[], Any],
+    log: Callable[[str], None] | None = None,
+) -> Any:
+    """What `graph` or `eager` makes, by name; where 'auto' has to do without the graph backend, one line says why."""
     if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
-        return EagerBackend(model)
+        return eager()
     try:
-        return _graph(model)
+        return graph()
     except UnsupportedModelError as error:
         if name == "graph":
             raise
         if log is not None:
             log(f"note: {error}; the eager backend runs it")
-        return EagerBackend(model)
+        return eager()
 
 
-def _graph(model: Any) -> Any:
+def graph_backend(model: Any) -> Any:
+    """The model's graph backend, probed; UnsupportedModelError where it cannot be."""
     from lookahead.backends.graph import GraphBackend
 
     if input_device(model).type == "cuda":

@@ -62,13 +62,10 @@ def behind(lm: Any, backend: str, say: Callable[[str], None] | None = None) -> A
 
 
 def _loaded(model: Any, tokenizer: Any, name: str, backend: str, say: Callable[[str], None] | None) -> Any:
-    from lookahead import cost, profiles
-    from lookahead.cache import cache_dir
-    from lookahead.generate import LookaheadModel
+    from lookahead.generate import LookaheadModel, find_default
 
     made = LookaheadModel(model, tokenizer, name, None, backend, say)
-    tuned = profiles.find(name, made.backend, cache_dir(), say)
-    made.default_config = tuned or cost.fitted(made.default_config, made.backend, cache_dir(), say)
+    find_default(made, say)
     return made
 
 

@@ -86,7 +86,7 @@ def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
         "decoding, which runs on the same engine: what lookahead alone gains. In half precision texts differ between "
         "engines by rounding; preset `exactness` says how far."
     )
-    section.plots += _compared(lines, "speedup", "x", lambda line: line.speedup)
+    section.plots += _compared(lines, "speedup", "x", lambda line: line.reference.speedup)
     section.plots += _compared(lines, "S", "", lambda line: line.compression or None)
     section.plots += [plot for plot in (depths(lines), sources(lines)) if plot.series]
     return section
@@ -119,10 +119,10 @@ def cells(line: Line) -> list[str]:
         f"{line.tokens_per_step:.1f}" if known else "-",
         f"{line.first_ms:.0f}",
         f"{line.tokens_per_second:.1f}",
-        times(line.speedup),
-        line.identity,
-        times(line.own_speedup),
-        line.own_identity,
+        times(line.reference.speedup),
+        line.reference.identity,
+        times(line.own.speedup),
+        line.own.identity,
     ]
 
 

@@ -15,12 +15,23 @@ REFERENCES = ("hf-greedy", "autoregressive")
 """Greedy outputs are compared with the first of these that was run; sampled ones with our own autoregressive's."""
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A method against another, on the prompts that both answered: its speedup, and how many answers are the same."""
+
+    speedup: float | None = None
+    same: int = 0
+    compared: int = 0
+
+    @property
+    def identity(self) -> str:
+        return f"{self.same}/{self.compared}" if self.compared else "-"
+
+
 @dataclass
 class Line:
-    """A method on a set. `speedup` is over the reference on the prompts that both answered.
-
-    `own_speedup` is over our own autoregressive decoding: the same engine, so what lookahead alone gains.
-    """
+    """A method on a set, beside the reference and beside our own autoregressive decoding: the same engine, so what
+    lookahead alone gains."""
 
     data: str
     method: Method
@@ -31,12 +42,8 @@ class Line:
     step_tokens: int = 0
     seconds: float = 0.0
     first_ms: float = 0.0
-    speedup: float | None = None
-    same: int = 0
-    compared: int = 0
-    own_speedup: float | None = None
-    own_same: int = 0
-    own_compared: int = 0
+    reference: Compared = Compared()
+    own: Compared = Compared()
     errors: list[str] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
@@ -54,25 +61,21 @@ class Line:
         return self.step_tokens / self.steps if self.steps else 0.0
 
     @property
-    def identity(self) -> str:
-        return f"{self.same}/{self.compared}" if self.compared else "-"
-
-    @property
-    def own_identity(self) -> str:
-        return f"{self.own_same}/{self.own_compared}" if self.own_compared else "-"
-
-    @property
     def gain(self) -> float | None:
         """Over our own autoregressive decoding if it was run, else over the reference."""
-        return self.speedup if self.own_speedup is None else self.own_speedup
+        return self.reference.speedup if self.own.speedup is None else self.own.speedup
 
     def record(self) -> dict[str, Any]:
         """For `--json`."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("method", "data")}
+        found = asdict(self)
+        for name in ("method", "data", "reference", "own"):
+            del found[name]
         return {
             "set": self.data,
             "method": self.method.label,
             **found,
+            **asdict(self.reference),
+            "own": asdict(self.own),
             "compression": self.compression,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -99,9 +102,8 @@ def lines(jobs: Sequence[Job], rows: Mapping[str, Row]) -> list[Line]:
     made = []
     for place, answers in found.items():
         line = _line(*place, answers, errors.get(place, []))
-        line.speedup, line.same, line.compared = _against(answers, _reference(found, *place))
-        own = _own(found, *place)
-        line.own_speedup, line.own_same, line.own_compared = _against(answers, own)
+        line.reference = _compare(answers, _reference(found, *place))
+        line.own = _compare(answers, _own(found, *place))
         made.append(line)
     return made
 
@@ -145,8 +147,7 @@ def _line(data: str, temperature: float, method: Method, answers: Answers, error
     return line
 
 
-def _against(answers: Answers, reference: Answers) -> tuple[float | None, int, int]:
-    """The speedup over a reference on the prompts that both answered; how many answers are the same, of how many."""
+def _compare(answers: Answers, reference: Answers) -> Compared:
     ours = theirs = 0.0
     same = compared = 0
     for prompt, repeats in answers.items():
@@ -157,7 +158,7 @@ def _against(answers: Answers, reference: Answers) -> tuple[float | None, int, i
             # Seconds per token: where outputs differ, so may their lengths.
             ours += median(repeats) / max(1, first["generated_tokens"])
             theirs += median(reference[prompt]) / max(1, expected["generated_tokens"])
-    return theirs / ours if ours else None, same, compared
+    return Compared(theirs / ours if ours else None, same, compared)
 
 
 def median(repeats: Sequence[Row]) -> float:

@@ -15,11 +15,12 @@ def verdict(lines: Sequence[Line], how: str = "lookahead") -> list[str]:
     """One sentence per set: is the default faster than transformers' greedy here, and are the tokens the same."""
     said = []
     for line in lines:
-        if line.method.how == how and line.method.config is None and line.speedup is not None and not line.temperature:
-            word = "even" if abs(line.speedup - 1) <= EVEN else "faster" if line.speedup > 1 else "slower"
+        speedup = line.reference.speedup
+        if line.method.how == how and line.method.config is None and speedup is not None and not line.temperature:
+            word = "even" if abs(speedup - 1) <= EVEN else "faster" if speedup > 1 else "slower"
             said.append(
-                f"{line.data}: {line.method.label} is {line.speedup:.2f}x as fast as the reference ({word}), "
-                f"{line.identity} outputs identical, S = {line.compression:.2f}."
+                f"{line.data}: {line.method.label} is {speedup:.2f}x as fast as the reference ({word}), "
+                f"{line.reference.identity} outputs identical, S = {line.compression:.2f}."
             )
     return said
 
@@ -41,7 +42,7 @@ def end_to_end(run: Context) -> list[Section]:
     for line in run.lines:
         if not line.method.stock:
             said = PAPER_END_TO_END.get(line.data, "-")
-            both = times(line.speedup), times(line.own_speedup)
+            both = times(line.reference.speedup), times(line.own.speedup)
             beside.rows.append([line.data, line.method.label, *both, said])
     beside.notes.append("The paper's figure gives no numbers with its bars; these are those of its text (section 5.1).")
     section.notes = [*verdict(run.lines), *section.notes]
@@ -54,8 +55,8 @@ def flash(run: Context) -> list[Section]:
     at = {(line.data, line.method.label): line for line in run.lines}
     for (data, label), line in at.items():
         bare = at.get((data, label.replace(", kernel", ", no kernel")))
-        if label.endswith(", kernel") and bare and bare.speedup and line.speedup:
-            ratio = line.speedup / bare.speedup
+        if label.endswith(", kernel") and bare and bare.reference.speedup and line.reference.speedup:
+            ratio = line.reference.speedup / bare.reference.speedup
             gains.rows.append([data, label.removesuffix(", kernel"), times(ratio), "1.20x for lookahead"])
     gains.notes.append(
         "The paper, 7B on MT-Bench: lookahead with FlashAttention 1.9x, autoregressive with FlashAttention 1.07x, both "
@@ -89,8 +90,8 @@ def sampling(run: Context) -> list[Section]:
         elif known:
             said = f"{' '.join(f'{v:.2f}' for v in known[1])}, {known[2]:.2f}x, {known[3]:.2f}"
         section.rows.append([
-            line.data, f"{line.temperature:g}", line.method.label, *shown, times(line.speedup),
-            f"{line.compression:.2f}", line.identity, said,
+            line.data, f"{line.temperature:g}", line.method.label, *shown, times(line.reference.speedup),
+            f"{line.compression:.2f}", line.reference.identity, said,
         ])  # fmt: skip
     section.notes += errors(run.lines)
     section.notes.append(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.check import check_supported
-from lookahead.backends.choose import BACKENDS
+from lookahead.backends.choose import check_name
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.hook.arguments import Dropped, check_padding, dropped_arguments, refuse_unsupported, rows_of
 from lookahead.hook.rules import Plan
@@ -46,8 +46,7 @@ class Decoding:
     def __init__(self, config: LookaheadConfig | None = None, seed: int | None = None, backend: str = "eager") -> None:
         if seed is not None:
             SamplingParams(seed=seed)
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+        check_name(backend)
         self.config, self.seed, self.backend = config, seed, backend
         self.stats: list[Stats] = []
 

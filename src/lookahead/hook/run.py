@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any, cast
@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lookahead import cost
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import UnsupportedModelError, input_device, layer_shapes, position_limit, probe
+from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager import EagerBackend
 from lookahead.backends.graph import GraphBackend
 from lookahead.backends.weights import check_graph, relay
@@ -79,42 +80,31 @@ class Run:
         return known
 
     def _backend(self, name: str) -> EagerBackend | GraphBackend:
-        """An eager backend of this call's own, or the model's graph backend; 'auto' prefers that one on CUDA."""
-        if name == "graph" or (name == "auto" and input_device(self.model).type == "cuda"):
-            try:
-                with self.known.turn:
-                    return self._graph()
-            except UnsupportedModelError:
-                if name == "graph":
-                    raise
-        chunk = self.wants.prefill_chunk_size
-        return EagerBackend(self.model, verify=False, shapes=self.known.shapes, prefill_chunk=chunk)
+        """An eager backend of this call's own, or the model's graph backend."""
+        model, shapes, chunk = self.model, self.known.shapes, self.wants.prefill_chunk_size
+
+        def eager() -> EagerBackend:
+            return EagerBackend(model, verify=False, shapes=shapes, prefill_chunk=chunk)
+
+        chosen: EagerBackend | GraphBackend = choose(model, name, self._graph, eager)
+        return chosen
 
     def _graph(self) -> GraphBackend:
         """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
         if self.model.training:
             raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
         check_graph(self.model)
-        kept = self.known.graph
-        with torch.inference_mode(False):  # what becomes the model's parameters must be fit for training, too
-            if kept is not None and kept.weights.follow(relay(self.model)):
-                return kept
-            kept = GraphBackend(self.model)
-        probe(kept)
-        kept.model = proxy(self.model)  # or the model would live as long as what is known about it
-        self.known.graph = kept
+        # What becomes the model's parameters must be fit for training, too.
+        with self.known.turn, torch.inference_mode(False):
+            kept = self.known.graph
+            if kept is None or not kept.weights.follow(relay(self.model)):
+                kept = cast(GraphBackend, graph_backend(self.model))
+                kept.model = proxy(self.model)  # or the model would live as long as what is known about it
+                self.known.graph = kept
         return kept
 
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        if isinstance(self.backend, GraphBackend):
-            with self.known.turn:
-                yield
-        else:
-            yield
-
     def decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
-        with self._in_turn():
+        with self.known.turn if isinstance(self.backend, GraphBackend) else nullcontext():
             return self._decode(config, plan, streamer)
 
     def _decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
