@@ -11,7 +11,7 @@ import triton
 
 from gpu_parts.bench import Bench
 from gpu_parts.measure import graphed, median_ms, tree_of
-from lookahead.kernels import attention
+from lookahead.kernels import attention, depths, tiles
 from lookahead.tree import packed_visibility
 
 DEVICE = torch.device("cuda")
@@ -70,9 +70,9 @@ def case(
     for block_m, block_n, warps, stages in SWEEP if sweep and (heads, dim) == (64, 64) else ():
         if (block_m == 16) == (count == 1):
             for splits in (1, 2, 4) if count > 1 else (2, 4, 8):
-                tiles = attention.Tiles(block_m, block_n, splits, warps, stages)
+                cut = tiles.Tiles(block_m, block_n, splits, warps, stages)
                 with contextlib.suppress(triton.runtime.errors.OutOfResources):
-                    tried[f"{block_m}x{block_n}/{splits}/{warps}/{stages}"] = timed(tiles=tiles)
+                    tried[f"{block_m}x{block_n}/{splits}/{warps}/{stages}"] = timed(tiles=cut)
     node = torch.arange(count, device=DEVICE)
     seen = (bits[0][:, node // 32] >> (node % 32)) & 1 == 1
     mask = torch.zeros(1, 1, count, (context + count + 15) // 16 * 16, device=DEVICE, dtype=dtype)
@@ -91,11 +91,11 @@ def case(
     best = sorted(tried.items(), key=lambda one: one[1])
     floor = 2 * kv_heads * (context + count) * dim * 2 / bandwidth * 1e6
     for invariant in (True, False):
-        cut, slots = attention.tiles_for(1, count, heads, kv_heads, dim), None
+        cut, slots = tiles.tiles_for(1, count, heads, kv_heads, dim), None
         if invariant:  # the trees' nodes by depth, once for all layers
-            cut, group = attention.invariant_tiles(count, heads, kv_heads, dim), heads // kv_heads
-            slots = attention.new_slots(1, count, cut, group, DEVICE)
-            attention.by_depth(places["positions"], places["lengths"], bits, slots, cut, group)
+            cut, group = tiles.invariant_tiles(count, heads, kv_heads, dim), heads // kv_heads
+            slots = depths.new_slots(1, count, cut, group, DEVICE)
+            depths.by_depth(places["positions"], places["lengths"], bits, slots, cut, group)
         ours = timed(tiles=cut, slots=slots)
         yield {
             "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context, "invariant": invariant,

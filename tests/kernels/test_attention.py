@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lookahead.kernels import reference
-from lookahead.kernels.attention import Tiles, Workspace, attend, by_depth, invariant_tiles, new_slots, tiles_for
+from lookahead.kernels.attention import Workspace, attend
+from lookahead.kernels.depths import by_depth, new_slots
+from lookahead.kernels.tiles import Tiles, invariant_tiles, tiles_for
 from lookahead.tree import packed_visibility
 
 DTYPES = [

@@ -19,10 +19,10 @@ class Ops:
         source: Any = reference
         self.attend: Any = reference.attend
         if self.compiled:
-            from lookahead.kernels import attention, fused
+            from lookahead.kernels import attention, depths, fused, tiles
 
             source = fused
-            self.attend, self._attention = attention.attend, attention
+            self.attend, self._attention, self._depths, self._tiles = attention.attend, attention, depths, tiles
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.add_norm, self.rotate_write = source.add_norm, source.rotate_write
         self.gate, self.keep = source.gate, source.keep
@@ -34,7 +34,7 @@ class Ops:
 
     def slots(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
         """Room for what `by_depth` finds."""
-        return self._attention.new_slots(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
+        return self._depths.new_slots(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
 
     def by_depth(
         self,
@@ -47,15 +47,15 @@ class Ops:
     ) -> None:
         """What `attend` needs to know of an invariant step's trees; see `kernels.attention`."""
         if self.compiled:
-            self._attention.by_depth(positions, lengths, bits, slots, tiles, group)
+            self._depths.by_depth(positions, lengths, bits, slots, tiles, group)
 
     def tiles(self, batch: int, count: int, heads: int, kv_heads: int, dim: int, *, invariant: bool) -> Any:
         """How `attend` cuts a step of this shape."""
         if not self.compiled:
             return None
         if invariant:
-            return self._attention.invariant_tiles(count, heads, kv_heads, dim, processors=self._processors)
-        return self._attention.tiles_for(batch, count, heads, kv_heads, dim, processors=self._processors)
+            return self._tiles.invariant_tiles(count, heads, kv_heads, dim, processors=self._processors)
+        return self._tiles.tiles_for(batch, count, heads, kv_heads, dim, processors=self._processors)
 
 
 class TopOut:

@@ -23,21 +23,16 @@ a key stands in the prefix or somewhere in the tree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from lookahead.kernels.depths import by_depth, new_slots
+from lookahead.kernels.tiles import MOST, Tiles, tiles_for
+
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e6)
 """Below every score, in powers of two."""
-
-REACH = 16
-"""In an invariant step, keys nearer to a row than this are added one by one: as far as a guess may be from the root."""
-
-MOST = 128
-"""The most tokens of an invariant step."""
 
 
 @triton.jit
@@ -231,98 +226,6 @@ def _attend(
         acc = acc / tl.where(real, mass, 1.0)[:, None]
         inside = real[:, None] & whole[None, :]
         tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How one shape of step is cut: rows per program, keys per inner block, splits of the prefix, warps, stages.
-
-    With `reach` the keys that are nearer to a row than that are added one by one, in a split of their own.
-    """
-
-    block_m: int
-    block_n: int
-    splits: int
-    warps: int = 4
-    stages: int = 2
-    reach: int = 0
-
-
-def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles that give every multiprocessor about two programs.
-
-    Measured on an H200 with an earlier version of the kernel, at 2048 and 16384 keys, 64 heads of 64: for one token
-    16 x 128 with 4 splits and 3 stages was the best of 24 (15.7 and 67.6 us), for 121 tokens 64 x 64 with 2 splits and
-    3 stages the best of 48.
-    """
-    rows = count * (heads // kv_heads)
-    block_m = min(64 if dim <= 128 else 32, max(16, triton.next_power_of_2(rows)))
-    programs = batch * kv_heads * triton.cdiv(rows, block_m)
-    splits = max(1, min(64, 2 * (processors + 4) // programs))
-    if dim > 128:
-        return Tiles(block_m, 32, splits, warps=8, stages=1)
-    return Tiles(block_m, 128 if block_m == 16 and dim <= 64 else 64, splits, stages=3)
-
-
-def invariant_tiles(count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles with which a row is added up in the same order whatever K and the batch: all but `block_m` is the same."""
-    splits = max(1, min(16, (processors + 4) // heads))
-    block_m = 16 if count * (heads // kv_heads) <= 16 else 64 if dim <= 128 else 32
-    if dim > 128:
-        return Tiles(block_m, 32, splits, warps=8, stages=1, reach=REACH)
-    return Tiles(block_m, 64, splits, stages=3, reach=REACH)
-
-
-@triton.jit
-def _by_depth(
-    positions, lengths, bits, slots, count, words,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (batch, blocks of rows as `_attend` has them). A node that some row of the block sees stands behind the
-    fours of lesser depths and the nodes of its own depth before it."""
-    batch, block = tl.program_id(0), tl.program_id(1)
-    slots += (batch * tl.num_programs(1) + block) * (4 * count + 1)
-    node = tl.arange(0, BLOCK)
-    there = node < count
-    token = block * BLOCK_M // GROUP + tl.arange(0, TOKENS)
-    inside = (token < count) & (token <= (block * BLOCK_M + BLOCK_M - 1) // GROUP)
-    at = (batch * count + token)[:, None] * words + (node // 32)[None, :]
-    its_bits = tl.load(bits + at, mask=inside[:, None] & there[None, :], other=0)
-    needed = tl.max((its_bits >> (node % 32)[None, :]) & 1, 0) != 0
-    depth = tl.load(positions + batch * count + node, mask=there, other=0) - tl.load(lengths + batch)
-    depth = tl.where(needed, tl.minimum(tl.maximum(depth, 0), count - 1), BLOCK)
-    same = depth[:, None] == depth[None, :]
-    rank = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), 1)
-    sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)  # by depth, which is below BLOCK, too
-    fours = (sizes + 3) // 4
-    before = tl.cumsum(fours, 0) - fours
-    start = tl.sum(tl.where(depth[:, None] == node[None, :], before[None, :], 0), 1)
-    for i in range(0, 4):
-        tl.store(slots + 1 + i * count + node, -1, mask=there)
-    tl.debug_barrier()
-    tl.store(slots + 1 + 4 * start + rank, node, mask=needed)
-    tl.store(slots, 4 * tl.sum(fours, 0))
-
-
-def new_slots(batch: int, count: int, tiles: Tiles, group: int, device: torch.device) -> torch.Tensor:
-    """[B, blocks of rows, 1 + 4 K] int32 for `by_depth`."""
-    blocks = triton.cdiv(count * group, tiles.block_m)
-    return torch.zeros(batch, blocks, 1 + 4 * count, dtype=torch.int32, device=device)
-
-
-def by_depth(
-    positions: torch.Tensor, lengths: torch.Tensor, bits: torch.Tensor, slots: torch.Tensor, tiles: Tiles, group: int
-) -> torch.Tensor:
-    """For each block of rows, the tree's nodes that it sees in fours of one depth, of which a row sees at most one.
-
-    slots, see `new_slots`: how many places are used, and then the nodes, -1 where nobody stands.
-    """
-    batch, count = positions.shape
-    _by_depth[(batch, slots.shape[1])](
-        positions, lengths, bits, slots, count, bits.shape[2], GROUP=group, BLOCK_M=tiles.block_m,
-        BLOCK=max(16, triton.next_power_of_2(count)), TOKENS=triton.next_power_of_2(tiles.block_m // group + 2),
-    )  # fmt: skip
-    return slots
 
 
 class Workspace:
