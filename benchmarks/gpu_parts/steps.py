@@ -44,11 +44,11 @@ def step_case(backend: GraphBackend, slot: int, count: int, context: int) -> dic
 
     def products() -> None:
         for layer in w.layers:
-            shape.product("qkv", shape.normed, layer.qkv, shape.qkv)
-            shape.product("out", shape.mixed, layer.out, shape.delta)
-            shape.product("gate_up", shape.normed, layer.gate_up, shape.gate_up)
-            shape.product("down", shape.active, layer.down, shape.delta)
-        shape.product("head", shape.normed, w.head, shape.logits)
+            shape.products["qkv"](shape.normed, layer.qkv, shape.qkv)
+            shape.products["out"](shape.mixed, layer.out, shape.delta)
+            shape.products["gate_up"](shape.normed, layer.gate_up, shape.gate_up)
+            shape.products["down"](shape.active, layer.down, shape.delta)
+        shape.products["head"](shape.normed, w.head, shape.logits)
 
     gemm = median_ms(graphed(products))
     wall = statistics.median(wall_ms(lambda: backend.step([item])))

@@ -226,17 +226,6 @@ def test_invariant_or_not(invariant: bool, device: str, settings: LookaheadConfi
     assert {count for _, count, _ in backend._shapes} >= {1, 64, 256}
 
 
-def test_a_product_takes_the_rows_that_make_it_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a product of fewer than 30 rows, or of 64, adds up in another order; no step may use one."""
-    backend = GraphBackend(make("llama"))
-    weight, mm = backend.weights.layers[0].qkv, torch.mm
-    monkeypatch.setattr(backend, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch, "mm", lambda x, y: mm(x, y) + (len(x) < 30 or len(x) == 64))
-    assert [backend.product_rows(weight, size) for size in (1, 16, 32, 64, 128, 256)] == [32, 32, 32, 128, 128, 256]
-    monkeypatch.setattr(backend, "invariant", False)
-    assert [backend.product_rows(weight, size) for size in (1, 64)] == [1, 64]
-
-
 @pytest.mark.parametrize("bug", ["every earlier token is seen", "accepted rows stay where they are", "no rotation"])
 def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail."""

@@ -20,7 +20,8 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops
 from lookahead.backends.packet import PATH
-from lookahead.backends.shape import SIZES, TILE, Shape, bucket
+from lookahead.backends.products import Products
+from lookahead.backends.shape import Shape, bucket
 from lookahead.backends.weights import check_graph, relay
 from lookahead.sampling import pick
 from lookahead.tree import Targets, TokenTree, below_trail
@@ -60,12 +61,12 @@ class GraphBackend:
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
         self.ops = Ops(self.device)
+        self.products = Products(self.device, self.dtype, invariant)
         self.pool = self._new_pool()
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
         self.cosine, self.sine = w.tables(1)
         self._shapes: dict[tuple[int, int, bool], Shape] = {}
-        self._product_rows: dict[tuple[torch.Size, int], int] = {}
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
@@ -175,24 +176,6 @@ class GraphBackend:
             self._length[slot] += 1 + len(path)
             if len(path) > PATH:
                 self._flush()
-
-    def product_rows(self, weight: torch.Tensor, size: int) -> int:
-        """The rows to give a product of `size` rows, so that each has the bits that it has among TILE rows.
-
-        Which kernel runs, and in which order it adds, depends on shapes alone; so random numbers tell. (Weights would
-        tell less: those of an inflated model are mostly met by zeros.) On an H200 with a 7B shape's weights one row
-        becomes 64 in `out` and 32 in `down`, which is faster than one, and stays one elsewhere.
-        """
-        if not self.invariant or size > TILE or self.device.type != "cuda":
-            return size
-        key = weight.shape, size
-        if key not in self._product_rows:
-            other = torch.empty_like(weight).normal_()
-            x = torch.empty(TILE, weight.shape[1], dtype=weight.dtype, device=weight.device).normal_()
-            whole = torch.mm(x, other.t())
-            tried = [size, *(s for s in SIZES if size < s <= TILE)]
-            self._product_rows[key] = next(s for s in tried if torch.equal(torch.mm(x[:s], other.t()), whole[:s]))
-        return self._product_rows[key]
 
     def _shape(self, batch: int, count: int, head: bool) -> Shape:
         key = (batch, count, head)

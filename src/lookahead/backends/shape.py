@@ -59,10 +59,11 @@ class Shape:
         self.backend, self.batch, self.count, self.head = backend, batch, count, head
         w, device, dtype = backend.weights, backend.device, backend.dtype
         size, layer = batch * count, w.layers[0]
-        # How many rows each product takes: as many as the step has, or more if only so it is invariant.
-        products = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down, "head": w.head}
-        self.product_rows = {name: backend.product_rows(weight, size) for name, weight in products.items()}
-        rows = max(self.product_rows.values())
+        # A product takes as many rows as the step has, or more where that is faster or makes it invariant.
+        matrices = {name: [getattr(one, name) for one in w.layers] for name in ("qkv", "out", "gate_up", "down")}
+        matrices["head"] = [w.head]
+        self.products = {name: backend.products.plan(weights, size) for name, weights in matrices.items()}
+        rows = max(product.rows for product in self.products.values())
         # A pass without a head is part of a prompt: the same for every method.
         half = dtype in (torch.float16, torch.bfloat16)
         invariant = backend.invariant and head and half and size <= TILE
@@ -124,7 +125,7 @@ class Shape:
         for number, layer in enumerate(w.layers):
             keys, values = b.cache[number]
             ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
-            self.product("qkv", self.normed, layer.qkv, self.qkv)
+            self.products["qkv"](self.normed, layer.qkv, self.qkv)
             ops.rotate_write(
                 self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
                 views["positions"], q, keys, values, w.eps,
@@ -133,20 +134,15 @@ class Shape:
                 q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
                 scale=w.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
             )  # fmt: skip
-            self.product("out", self.mixed, layer.out, self.delta)
+            self.products["out"](self.mixed, layer.out, self.delta)
             delta = self.delta[:size]
             ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
-            self.product("gate_up", self.normed, layer.gate_up, self.gate_up)
+            self.products["gate_up"](self.normed, layer.gate_up, self.gate_up)
             ops.gate(self.gate_up, self.active[:size])
-            self.product("down", self.active, layer.down, self.delta)
+            self.products["down"](self.active, layer.down, self.delta)
         # 3. The head for the needed rows, their targets and top-8, and the packet out.
         if self.logits is not None and self.top is not None:
             needed = views["needed"].view(-1)
             ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
-            self.product("head", self.normed, w.head, self.logits)
+            self.products["head"](self.normed, w.head, self.logits)
             self.top.fill(self.logits)
-
-    def product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """out = x weight^T, of as many rows as this product needs."""
-        rows = self.product_rows[name]
-        torch.mm(x[:rows], weight.t(), out=out[:rows])

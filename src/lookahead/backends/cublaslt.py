@@ -1,0 +1,156 @@
+"""cuBLASLt through ctypes: the kernels it has for a matrix product, one by one; torch takes the first.
+
+Only kernels that do not split the inner dimension are listed: each adds up a row's terms from the first to the last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
+"""The library that torch has loaded already is found by its name."""
+
+TYPES = {torch.bfloat16: 14, torch.float16: 2}
+FP32, COMPUTE_FP32 = 0, 68
+TRANSPOSE_A = 3
+SPLITS, REDUCTION, CLUSTER = 2, 3, 8
+CLUSTERS = (2, 3, 4, 5, 6, 7)
+"""Clusters of 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2 and 4 x 2 multiprocessors that share what they load."""
+MOST = 16
+"""Suggestions asked for; cuBLASLt 13 gives eight."""
+
+
+ALIGNMENT = 256
+"""Bytes to which its kernels may expect a matrix to be aligned. torch's allocations are."""
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_uint64 * 8)]
+
+
+class _Suggestion(ctypes.Structure):
+    _fields_ = [
+        ("algorithm", _Algorithm),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+@cache
+def library() -> Library | None:
+    """cuBLASLt, if this process has it."""
+    for name in NAMES:
+        try:
+            return Library(ctypes.CDLL(name))
+        except (OSError, RuntimeError):
+            continue
+    return None
+
+
+def takes(weight: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory as the kernels expect it."""
+    return weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
+
+
+class Library:
+    """A handle of cuBLASLt."""
+
+    def __init__(self, calls: Any) -> None:
+        self.calls = calls
+        self.handle = ctypes.c_void_p()
+        self("Create", ctypes.byref(self.handle))
+
+    def __call__(self, name: str, *args: Any) -> None:
+        status = getattr(self.calls, f"cublasLt{name}")(*args)
+        if status:
+            raise RuntimeError(f"cublasLt{name} failed with status {status}")
+
+    def accepts(self, name: str, *args: Any) -> bool:
+        return not getattr(self.calls, f"cublasLt{name}")(*args)
+
+
+class Problem:
+    """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, row-major, in half precision, added up in fp32.
+
+    cuBLASLt counts in columns: there it is out^T = weight x^T.
+    """
+
+    def __init__(self, library: Library, rows: int, outer: int, inner: int, dtype: torch.dtype) -> None:
+        self.library = library
+        self.about, transposed = ctypes.c_void_p(), ctypes.c_int(1)
+        library("MatmulDescCreate", ctypes.byref(self.about), COMPUTE_FP32, FP32)
+        library("MatmulDescSetAttribute", self.about, TRANSPOSE_A, ctypes.byref(transposed), ctypes.sizeof(transposed))
+        self.weight, self.x, self.out = (
+            self._layout(dtype, *sizes) for sizes in ((inner, outer), (inner, rows), (outer, rows))
+        )
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def _layout(self, dtype: torch.dtype, height: int, width: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        sizes = ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(height)
+        self.library("MatrixLayoutCreate", ctypes.byref(layout), TYPES[dtype], *sizes)
+        return layout
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels that cuBLASLt suggests for this problem, in clusters of several sizes."""
+        wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST)(), ctypes.c_int()
+        self.library("MatmulPreferenceCreate", ctypes.byref(wish))
+        self.library(
+            "MatmulAlgoGetHeuristic", self.library.handle, self.about, self.weight, self.x, self.out, self.out, wish,
+            MOST, found, ctypes.byref(given),
+        )  # fmt: skip
+        self.library("MatmulPreferenceDestroy", wish)
+        kernels: dict[bytes, Kernel] = {}
+        for suggestion in found[: given.value]:
+            for cluster in CLUSTERS:
+                algorithm = _Algorithm.from_buffer_copy(suggestion.algorithm)
+                if self._set(algorithm, cluster) and self._runs(algorithm):
+                    kernels.setdefault(bytes(algorithm), Kernel(self, algorithm))
+        return list(kernels.values())
+
+    def _set(self, algorithm: _Algorithm, cluster: int) -> bool:
+        values = {SPLITS: ctypes.c_uint32(1), REDUCTION: ctypes.c_uint32(0), CLUSTER: ctypes.c_uint16(cluster)}
+        return all(
+            self.library.accepts(
+                "MatmulAlgoConfigSetAttribute", ctypes.byref(algorithm), name, ctypes.byref(value), ctypes.sizeof(value)
+            )
+            for name, value in values.items()
+        )
+
+    def _runs(self, algorithm: _Algorithm) -> bool:
+        """Whether it can, without memory of its own."""
+        result = _Suggestion()
+        accepted = self.library.accepts(
+            "MatmulAlgoCheck", self.library.handle, self.about, self.weight, self.x, self.out, self.out,
+            ctypes.byref(algorithm), ctypes.byref(result),
+        )  # fmt: skip
+        return accepted and result.state == 0 and result.workspace == 0
+
+    def run(self, algorithm: _Algorithm, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        weight_at, x_at, out_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        self.library(
+            "Matmul", self.library.handle, self.about, ctypes.byref(self._one), weight_at, self.weight, x_at, self.x,
+            ctypes.byref(self._zero), out_at, self.out, out_at, self.out, ctypes.byref(algorithm),
+            ctypes.c_void_p(), ctypes.c_size_t(0), stream,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One way to compute a problem."""
+
+    problem: Problem
+    algorithm: _Algorithm
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """The tensors are whole, not parts of wider ones, and begin where an allocation does; rows beyond the
+        problem's are left alone."""
+        self.problem.run(self.algorithm, x, weight, out)

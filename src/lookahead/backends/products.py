@@ -1,0 +1,144 @@
+"""A step's matrix products: how many rows each is given, and which kernel computes it.
+
+In half precision a row must get the same bits whatever K is, and which order a kernel adds in depends on the shape of
+the product. There are two ways to the same bits as among TILE rows:
+
+- cuBLASLt's kernels that do not split the sum over the inner dimension. Whatever their tiles, on a Hopper GPU they were
+  found to give the same bits, so the fastest may be taken for every number of rows.
+- torch's own choice, with as many rows as it needs to add up as it does for TILE.
+
+Neither is taken on trust: random numbers tell, bit for bit. (Weights would tell less: those of an inflated model are
+mostly met by zeros.) Which kernel is the fastest is timed, on the model's own weights; no result depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead.backends import cublaslt
+from lookahead.backends.shape import SIZES, TILE
+
+CALLS = 8
+"""Calls of which a timing takes the mean, on the weights of as many layers, so that none is still in the cache."""
+FINALISTS = 4
+"""The fastest of a first look are timed again, more carefully."""
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+"""Computes out = x weight^T."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product as a step computes it: of so many rows, in this way."""
+
+    rows: int
+    run: Run
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self.run(x[: self.rows], weight, out[: self.rows])
+
+
+def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.t(), out=out)
+
+
+class Products:
+    """Plans products for one model on one device.
+
+    `library` is cuBLASLt where it was found to help: in half precision on Hopper GPUs. Elsewhere torch chooses.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool) -> None:
+        self.device, self.dtype, self.invariant = device, dtype, invariant
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        self.library: Any = cublaslt.library() if hopper and dtype in cublaslt.TYPES else None
+        self._fastest: dict[tuple[torch.Size, int], tuple[float, Run | None]] = {}
+        self._rows: dict[tuple[torch.Size, int], int] = {}
+
+    def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
+        """How to multiply `size` rows with matrices of this shape, one of each layer."""
+        if size > TILE or self.device.type != "cuda":
+            return Product(size, by_torch)
+        if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
+            plans = [(*self._fastest_of(weights, rows), rows) for rows in tried(size)]
+            _, run, rows = min(plans, key=lambda plan: plan[0])
+            if run is not None:
+                return Product(rows, run)
+        return Product(self._torch_rows(weights[0], size) if self.invariant else size, by_torch)
+
+    def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
+        """The rows to give torch's product, so that each has the bits that it has among TILE rows.
+
+        On an H200 with a 7B shape's weights one row becomes 64 in `out` and 32 in `down`, which is faster than one, and
+        stays one elsewhere.
+        """
+        key = weight.shape, size
+        if key not in self._rows:
+            x, other = self._random(weight)
+            whole = torch.mm(x, other.t())
+            same = (rows for rows in tried(size) if torch.equal(torch.mm(x[:rows], other.t()), whole[:rows]))
+            self._rows[key] = next(same)
+        return self._rows[key]
+
+    def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> tuple[float, Run | None]:
+        """The fastest kernel for so many rows that gives the bits of the first one for TILE rows, and its time."""
+        shape = weights[0].shape
+        if (shape, rows) not in self._fastest:
+            found = list(self._same_bits(weights[0], rows))
+            for times, keep in ((1, FINALISTS), (5, 1)):
+                timed = [(self._time(run, weights, rows, times), place) for place, run in enumerate(found)]
+                found = [found[place] for _, place in sorted(timed)[:keep]]
+            self._fastest[shape, rows] = (min(timed)[0], found[0]) if found else (math.inf, None)
+        return self._fastest[shape, rows]
+
+    def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
+        x, other = self._random(weight)
+        whole, out = (x.new_empty(TILE, len(weight)) for _ in range(2))
+        first = next(iter(self._kernels(weight, TILE)), None)
+        if first is None:
+            return
+        first(x, other, whole)
+        for kernel in self._kernels(weight, rows):
+            kernel(x[:rows], other, out[:rows])
+            if torch.equal(out[:rows], whole[:rows]):
+                yield kernel
+
+    def _kernels(self, weight: torch.Tensor, rows: int) -> list[cublaslt.Kernel]:
+        try:
+            outer, inner = weight.shape
+            return cublaslt.Problem(self.library, rows, outer, inner, self.dtype).kernels()
+        except RuntimeError:  # it has none for this shape
+            return []
+
+    def _random(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same every time, and nobody else's random numbers change."""
+        source = torch.Generator(weight.device).manual_seed(0)
+        x = torch.empty(TILE, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        return x.normal_(generator=source), torch.empty_like(weight).normal_(generator=source)
+
+    def _time(self, run: Run, weights: Sequence[torch.Tensor], rows: int, times: int) -> float:
+        """Milliseconds of a call, the median of so many rounds."""
+        x = weights[0].new_zeros(rows, weights[0].shape[1])
+        out = weights[0].new_empty(rows, len(weights[0]))
+        rounds = []
+        for _ in range(times):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(300_000)  # the host calls ahead of the device meanwhile
+            begin.record()
+            for call in range(CALLS):
+                run(x, weights[call % len(weights)], out)
+            end.record()
+            end.synchronize()
+            rounds.append(begin.elapsed_time(end) / CALLS)
+        return statistics.median(rounds)
+
+
+def tried(size: int) -> list[int]:
+    """How many rows a product of this size may be given."""
+    return [size, *(rows for rows in SIZES if size < rows <= TILE)]
