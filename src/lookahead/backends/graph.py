@@ -31,6 +31,10 @@ PREFILL = 512
 TRAIL = 32
 """The longest trail behind cached tokens that runs within the step's own pass: the few tokens that another rank of
 lookahead parallelism computed. Longer ones, and prompts, run by themselves."""
+EARLY = 32_000_000
+"""With layers of at most so many bytes, kernels start while the ones before them end. On an H200 that saves the 135M
+model (7 MB a layer) 10% of a step of one token and 5% of one of 121; a 7B shape (400 MB) gains nothing at one token and
+loses 1% at 121."""
 GROW = 2048
 """The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
 
@@ -51,7 +55,9 @@ class GraphBackend:
     as it needs to do the same.
     """
 
-    def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
+    def __init__(
+        self, model: Any, *, invariant: bool = True, early: bool | None = None, capture: bool | None = None
+    ) -> None:
         check_supported(model)
         check_graph(model)
         self.model, self.invariant = model, invariant
@@ -60,7 +66,10 @@ class GraphBackend:
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
-        self.ops = Ops(self.device)
+        if early is None:
+            small = self.weights.bytes_of_a_layer() <= EARLY
+            early = small and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.ops = Ops(self.device, early=early)
         self.products = Products(self.device, self.dtype, invariant)
         self.pool = self._new_pool()
         w = self.weights

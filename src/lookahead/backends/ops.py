@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,19 @@ from lookahead.kernels import reference
 
 
 class Ops:
-    """One set of functions for a device. `compiled` is for tests: the kernels in Triton's interpreter, on a CPU."""
+    """One set of functions for a device. `compiled` is for tests: the kernels in Triton's interpreter, on a CPU.
 
-    def __init__(self, device: torch.device, *, compiled: bool | None = None, processors: int | None = None) -> None:
+    `early` lets the kernels between the products start early (see `kernels.early`).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        early: bool = False,
+        compiled: bool | None = None,
+        processors: int | None = None,
+    ) -> None:
         self.compiled = device.type == "cuda" if compiled is None else compiled
         self._device = device
         source: Any = reference
@@ -26,6 +37,10 @@ class Ops:
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.add_norm, self.rotate_write = source.add_norm, source.rotate_write
         self.gate, self.keep = source.gate, source.keep
+        self.early = early and self.compiled
+        if self.early:
+            for name in ("attend", "add_norm", "rotate_write", "gate"):
+                setattr(self, name, partial(getattr(self, name), early=True))
 
     def workspace(self) -> Any:
         """What `attend` leaves its partial results in. One shape's layers share it; no other shape may, as a captured
@@ -64,7 +79,8 @@ class TopOut:
     `rows` are those in pinned memory; who reads them has waited for the device.
     """
 
-    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device, *, early: bool = False) -> None:
+        self.early = early
         self.out = torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device)
         self.work: Any = None
         self.host = self.out
@@ -82,7 +98,7 @@ class TopOut:
             return
         from lookahead.kernels.top import top_tokens
 
-        top_tokens(logits, self.out, self.work)
+        top_tokens(logits, self.out, self.work, early=self.early)
         self.host.copy_(self.out, non_blocking=True)
 
     def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from lookahead.kernels.depths import by_depth, new_slots
+from lookahead.kernels.early import options, wait
 from lookahead.kernels.tiles import MOST, Tiles, tiles_for
 
 LOG2E = 1.4426950408889634
@@ -85,7 +86,7 @@ def _attend(
     q, keys, values, rows, lengths, positions, bits, slots, out, part, part_top, arrived,
     scale, count, capacity, kv_heads, splits, words,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr,
+    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits; with REACH one more)."""
     batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
@@ -110,6 +111,7 @@ def _attend(
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
     place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
+    wait(EARLY)  # what came before are the step's packet, which is long there; now the layer's q, keys and values
     query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
     base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -260,6 +262,7 @@ def attend(
     window: int = 0,
     tiles: Tiles | None = None,
     slots: torch.Tensor | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """q, out [B, K, H, D]; keys, values [R, Hkv, capacity, D], of which batch row b uses row rows[b].
 
@@ -284,6 +287,6 @@ def attend(
         scale * LOG2E, count, capacity, kv_heads, tiles.splits, bits.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         TREE_N=32, WINDOW=window, REACH=tiles.reach,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **options(early),
     )  # fmt: skip
     return out
