@@ -31,10 +31,6 @@ PREFILL = 512
 TRAIL = 32
 """The longest trail behind cached tokens that runs within the step's own pass: the few tokens that another rank of
 lookahead parallelism computed. Longer ones, and prompts, run by themselves."""
-EARLY = 32_000_000
-"""With layers of at most so many bytes, kernels start while the ones before them end. On an H200 that saves the 135M
-model (7 MB a layer) 10% of a step of one token and 5% of one of 121; a 7B shape (400 MB) gains nothing at one token and
-loses 1% at 121."""
 GROW = 2048
 """The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
 
@@ -51,8 +47,8 @@ class GraphBackend:
     """Slots, K/V and steps as `EagerBackend` has them, for the models that `check_graph` lets through.
 
     `invariant` makes a row's result in half precision independent of K and of the other rows, bit for bit, in steps of
-    up to 128 tokens: attention adds up each row in the order of its positions, and a matrix product takes as many rows
-    as it needs to do the same.
+    up to 128 tokens: attention adds up each row in the order of its positions, and so do the matrix products (see
+    `products`). `early` starts kernels while the ones before them end, where the GPU can.
     """
 
     def __init__(
@@ -67,8 +63,7 @@ class GraphBackend:
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
         if early is None:
-            small = self.weights.bytes_of_a_layer() <= EARLY
-            early = small and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+            early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.ops = Ops(self.device, early=early)
         self.products = Products(self.device, self.dtype, invariant)
         self.pool = self._new_pool()

@@ -69,11 +69,6 @@ class Weights:
             tensors += [layer.before, layer.qkv, layer.out, layer.after, layer.gate_up, layer.down]
         return [tensor.data_ptr() for tensor in tensors]
 
-    def bytes_of_a_layer(self) -> int:
-        """What its matrices take."""
-        layer = self.layers[0]
-        return sum(m.numel() * m.element_size() for m in (layer.qkv, layer.out, layer.gate_up, layer.down))
-
     def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotary module's own cosines and sines of the first positions.
 
