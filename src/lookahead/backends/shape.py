@@ -102,7 +102,8 @@ class Shape:
             self._step()  # compiles the kernels; its K/V writes are repeated by the replay
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(self.graph, pool=self.backend.pool):
+            # What other threads do on the GPU meanwhile is their own affair.
+            with _no_collection(), torch.cuda.graph(self.graph, self.backend.pool, capture_error_mode="thread_local"):
                 self._step()
             # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
             self.packet.fields["counts"][:] = 0
