@@ -304,10 +304,7 @@ def with_logits(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
 
 def drawn(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
     params = SamplingParams(temperature=5.0)
-    return [
-        StepInput(slot, (), root(token), params, [0.8], 8, logits=True)
-        for slot, token in zip(slots, tokens, strict=True)
-    ]
+    return [StepInput(slot, (), root(token), params, [0.8], 8) for slot, token in zip(slots, tokens, strict=True)]
 
 
 def other_root(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
@@ -357,6 +354,23 @@ def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list
     assert all(map(torch.equal, after, wanted))
 
 
+@pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_trail])
+def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> None:
+    """Their next token is not the one target, or what is wanted of them would be overwritten."""
+    backend = GraphBackend(tiny("Llama", device=device))
+
+    def hinting(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+        items = ask(slots, tokens)
+        for item in items:
+            item.goes_on = True
+        return items
+
+    found, expected = (steps(backend, one, hint=False) for one in (hinting, ask))
+    assert [result.targets for result in found[0]] == [result.targets for result in expected[0]]
+    assert all(map(torch.equal, found[1], expected[1]))
+    assert "ahead" not in ran
+
+
 def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
     """One step token by token, committed, with another one ahead of it. Returns the targets."""
     items = same(slots, tokens)
@@ -384,6 +398,7 @@ def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
     layers = cache_of(eager.model, PROMPTS[2], device)
     fourth = {one: one.open() for one in (backend, eager)}
     assert backend._row[fourth[backend]] == 3
+    tokens = hinted(backend, slots, tokens)
     for one, slot in fourth.items():
         one.adopt(slot, len(PROMPTS[2]), layers)
     for _ in range(3):

@@ -47,7 +47,7 @@ class Ahead:
         before.shape.run_ahead(turn)
         lengths = [length + 1 for length in before.lengths]
         self._step = Launched(before.shape, before.inputs, lengths, turn, mark(self._device))
-        self._before, self._roots = before, []
+        self._before = before
 
     def collected(self, launched: Launched, results: Sequence[Targets]) -> None:
         """The host has read a step: if it is the one before, its targets are what the step ahead took as tokens."""

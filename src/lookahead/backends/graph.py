@@ -76,7 +76,6 @@ class GraphBackend:
     # Slots
 
     def open(self) -> int:
-        self._ahead.forget()  # the row may be the one that takes its padding
         slot = self._next_slot
         self._next_slot += 1
         taken = set(self._row.values())
@@ -128,9 +127,6 @@ class GraphBackend:
         launched = self._ahead.take(inputs, [self._length[item.slot] for item in inputs])
         if launched is None:
             launched = self._start(inputs)
-        else:
-            for item in inputs:
-                self._pending.pop(item.slot, None)  # a step of one token, after which nothing moves
         self._ahead.start(launched, self.cache.size(4))
         return launched
 
@@ -264,7 +260,7 @@ class GraphBackend:
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """As `EagerBackend.adopt`."""
-        self._ahead.forget()  # it has seen what was there before
+        self._ahead.forget()  # it has seen what was there before, or has the row for its padding
         self._reserve(1, length)
         for layer, (keys, values) in enumerate(layers):
             for i, part in enumerate((keys, values)):
