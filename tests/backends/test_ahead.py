@@ -260,6 +260,23 @@ def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: py
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(model, prompt, 24) for prompt in PROMPTS[:3]]
 
 
+class Replayed:
+    """A captured step, as far as a CPU can have one: capturing runs nothing, and a replay is the step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = torch.inference_mode()(step)
+
+
+def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay on top of it would be another token further; the first step of a shape does run twice."""
+    monkeypatch.setattr(GraphBackend, "_new_pool", lambda backend: None)
+    monkeypatch.setattr(Shape, "_captured", lambda shape, step: Replayed(step))
+    backend = GraphBackend(tiny("Llama"), capture=True)
+    assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
+    assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
+    assert {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None} == {1, 4}
+
+
 # Whatever the host asks for next
 
 TEXTS = ([5, 9, 5, 9, 5, 3], [8, 1, 30, 2, 60, 7])
