@@ -336,3 +336,17 @@ def test_a_guess_is_learned_from_only_if_its_parent_was_accepted() -> None:
     moved = [warmth.calibration.rates[origin] - before[origin] for origin in tree.origins]
     assert moved[0] > 0 > moved[1]
     assert moved[2] == 0
+
+
+def test_it_goes_on_where_nothing_guesses_and_nothing_is_drawn() -> None:
+    """Then its next step is its next target; but not after the last token."""
+    model = counting_model(9)
+    for rules in (StopRules(3), StopRules(9, max_length=5)):
+        sequence = DecodingSequence([1, 2], PLAIN, rules=rules)
+        said = [sequence.goes_on]
+        for _ in steps(sequence, model):
+            said.append(sequence.goes_on)
+        assert said == [True, True, False, False]
+    assert not DecodingSequence([1, 2], PLAIN, SamplingParams(temperature=0.5)).goes_on
+    for config in (EVERYTHING, LookaheadConfig.paper(3, 3, 3), LookaheadConfig.jacobi(4), LookaheadConfig(window=0)):
+        assert not DecodingSequence([1, 2], config).goes_on

@@ -113,12 +113,15 @@ class Engine:
         """Propose each sequence's tree and run all of them in one pass."""
         begin = perf_counter()
         inputs = []
+        together = len(group) == len(self._slots)  # so the next step's group is this one
         for sequence in group:
             slot, tree = self._slots[sequence], sequence.propose()
             trail = sequence.tokens[self.backend.length(slot) : -1]
             top = TOP if sequence.wants_top else 0
             if self.judge is None:
-                inputs.append(StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top))
+                item = StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top)
+                item.goes_on = together and sequence.goes_on
+                inputs.append(item)
             else:
                 inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
         proposed = perf_counter()

@@ -65,6 +65,12 @@ class DecodingSequence:
     def output(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next step's target is, unless it ends the sequence, all of the step after it: nothing guesses."""
+        left = self.room - self.stats.generated_tokens
+        return left > 1 and self.sampling.greedy and not self._sources and not self._window.width
+
     def propose(self) -> TokenTree:
         """The next step's tree: the root, the window, and the best guesses the budget has room for."""
         config, window = self.config, self._window

@@ -246,6 +246,76 @@ def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
         del taken
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured or not, alone and in padded batches: the same tokens, which half precision does not forgive, and the
+    same K/V. The buffer grows on the way.
+    """
+    model, prompts = medium(dtype, 64), texts(5, (300, 8, 1, 40), 64)
+    batches = [prompts[:1], prompts[1:2], prompts[:3], prompts]
+
+    def decoded(**options: Any) -> tuple[GraphBackend, list[list[int]], list[torch.Tensor]]:
+        kept: list[torch.Tensor] = []
+        backend = GraphBackend(model, **options)
+        found = []
+        for batch in batches:
+            engine = Engine(backend, leaving=lambda _, slot: kept.extend(kv for kv, _ in backend.cached(slot)))
+            sequences = [
+                DecodingSequence(prompt, AUTOREGRESSIVE, rules=StopRules(60 + 9 * i)) for i, prompt in enumerate(batch)
+            ]
+            for sequence in sequences:
+                engine.add(sequence)
+            while engine.running:
+                engine.step()
+            found += [sequence.output for sequence in sequences]
+        return backend, found, kept
+
+    monkeypatch.setattr(graph, "GROW", 320)
+    backend, found, kept = decoded()
+    assert backend.cache.shape[4] > 320
+    ahead = {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None}
+    assert {1, 4} <= ahead
+    for hint, capture in ((True, False), (False, True)):
+        if not hint:
+            monkeypatch.setattr(DecodingSequence, "goes_on", False)
+        other, expected, wanted = decoded(capture=capture)
+        assert found == expected
+        assert all(map(torch.equal, kept, wanted))
+        assert all(shape.graph_ahead is None for shape in other._shapes.values())
+
+
+def test_a_step_ahead_that_nobody_waits_for() -> None:
+    """It is still on its way when other work comes: on another stream, of another backend, or none at all."""
+    model, prompts = medium(torch.float32), texts(4, (300, 8))
+    first, *others = (outputs(GraphBackend(model), [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts)
+    stop = [token for i, token in enumerate(first) if token not in first[:i]][-1]
+    backend = GraphBackend(model)
+
+    def stopped(backend: GraphBackend) -> list[int]:
+        sequence = DecodingSequence(prompts[0], AUTOREGRESSIVE, rules=StopRules(40, frozenset([stop])))
+        engine = Engine(backend)
+        engine.add(sequence)
+        while engine.running:
+            engine.step()
+        return sequence.output
+
+    for config in (AUTOREGRESSIVE, LookaheadConfig()):
+        for stream in (torch.cuda.Stream(), torch.cuda.current_stream()):
+            for prompt, expected in zip(prompts[1:], others, strict=True):
+                assert stopped(backend) == first[: first.index(stop) + 1]
+                with torch.cuda.stream(stream):
+                    assert outputs(backend, [prompt], config, 40) == [expected]
+                torch.cuda.synchronize()
+    for _ in range(3):
+        left = GraphBackend(model)
+        stopped(left)
+        del left
+        gc.collect()
+        assert outputs(GraphBackend(model), prompts[1:2], AUTOREGRESSIVE, 40) == others[:1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_auto_is_the_graph_backend(dtype: torch.dtype) -> None:
     """In half precision as well, where its kernels and transformers' are further apart."""

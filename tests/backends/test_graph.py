@@ -70,19 +70,6 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 AUTOREGRESSIVE = LookaheadConfig.autoregressive()
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")],
-        ),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def make(name: str, device: str = "cpu", **changes: Any) -> Any:
     kind, fields = MODELS[name]
     return tiny(kind, device=device, **{**fields, **changes})

@@ -114,6 +114,16 @@ def test_a_ragged_batch(
     assert outputs(interpreted(model), prompts, SETTINGS, 5) == expected
 
 
+def test_steps_ahead(
+    interpreted: Callable[[Any], GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
+) -> None:
+    """Token by token: after the first step of the three together, the device goes on with its own targets."""
+    model = tiny("Llama", num_hidden_layers=1)
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+    expected = [plain(model, prompt, 5) for prompt in prompts]
+    assert outputs(interpreted(model), prompts, LookaheadConfig.autoregressive(), 5) == expected
+
+
 def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
     """A captured graph writes to the addresses that it was captured with. A larger step, captured later, must not
     give them back while the smaller one's graph is there to be replayed.

@@ -16,7 +16,8 @@ class StepInput:
 
     `trail` are the tokens before the tree's root that are not cached yet: the prompt, on the first step; else nothing.
     `uniforms` align with `tree.rows` (empty for greedy); `top` is how many likeliest tokens to return per row.
-    With `logits` the result holds the rows' logits, too.
+    With `logits` the result holds the rows' logits, too. `goes_on` is a hint, which may turn out wrong: unless the
+    target ends the sequence, the next step has the same inputs, and of this one the target alone.
     """
 
     slot: int
@@ -26,6 +27,7 @@ class StepInput:
     uniforms: Sequence[float]
     top: int = 0
     logits: bool = False
+    goes_on: bool = False
 
 
 class Backend(Protocol):

@@ -3,7 +3,7 @@
 A step of a captured shape (batch, K) is: write one packet of integers into pinned memory, replay the graph, read one
 packet back. The graph (`shape.Shape`) copies the packet in, moves the K/V of the tokens accepted last, runs the layers,
 picks targets and top-8, and copies them out. Lengths and positions are read on the device, so that one graph serves
-every context.
+every context. Token by token not even the packet is needed: see `ahead`.
 
 On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, not for speed.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.ahead import Ahead, Launched, mark
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops
@@ -75,6 +76,7 @@ class GraphBackend:
         self._length: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
         self._next_slot = 0
+        self._ahead = Ahead(self.device)
 
     # Slots
 
@@ -109,6 +111,9 @@ class GraphBackend:
         if rows > old.shape[2]:
             rows = max(rows, 2 * old.shape[2])
         w = self.weights
+        self._ahead.forget()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # no step that nobody waits for uses what is given back here
         self._flush()
         self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)
         self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
@@ -123,7 +128,14 @@ class GraphBackend:
     # A step.
 
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
-        """Start a step; the host is free until `collect`."""
+        """Start a step, if it did not run ahead, and the one that is ahead of it; the host is free until `collect`."""
+        launched = self._ahead.take(inputs, [self._length[item.slot] for item in inputs])
+        if launched is None:
+            launched = self._start(inputs)
+        self._ahead.start(launched, self.cache.size(4))
+        return launched
+
+    def _start(self, inputs: Sequence[StepInput]) -> Launched:
         for item in inputs:
             if not (self._length[item.slot] and len(item.trail) <= TRAIL):
                 self._prefill(item)
@@ -140,25 +152,26 @@ class GraphBackend:
         for place in range(len(inputs), batch):
             self._fill_nothing(shape, place, nobody)
         shape.run()
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        return Launched(shape, inputs, stream)
+        lengths = [self._length[item.slot] for item in inputs]
+        return Launched(shape, inputs, lengths, 0, mark(self.device))
 
     def collect(self, launched: Launched) -> list[Targets]:
         """Wait for a step and read its targets and top rows."""
-        if launched.stream is not None:
-            launched.stream.synchronize()
+        if launched.done is not None:
+            launched.done.synchronize()
         top, count = launched.shape.top, launched.shape.count
         assert top is not None
-        results = []
+        rows, results = top.rows[launched.turn], []
         for place, item in enumerate(launched.inputs):
             start, end = place * count, place * count + item.tree.sizes[1]
-            # The next step writes over all of it: what is handed out is copied.
-            result = Targets(top.rows[start:end, 0].tolist())
+            # Later steps write over all of it: what is handed out is copied.
+            result = Targets(rows[start:end, 0].tolist())
             if item.top:
-                result.top = top.best(top.rows[start:end], item.top)
+                result.top = top.best(rows[start:end], item.top)
             if item.logits or not item.sampling.greedy:
                 self._read_logits(launched.shape, start, end, item, result)
             results.append(result)
+        self._ahead.collected(launched, results)
         return results
 
     @torch.inference_mode()
@@ -234,6 +247,7 @@ class GraphBackend:
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """As `EagerBackend.adopt`."""
+        self._ahead.forget()  # it has seen what was there before, or has the row for its padding
         self._reserve(1, length)
         for layer, (keys, values) in enumerate(layers):
             for i, part in enumerate((keys, values)):
@@ -245,15 +259,6 @@ class GraphBackend:
         self._flush()
         part = self.cache[:, :, self._row[slot], :, : self._length[slot]]
         return [(keys.clone(), values.clone()) for keys, values in part]
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step on its way, and the stream that it runs on."""
-
-    shape: Shape
-    inputs: list[StepInput]
-    stream: torch.cuda.Stream | None
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:

@@ -74,32 +74,36 @@ class Ops:
 
 
 class TopOut:
-    """Targets and top rows of a step, [R, 1 + 2 n] integers on the device and in pinned memory.
+    """Targets and top rows of a step, [R, 1 + 2 n] integers on the device and, twice, on the host.
 
-    `rows` are those in pinned memory; who reads them has waited for the device.
+    Steps that run one behind the other take turns with the host's two, so that one can be read while the other is
+    written. `rows[turn]` are for who has waited for the device.
     """
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device, *, early: bool = False) -> None:
         self.early = early
         self.out = torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device)
         self.work: Any = None
-        self.host = self.out
-        if device.type == "cuda":
+        pinned = device.type == "cuda"
+        self.hosts = [torch.zeros(self.out.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self.rows = [host.numpy() for host in self.hosts]
+        if pinned:
             from lookahead.kernels.top import TopWork
 
             self.work = TopWork(rows, vocabulary, top, device)
-            self.host = torch.zeros_like(self.out, device="cpu").pin_memory()
-        self.rows = self.host.numpy()
 
     def fill(self, logits: torch.Tensor) -> None:
-        """Take the top of logits [R, V] and start the copy to the host."""
+        """Take the top of logits [R, V]."""
         if self.work is None:
             reference.top_tokens(logits, self.out)
             return
         from lookahead.kernels.top import top_tokens
 
         top_tokens(logits, self.out, self.work, early=self.early)
-        self.host.copy_(self.out, non_blocking=True)
+
+    def send(self, turn: int) -> None:
+        """Start the copy to the host."""
+        self.hosts[turn].copy_(self.out, non_blocking=True)
 
     def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
         """A copy of some rows' `count` best tokens and their levels."""

@@ -1,13 +1,14 @@
 """One shape of step of the graph backend, (batch, K): its packet, its activations, and the whole step as a CUDA graph.
 
-`Shape._step` is what the device does in a step, from the packet in to the packet out.
+`Shape._step` is what the device does in a step, from the packet in to the packet out; `Shape._step_ahead` is a step of
+one token that takes nothing from the host.
 """
 
 from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -86,6 +87,7 @@ class Shape:
         self.top = TopOut(rows, len(w.head), min(TOP, len(w.head)), device, early=backend.ops.early) if head else None
         self.work = backend.ops.workspace()
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_ahead: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
         """Replay the step, or run it for the first time and capture it."""
@@ -100,21 +102,62 @@ class Shape:
             self._step()
         else:
             self._step()  # compiles the kernels; its K/V writes are repeated by the replay
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            # What other threads do on the GPU meanwhile is their own affair.
-            with _no_collection(), torch.cuda.graph(self.graph, self.backend.pool, capture_error_mode="thread_local"):
-                self._step()
+            self.graph = self._captured(self._step)
             # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
             self.packet.fields["counts"][:] = 0
             self.graph.replay()
 
+    @torch.inference_mode()
+    def run_ahead(self, turn: int) -> None:
+        """Run the step of one token that follows the last one here, and send its results to the host's `turn`.
+
+        The first run is captured afterwards and not repeated: a replay would go one token further. The copy to the
+        host is no part of the graph: so its turn is free, and pinned memory that it writes to is not given away under
+        it, if the backend goes while nobody waits for the step.
+        """
+        assert self.count == 1
+        assert self.top is not None
+        if self.graph_ahead is not None:
+            self.graph_ahead.replay()
+        else:
+            self._step_ahead()
+        self.top.send(turn)
+        if self.backend.capture and self.graph_ahead is None:
+            self.graph_ahead = self._captured(self._step_ahead)
+
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do on the GPU meanwhile is their own affair.
+        with _no_collection(), torch.cuda.graph(graph, self.backend.pool, capture_error_mode="thread_local"):
+            step()
+        return graph
+
     def _step(self) -> None:
-        b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
-        size = self.batch * self.count
+        b, views = self.backend, self.views
         # 1. The packet in, and the accepted K/V of the step before next to its prefix.
         self.memory.copy_(self.packet.host, non_blocking=True)
-        ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
+        b.ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
+        # 2. The forward pass, and the packet out.
+        self._forward()
+        if self.top is not None:
+            self.top.send(0)
+
+    def _step_ahead(self) -> None:
+        """One token further in every row: the last targets are the tokens, and no accepted K/V has to move."""
+        assert self.top is not None
+        views, last = self.views, len(self.backend.weights.embedding) - 1
+        # Rows of padding go along. Nobody looks at their logits, which may have no best token: hence the limit.
+        torch.clamp(self.top.out[: self.batch, :1], max=last, out=views["tokens"])
+        views["lengths"].add_(1)
+        views["positions"].add_(1)
+        self._forward()
+
+    def _forward(self) -> None:
+        """From the packet on the device to targets and top-8 there."""
+        b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
+        size = self.batch * self.count
+        # 1. The embeddings.
         if self.slots is not None:
             group = w.heads // w.kv_heads
             ops.by_depth(views["positions"], views["lengths"], views["bits"], self.slots, self.tiles, group)
@@ -141,7 +184,7 @@ class Shape:
             self.products["gate_up"](self.normed, layer.gate_up, self.gate_up)
             ops.gate(self.gate_up, self.active[:size])
             self.products["down"](self.active, layer.down, self.delta)
-        # 3. The head for the needed rows, their targets and top-8, and the packet out.
+        # 3. The head for the needed rows, their targets and top-8.
         if self.logits is not None and self.top is not None:
             needed = views["needed"].view(-1)
             ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)

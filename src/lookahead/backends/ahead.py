@@ -1,0 +1,89 @@
+"""The step ahead: token by token, the device goes on by itself while the host reads what the last step gave.
+
+A step of one token needs nothing of the host that is not on the device: its token is the last target, its place the
+next one. So where the inputs say that they go on, the graph backend starts the following step behind the one that it
+was asked for, and the device does not wait for the host. If that step is what the host asks for next, it has begun or
+is done. If not (a stop token, a newcomer), it is forgotten: it has written one row of K/V per sequence, behind all that
+is cached, and whatever comes next runs after it and writes over that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lookahead.backends.base import StepInput
+from lookahead.backends.shape import Shape
+from lookahead.tree import Targets
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way: its roots' places, which of the host's two copies gets its results, and what tells when."""
+
+    shape: Shape
+    inputs: list[StepInput]
+    lengths: list[int]
+    turn: int
+    done: torch.cuda.Event | None
+
+
+class Ahead:
+    """At most one step that runs before it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._step: Launched | None = None
+        self._before: Launched | None = None
+        self._roots: list[list[int]] = []
+
+    def start(self, before: Launched, capacity: int) -> None:
+        """Start the step after `before`, if it is known and has room. It never makes room: then `before` goes alone."""
+        if not all(item.goes_on and alone(item) for item in before.inputs) or max(before.lengths) + 2 > capacity:
+            return
+        turn = 1 - before.turn
+        before.shape.run_ahead(turn)
+        lengths = [length + 1 for length in before.lengths]
+        self._step = Launched(before.shape, before.inputs, lengths, turn, mark(self._device))
+        self._before = before
+
+    def collected(self, launched: Launched, results: Sequence[Targets]) -> None:
+        """The host has read a step: if it is the one before, its targets are what the step ahead took as tokens."""
+        if launched is self._before:
+            self._roots = [list(result.targets) for result in results]
+
+    def take(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> Launched | None:
+        """The step ahead, if it is the step of these inputs. Else it is forgotten."""
+        roots = self._roots
+        step = self.forget()
+        if step is None or not all(map(alone, inputs)) or list(lengths) != step.lengths:
+            return None
+        if [item.slot for item in inputs] != [item.slot for item in step.inputs]:
+            return None
+        if [item.tree.tokens for item in inputs] != roots:
+            return None
+        return replace(step, inputs=list(inputs))
+
+    def forget(self) -> Launched | None:
+        """Expect nothing of the step ahead. What follows runs behind it, on whichever stream."""
+        step = self._step
+        if step is not None and step.done is not None:
+            torch.cuda.current_stream(self._device).wait_event(step.done)
+        self._step, self._before, self._roots = None, None, []
+        return step
+
+
+def alone(item: StepInput) -> bool:
+    """A step of the root alone, of which nothing but the target is wanted."""
+    return len(item.tree) == 1 and not item.trail and item.sampling.greedy and not item.logits
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """What comes to pass when the device has done all it was given. On a CPU nothing is left to do."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
