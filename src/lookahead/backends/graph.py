@@ -21,7 +21,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops
 from lookahead.backends.packet import PATH
-from lookahead.backends.products import Products
+from lookahead.backends.products import products_of
 from lookahead.backends.shape import Shape, bucket
 from lookahead.backends.weights import check_graph, relay
 from lookahead.sampling import pick
@@ -66,7 +66,7 @@ class GraphBackend:
         if early is None:
             early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.ops = Ops(self.device, early=early)
-        self.products = Products(self.device, self.dtype, invariant)
+        self.products = products_of(self.device, self.dtype, invariant)
         self.pool = self._new_pool()
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)

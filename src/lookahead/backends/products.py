@@ -13,10 +13,10 @@ mostly met by zeros.) Which kernel is the fastest is timed, on the model's own w
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,8 +50,14 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=out)
 
 
+@cache
+def products_of(device: torch.device, dtype: torch.dtype, invariant: bool) -> Products:
+    """One for all models: what is found for a shape holds for the next model that has it."""
+    return Products(device, dtype, invariant)
+
+
 class Products:
-    """Plans products for one model on one device.
+    """Plans the products of one dtype on one device.
 
     `library` is cuBLASLt where it was found to help: in half precision on Hopper GPUs. Elsewhere torch chooses.
     """
@@ -60,7 +66,7 @@ class Products:
         self.device, self.dtype, self.invariant = device, dtype, invariant
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         self.library: Any = cublaslt.library() if hopper and dtype in cublaslt.TYPES else None
-        self._fastest: dict[tuple[torch.Size, int], tuple[float, Run | None]] = {}
+        self._fastest: dict[tuple[torch.Size, int], Run | None] = {}
         self._rows: dict[tuple[torch.Size, int], int] = {}
 
     def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
@@ -68,10 +74,10 @@ class Products:
         if size > TILE or self.device.type != "cuda":
             return Product(size, by_torch)
         if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
-            plans = [(*self._fastest_of(weights, rows), rows) for rows in tried(size)]
-            _, run, rows = min(plans, key=lambda plan: plan[0])
-            if run is not None:
-                return Product(rows, run)
+            for rows in tried(size):
+                kernel = self._fastest_of(weights, rows)
+                if kernel is not None:
+                    return Product(rows, kernel)
         return Product(self._torch_rows(weights[0], size) if self.invariant else size, by_torch)
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
@@ -88,15 +94,15 @@ class Products:
             self._rows[key] = next(same)
         return self._rows[key]
 
-    def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> tuple[float, Run | None]:
-        """The fastest kernel for so many rows that gives the bits of the first one for TILE rows, and its time."""
+    def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
+        """The fastest kernel for so many rows that gives the bits of the first one for TILE rows, if there is one."""
         shape = weights[0].shape
         if (shape, rows) not in self._fastest:
             found = list(self._same_bits(weights[0], rows))
             for times, keep in ((1, FINALISTS), (5, 1)):
                 timed = [(self._time(run, weights, rows, times), place) for place, run in enumerate(found)]
                 found = [found[place] for _, place in sorted(timed)[:keep]]
-            self._fastest[shape, rows] = (min(timed)[0], found[0]) if found else (math.inf, None)
+            self._fastest[shape, rows] = found[0] if found else None
         return self._fastest[shape, rows]
 
     def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
