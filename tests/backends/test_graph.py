@@ -872,3 +872,20 @@ def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypa
     while engine.running:
         engine.step()
     assert set(told) == {("launch", False), ("launched", False), ("collect", True)}
+
+
+def test_prepared_for_every_length(device: str, plain: Plain) -> None:
+    """Nothing is captured later, and the K/V buffer need not grow; tokens are as ever."""
+    backend = GraphBackend(make("llama", device))
+    backend.prepare(230, 64)
+    shapes, cache = dict(backend._shapes), backend.cache
+    assert {(count, head) for _, count, head in shapes} == {
+        *((size, False) for size in (16, 32, 64, 128, 256)),
+        *((size, True) for size in (1, 16, 32, 64)),
+    }
+    assert backend._row == backend._length == backend._pending == {}
+    for length in (3, 20, 60, 100, 200):
+        prompt = random.Random(length).choices(range(VOCABULARY), k=length)
+        assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
+    assert backend._shapes == shapes
+    assert backend.cache is cache

@@ -22,8 +22,9 @@ from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops
 from lookahead.backends.packet import PATH
 from lookahead.backends.products import products_of
-from lookahead.backends.shape import Shape, bucket
+from lookahead.backends.shape import SIZES, Shape, bucket
 from lookahead.backends.weights import check_graph, relay
+from lookahead.config import SamplingParams
 from lookahead.sampling import pick
 from lookahead.tree import Targets, TokenTree, below_trail
 
@@ -124,6 +125,20 @@ class GraphBackend:
     def _new_pool(self) -> Any:
         """Memory that the graphs share: they never run at the same time."""
         return torch.cuda.graph_pool_handle() if self.capture else None
+
+    def prepare(self, tokens: int, budget: int) -> None:
+        """Capture what one sequence of so many tokens in steps of at most `budget` may need, before it is there.
+
+        Else the first prompt of some length, and the first step of some size, would wait for it.
+        """
+        self._reserve(1, tokens + bucket(budget))
+        slot = self.open()
+        for size in (size for size in SIZES[1:] if size <= bucket(min(tokens, PREFILL))):
+            self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
+            self._length[slot] = 0
+        for size in (size for size in SIZES if size <= bucket(budget)):
+            self.step([StepInput(slot, (), chain([0] * size), SamplingParams(), ())])
+        self.close(slot)
 
     # A step.
 

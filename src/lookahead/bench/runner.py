@@ -123,7 +123,7 @@ class Runner:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Row]]:
         """Each job, with its row."""
-        longest = max((self.tokens_of(job) for job in jobs if job.method.how == "hf-static"), default=0)
+        longest = max((self.tokens_of(job) for job in {job.prompt: job for job in jobs}.values()), default=0)
         prompts = {job.prompt for job in jobs}
         self._longest = max(prompts, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)
         for job in jobs:
@@ -171,6 +171,9 @@ class Runner:
         if method not in self._ready:
             self._ready.add(method)
             lm.warmth = Warmth()
+            prepare = getattr(lm.backend, "prepare", None)
+            if prepare is not None and lm.device.type == "cuda" and not method.stock:
+                prepare(longest, (method.config or lm.default_config).budget)
             answer(self.models, self._warm_up(job), longest)
         self._fresh(lm, job)
         reset = getattr(lm.backend, "reset", None)
@@ -181,9 +184,9 @@ class Runner:
         return done, None if counters is None or method.stock else asdict(counters)
 
     def _warm_up(self, job: Job) -> Job:
-        """What to run before a method is timed. On a GPU the longest prompt and a whole answer, because steps are
-        captured when their shape first comes, and anew when the K/V buffer has grown. transformers with a cache that
-        grows captures nothing: the beginning of an answer will do, and a whole one may take half a minute."""
+        """What to run before a method is timed. On a GPU the longest prompt and a whole answer, because what is
+        captured or compiled is so when its shape first comes. transformers with a cache that grows captures nothing:
+        the beginning of an answer will do, and a whole one may take half a minute."""
         prompt, tokens = job.prompt, min(WARM_UP, job.max_tokens)
         if self.models.of(job.method).device.type == "cuda":
             captures = not job.method.stock or job.method.how == "hf-static"
