@@ -240,6 +240,19 @@ def test_the_curve_decides_how_many_guesses_are_taken() -> None:
     assert taken[0] == 20 > taken[1] > taken[2] == 0
 
 
+def test_guesses_that_teach_are_worth_a_little_more() -> None:
+    """A step that is nearly flat takes guesses with hardly a chance, if later ones are made from their rows."""
+    taken = []
+    for slope in (0.001, 0.1):
+        for row in (None, ([3, 4, 0, 0], ([0.001], [0]))):
+            draft = Draft([1], [0.001])
+            draft.chain([2] * 20, [0] * 20)
+            if row is not None:
+                draft.successors = lambda *text, row=row: row
+            taken.append(len(draft.grow(60, 60, [1 + slope * k for k in range(100)]).tokens))
+    assert taken == [0, 60, 0, 0]
+
+
 # Keeping it.
 
 IDENTITY = {"model": {"hidden_size": 64}, "dtype": "float32", "device": "cpu"}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookahead.draft import CHAIN_MASS, Draft, Guesses, Row, Successors, Table
+from lookahead.draft import CHAIN_MASS, LEARNED, Draft, Guesses, Row, Successors, Table
 
 TEXT = [3, 1, 2]
 VOCABULARY = 4
@@ -211,10 +211,11 @@ def test_the_kept_count_gives_most_tokens_per_time(case: Case, rises: list[float
     cost = [sum(rises[: k + 1]) for k in range(len(rises))]
     everything = case.draft().grow(room, 3, None, base)
     kept = case.draft().grow(room, 3, cost, base)
+    taught = 0.0 if case.successors is None else LEARNED
 
     def gain(count: int) -> float:
         """A step of `base` tokens and this many guesses; a table that ends stays at its last entry."""
-        return (1 + sum(everything.scores[:count])) / cost[min(base + count, len(cost)) - 1]
+        return (1 + sum(everything.scores[:count]) + taught * count) / cost[min(base + count, len(cost)) - 1]
 
     count = len(kept.tokens)
     best = max(gain(k) for k in range(len(everything.tokens) + 1))

@@ -32,6 +32,10 @@ MOST = 1 << 16
 CHAIN_MASS = 0.95
 """The most probability that the chains at one node claim together; what is left over scales the row beside them."""
 
+LEARNED = 0.005
+"""What a guess is worth beside its chance to be accepted, in tokens, where rows of successors are recycled: refused or
+not, it brings a row, from which later guesses are made."""
+
 
 @dataclass(slots=True)
 class Guesses:
@@ -76,7 +80,7 @@ class Draft:
         """Take at most `room` candidates, best first, none deeper than `max_depth`.
 
         With `cost` (`cost[k]` is the time of a step of k + 1 tokens) only as many as give the best
-        (1 + sum of scores) / time. `base` tokens, the root among them, are in the step anyway.
+        (1 + sum of scores + what they teach) / time. `base` tokens, the root among them, are in the step anyway.
         """
         room = min(room, MOST)
         max_depth = min(max_depth, room)
@@ -84,7 +88,9 @@ class Draft:
             return NO_GUESSES
         if self.successors is None and native.library() is not None:
             text = self.before2, self.before, self.root
-            return Guesses(*calls.grow(self.memories, self.rates, text, self._chains, room, max_depth, cost, base))
+            taught = LEARNED if self.memories is not None else 0.0
+            options = room, max_depth, cost, base, taught
+            return Guesses(*calls.grow(self.memories, self.rates, text, self._chains, *options))
         return self._grow(room, max_depth, cost, base)
 
     def _plant(self) -> None:
@@ -164,7 +170,8 @@ class Draft:
             origins.append(origin)
             scores.append(score)
             tries.append(trie)
-        keep = len(tokens) if cost is None else _worth(scores, cost, base)
+        taught = LEARNED if successors is not None else 0.0
+        keep = len(tokens) if cost is None else _worth(scores, cost, base, taught)
         nodes = [parent + base - 1 if parent else 0 for parent in parents[1:keep]]
         return Guesses(
             array("i", tokens[1:keep]),
@@ -201,8 +208,8 @@ class Draft:
         return score * (1 - min(mass, CHAIN_MASS))
 
 
-def _worth(scores: Sequence[float], cost: Sequence[float], base: int) -> int:
+def _worth(scores: Sequence[float], cost: Sequence[float], base: int, taught: float) -> int:
     """How many entries of `scores` (the root's 1.0 first, then best first) give most tokens per unit of time."""
-    last = len(cost) - 1
-    gains = [expected / cost[min(base - 1 + k, last)] for k, expected in enumerate(accumulate(scores))]
+    last, expected = len(cost) - 1, enumerate(accumulate(scores))
+    gains = [(tokens + taught * k) / cost[min(base - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1

@@ -45,7 +45,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_leave": (_INT, [_POINTER, _POINTER]),
     "draft_grow": (
         _INT,
-        [*[_POINTER] * 2, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, *[_POINTER] * 2],
+        [*[_POINTER] * 2, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE, *[_POINTER] * 2],
     ),
     "calibration_learn": (_INT, [*[_POINTER] * 2, _INT, _DOUBLE, _POINTER, *[_INT] * 4, _POINTER, _INT]),
     "tree_write": (_INT, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),

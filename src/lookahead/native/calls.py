@@ -135,6 +135,7 @@ def grow(
     max_depth: int,
     cost: Sequence[float] | None,
     base: int,
+    taught: float,
 ) -> Grown:
     """`Draft._grow`, in C.
 
@@ -150,7 +151,7 @@ def grow(
     taken = native.library().draft_grow(
         *handles, origin, doubles.buffer_info()[0], len(doubles),
         pack(f"{3 + 2 * len(tokens) + len(lengths)}i", *text, *tokens, *origins, *lengths), len(tokens), len(lengths),
-        room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base,
+        room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base, taught,
         out.buffer_info()[0], scores.buffer_info()[0],
     )  # fmt: skip
     _check(taken)

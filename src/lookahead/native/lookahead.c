@@ -340,14 +340,17 @@ static const Entry *look_up(const Memory *own, const Memory *shared, const int32
     return NULL;
 }
 
-/* How many entries (the root's 1.0 first, then best first) give most tokens per unit of time. */
-static int32_t worth(const double *scores, int32_t count, const double *cost, int32_t costs, int32_t base) {
+/* How many entries (the root's 1.0 first, then best first) give most tokens per unit of time; each guess is worth
+   `taught` tokens for what it teaches. */
+static int32_t worth(
+    const double *scores, int32_t count, const double *cost, int32_t costs, int32_t base, double taught
+) {
     double expected = 0.0, best = 0.0;
     int32_t keep = 0;
     for (int32_t k = 0; k < count; k++) {
         int32_t at = base - 1 + k < costs - 1 ? base - 1 + k : costs - 1;
         expected = k ? expected + scores[k] : scores[k];
-        double gain = expected / cost[at];
+        double gain = (expected + taught * k) / cost[at];
         if (!k || gain > best) {
             best = gain;
             keep = k + 1;
@@ -363,7 +366,7 @@ static int32_t worth(const double *scores, int32_t count, const double *cost, in
 int32_t draft_grow(
     const Memory *own, const Memory *shared, int32_t origin, const double *rates, int32_t rate_count,
     const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
-    const double *cost, int32_t costs, int32_t base, int32_t *out, double *scores
+    const double *cost, int32_t costs, int32_t base, double taught, int32_t *out, double *scores
 ) {
     for (int32_t i = 0; i < chain_tokens; i++) {
         int32_t named = text[3 + chain_tokens + i];
@@ -455,7 +458,7 @@ int32_t draft_grow(
     }
     free(heap);
     for (int32_t i = 1; i <= node; i++) parents[i] += parents[i] ? base - 1 : 0;
-    return (cost ? worth(scores, node + 1, cost, costs, base) : node + 1) - 1;
+    return (cost ? worth(scores, node + 1, cost, costs, base, taught) : node + 1) - 1;
 }
 
 /* 3. How good the guesses of a step were: all those whose parent was accepted. `steps` are these parents, the root
