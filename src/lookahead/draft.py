@@ -32,7 +32,7 @@ MOST = 1 << 16
 CHAIN_MASS = 0.95
 """The most probability that the chains at one node claim together; what is left over scales the row beside them."""
 
-LEARNED = 0.005
+LEARNED = 0.008
 """What a guess is worth beside its chance to be accepted, in tokens, where rows of successors are recycled: refused or
 not, it brings a row, from which later guesses are made."""
 
