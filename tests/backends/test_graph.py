@@ -6,9 +6,11 @@ On a CPU its steps run on the kernels' slow twins; where there is CUDA every tes
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -889,3 +891,21 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
         assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
     assert backend._shapes == shapes
     assert backend.cache is cache
+
+
+@pytest.mark.parametrize(("has_it", "current", "entered"), [(1, 0, [1]), (1, 1, []), (0, 0, [])])
+def test_work_is_launched_on_the_device_that_has_the_model(
+    has_it: int, current: int, entered: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        seen.append(which.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    backend = SimpleNamespace(device=torch.device("cuda", has_it))
+    assert graph.on_its_device(lambda self, size: size + 1)(backend, 4) == 5  # type: ignore[arg-type]
+    assert seen == entered

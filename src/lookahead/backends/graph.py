@@ -10,9 +10,10 @@ On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -45,6 +46,23 @@ class Pending:
     path: list[int]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[Concatenate[GraphBackend, P], R]:
+    """A method that launches: on the GPU that has the model, whichever is the current one."""
+
+    @wraps(call)
+    def run(self: GraphBackend, *args: P.args, **options: P.kwargs) -> R:
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return call(self, *args, **options)
+        with torch.cuda.device(self.device):
+            return call(self, *args, **options)
+
+    return run
+
+
 class GraphBackend:
     """Slots, K/V and steps as `EagerBackend` has them, for the models that `check_graph` lets through.
 
@@ -69,6 +87,7 @@ class GraphBackend:
         self.ops = Ops(self.device, early=early)
         self.products = products_of(self.device, self.dtype, invariant)
         self.pool = self._new_pool()
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # for captures
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
         self.cosine, self.sine = w.tables(1)
@@ -81,6 +100,7 @@ class GraphBackend:
 
     # Slots
 
+    @on_its_device
     def open(self) -> int:
         slot = self._next_slot
         self._next_slot += 1
@@ -126,6 +146,7 @@ class GraphBackend:
         """Memory that the graphs share: they never run at the same time."""
         return torch.cuda.graph_pool_handle() if self.capture else None
 
+    @on_its_device
     def prepare(self, tokens: int, budget: int) -> None:
         """Capture what one sequence of so many tokens in steps of at most `budget` may need, before it is there.
 
@@ -142,6 +163,7 @@ class GraphBackend:
 
     # A step.
 
+    @on_its_device
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
         """Start a step, if it did not run ahead, and the one that is ahead of it; the host is free until `collect`."""
         launched = self._ahead.take(inputs, [self._length[item.slot] for item in inputs])
@@ -170,6 +192,7 @@ class GraphBackend:
         lengths = [self._length[item.slot] for item in inputs]
         return Launched(shape, inputs, lengths, 0, mark(self.device))
 
+    @on_its_device
     def collect(self, launched: Launched) -> list[Targets]:
         """Wait for a step and read its targets and top rows."""
         if launched.done is not None:
@@ -201,6 +224,7 @@ class GraphBackend:
     def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
         return self.collect(self.launch(inputs))
 
+    @on_its_device
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """The root stands where it belongs; the accepted nodes move with the next step."""
         for slot, path in accepted:
@@ -259,6 +283,7 @@ class GraphBackend:
 
     # K/V from and for elsewhere.
 
+    @on_its_device
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """As `EagerBackend.adopt`."""
@@ -269,6 +294,7 @@ class GraphBackend:
                 self.cache[layer, i, self._row[slot], :, length - part.shape[1] : length] = part
         self._length[slot] = length
 
+    @on_its_device
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As `EagerBackend.cached`."""
         self._flush()

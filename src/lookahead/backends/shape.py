@@ -127,9 +127,9 @@ class Shape:
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, where = torch.cuda.CUDAGraph(), (self.backend.pool, self.backend.stream)
         # What other threads do on the GPU meanwhile is their own affair.
-        with _no_collection(), torch.cuda.graph(graph, self.backend.pool, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, *where, capture_error_mode="thread_local"):
             step()
         return graph
 

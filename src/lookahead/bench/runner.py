@@ -123,7 +123,8 @@ class Runner:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Row]]:
         """Each job, with its row."""
-        longest = max((self.tokens_of(job) for job in {job.prompt: job for job in jobs}.values()), default=0)
+        first = {job.prompt: job for job in reversed(jobs)}
+        longest = max(map(self.tokens_of, first.values()), default=0)
         prompts = {job.prompt for job in jobs}
         self._longest = max(prompts, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)
         for job in jobs:
