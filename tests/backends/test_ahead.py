@@ -204,6 +204,22 @@ def test_beside_lookahead(device: str, settings: LookaheadConfig, plain: Plain, 
     assert [sequence.output for sequence in others] == [plain(model, prompt, 40) for prompt in PROMPTS[:2]]
 
 
+def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: list[str]) -> None:
+    """And when one of them is done, the other runs ahead again."""
+    model = tiny("Llama", device=device)
+    backend, sequences, engines = GraphBackend(model), [sequence_of(PROMPTS[i], 12 + 10 * i) for i in (0, 1)], []
+    for sequence in sequences:
+        engines.append(Engine(backend))
+        engines[-1].add(sequence)
+    while engines[0].running:
+        for engine in engines:
+            engine.step()
+    assert ran.count("ahead") == 1
+    finish(engines[1])
+    assert ran.count("ahead") == 1 + 9
+    assert [s.output for s in sequences] == [plain(model, PROMPTS[i], 12 + 10 * i) for i in (0, 1)]
+
+
 def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:
     """What the next token is, the device does not know: no step is ahead, and the tokens are the eager backend's."""
     eager, backend = (kind(tiny("Llama", device=device)) for kind in (EagerBackend, GraphBackend))

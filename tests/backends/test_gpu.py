@@ -126,7 +126,7 @@ def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
 def test_capture_and_an_early_start_change_nothing(dtype: torch.dtype) -> None:
     """The same kernels in the same order: the same bits, from the first run on, whatever shape came between.
 
-    Where the GPU has an early start of kernels, a model of this size is given it.
+    Where the GPU has an early start of kernels, it is used.
 
     The first run of a shape is special: it runs twice, and must move the accepted K/V once.
     """
@@ -261,7 +261,9 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
         backend = GraphBackend(model, **options)
         found = []
         for batch in batches:
-            engine = Engine(backend, leaving=lambda _, slot: kept.extend(kv for kv, _ in backend.cached(slot)))
+            engine = Engine(
+                backend, leaving=lambda _, slot: kept.extend(kv for layer in backend.cached(slot) for kv in layer)
+            )
             sequences = [
                 DecodingSequence(prompt, AUTOREGRESSIVE, rules=StopRules(60 + 9 * i)) for i, prompt in enumerate(batch)
             ]
@@ -282,6 +284,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
             monkeypatch.setattr(DecodingSequence, "goes_on", False)
         other, expected, wanted = decoded(capture=capture)
         assert found == expected
+        assert len(kept) == len(wanted)
         assert all(map(torch.equal, kept, wanted))
         assert all(shape.graph_ahead is None for shape in other._shapes.values())
 

@@ -882,11 +882,11 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
     backend.prepare(230, 64)
     shapes, cache = dict(backend._shapes), backend.cache
     assert {(count, head) for _, count, head in shapes} == {
-        *((size, False) for size in (16, 32, 64, 128, 256)),
+        *((size, False) for size in (1, 16, 32, 64, 128, 256)),
         *((size, True) for size in (1, 16, 32, 64)),
     }
     assert backend._row == backend._length == backend._pending == {}
-    for length in (3, 20, 60, 100, 200):
+    for length in (2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
         assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
     assert backend._shapes == shapes

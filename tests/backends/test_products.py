@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 
 from lookahead.backends import cublaslt
-from lookahead.backends.products import Product, Products, by_torch
+from lookahead.backends.products import Product, Products, by_torch, cancelling
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -31,8 +32,11 @@ def test_torch_is_given_the_rows_that_make_it_invariant(
     products: Products, weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here a product of fewer than 30 rows, or of 64, adds up in another order; no step may use one."""
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda x, y: mm(x, y) + (len(x) < 30 or len(x) == 64))
+
+    def mm(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        FakeKernel(0, usual=30 <= len(x) != 64)(x, y.t(), out)
+
+    monkeypatch.setattr(torch, "mm", mm)
     rows = [products.plan(weights, size).rows for size in (1, 16, 32, 64, 128, 256)]
     assert rows == [32, 32, 32, 128, 128, 256]
     monkeypatch.setattr(products, "invariant", False)
@@ -100,6 +104,41 @@ def test_torch_is_asked_where_there_is_no_kernel(
     assert products.plan(weights, 128).run is by_torch
 
 
+@pytest.mark.parametrize("fault", ["other bits from row 96 on", "writes nothing", "refuses"])
+def test_a_kernel_with_a_fault_is_not_taken(
+    fault: str, with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
+) -> None:
+    class Faulty(FakeKernel):
+        calls = 0
+
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            self.calls += 1
+            if fault == "refuses":
+                raise RuntimeError("cublasLtMatmul failed with status 15")
+            if fault != "writes nothing":
+                super().__call__(x, weight, out)
+                out += self.calls == 4
+
+    right = FakeKernel(2)
+    products = with_kernels({1: [Faulty(1), right], 128: [right]})
+    assert products.plan(weights, 1) == Product(1, right)
+
+
+def test_numbers_that_cancel_tell_orders_apart() -> None:
+    """A sum in one go, in halves, and backwards: of bf16 numbers that do not cancel hardly one result would differ."""
+    x, weight = cancelling(torch.empty(64, 576, dtype=torch.bfloat16))
+    terms = x[:, None].float() * weight.float()
+    assert terms.double().sum(-1).abs().max() == 0
+
+    def added(places: Sequence[int]) -> torch.Tensor:
+        return reduce(torch.add, (terms[..., place] for place in places))
+
+    whole = added(range(576)).bfloat16()
+    for other in (added(range(288)) + added(range(288, 576)), added(range(575, -1, -1))):
+        assert (other.bfloat16() != whole).float().mean() > 0.5
+    assert torch.equal(cancelling(torch.empty(64, 576, dtype=torch.bfloat16))[0], x)
+
+
 def test_a_product_computes_its_rows_and_no_more(weights: Sequence[torch.Tensor]) -> None:
     x, out = torch.randn(5, 16), torch.zeros(5, 24)
     Product(3, by_torch)(x, weights[0], out)
@@ -131,15 +170,17 @@ def test_rows_have_the_same_bits_in_every_size(shape: tuple[int, int], dtype: to
     state = torch.cuda.get_rng_state()
     plans = {size: products.plan(weights, size) for size in (1, 2, 16, 32, 64, 128)}
     assert torch.equal(torch.cuda.get_rng_state(), state)
+    exact = x.double() @ weights[0].double().t()
+    plans[128](x, weights[0], out)
+    assert (out - exact).abs().max() <= 2 * (torch.mm(x, weights[0].t()) - exact).abs().max()
+    x, weights[0] = (part[:, torch.arange(shape[1]).flip(0)].contiguous() for part in cancelling(weights[0]))
     plans[128](x, weights[0], out)
     whole = out.clone()
-    exact = x.double() @ weights[0].double().t()
-    usual = torch.mm(x, weights[0].t())
-    assert (whole - exact).abs().max() <= 2 * (usual - exact).abs().max()
     for size, plan in plans.items():
         assert size <= plan.rows <= 128
-        out.zero_()
-        plan(x, weights[0], out)
-        assert torch.equal(out[:size], whole[:size]), size
+        for start in range(0, 129 - plan.rows, 13):
+            out.fill_(torch.nan)
+            plan(x[start : start + plan.rows].clone(), weights[0], out)
+            assert torch.equal(out[:size], whole[start : start + size]), (size, start)
     if products.library is not None:
         assert all(plan.run is not by_torch for plan in plans.values())

@@ -9,7 +9,7 @@ is cached, and whatever comes next runs after it and writes over that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,17 +31,27 @@ class Launched:
 
 
 class Ahead:
-    """At most one step that runs before it is asked for."""
+    """At most one step that runs before it is asked for.
+
+    When one was in vain because other sequences had their turn, none is started until the same have two turns running:
+    two engines that step in turn would waste every one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._slots: list[int] = []
+        self._in_turns = False
         self._step: Launched | None = None
         self._before: Launched | None = None
         self._roots: list[list[int]] = []
 
     def start(self, before: Launched, capacity: int) -> None:
         """Start the step after `before`, if it is known and has room. It never makes room: then `before` goes alone."""
-        if not all(item.goes_on and alone(item) for item in before.inputs) or max(before.lengths) + 2 > capacity:
+        if (
+            self._in_turns
+            or not all(item.goes_on and alone(item) for item in before.inputs)
+            or max(before.lengths) + 2 > capacity
+        ):
             return
         turn = 1 - before.turn
         before.shape.run_ahead(turn)
@@ -54,13 +64,18 @@ class Ahead:
         if launched is self._before:
             self._roots = [list(result.targets) for result in results]
 
-    def take(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> Launched | None:
-        """The step ahead, if it is the step of these inputs. Else it is forgotten."""
-        roots = self._roots
+    def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> Launched | None:
+        """The step ahead, if it is the step of these inputs. Else it is forgotten. `cached` are the lengths by slot."""
+        roots, lengths, slots = self._roots, [cached[item.slot] for item in inputs], [item.slot for item in inputs]
         step = self.forget()
-        if step is None or not all(map(alone, inputs)) or list(lengths) != step.lengths:
+        if slots == self._slots:
+            self._in_turns = False
+        elif step is not None and all(slot in cached for slot in self._slots):
+            self._in_turns = True
+        self._slots = slots
+        if step is None or not all(map(alone, inputs)) or lengths != step.lengths:
             return None
-        if [item.slot for item in inputs] != [item.slot for item in step.inputs]:
+        if slots != [item.slot for item in step.inputs]:
             return None
         if [item.tree.tokens for item in inputs] != roots:
             return None

@@ -1,11 +1,12 @@
 """cuBLASLt through ctypes: the kernels it has for a matrix product, one by one; torch takes the first.
 
-Only kernels that do not split the inner dimension are listed: each adds up a row's terms from the first to the last.
+Only kernels that do not split the inner dimension are listed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
-"""The library that torch has loaded already is found by its name."""
 
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
 FP32, COMPUTE_FP32 = 0, 68
@@ -44,13 +44,15 @@ class _Suggestion(ctypes.Structure):
 
 
 @cache
-def library() -> Library | None:
-    """cuBLASLt, if this process has it."""
+def library(device: torch.device) -> Library | None:
+    """The cuBLASLt that torch has loaded, if it has. A handle belongs to one device."""
     for name in NAMES:
         try:
-            return Library(ctypes.CDLL(name))
-        except (OSError, RuntimeError):
+            calls = ctypes.CDLL(name, os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
             continue
+        with torch.cuda.device(device):
+            return Library(calls)
     return None
 
 
@@ -86,7 +88,7 @@ class Problem:
         self.library = library
         self.about, transposed = ctypes.c_void_p(), ctypes.c_int(1)
         library("MatmulDescCreate", ctypes.byref(self.about), COMPUTE_FP32, FP32)
-        library("MatmulDescSetAttribute", self.about, TRANSPOSE_A, ctypes.byref(transposed), ctypes.sizeof(transposed))
+        library("MatmulDescSetAttribute", self.about, TRANSPOSE_A, *_value(transposed))
         self.weight, self.x, self.out = (
             self._layout(dtype, *sizes) for sizes in ((inner, outer), (inner, rows), (outer, rows))
         )
@@ -118,9 +120,7 @@ class Problem:
     def _set(self, algorithm: _Algorithm, cluster: int) -> bool:
         values = {SPLITS: ctypes.c_uint32(1), REDUCTION: ctypes.c_uint32(0), CLUSTER: ctypes.c_uint16(cluster)}
         return all(
-            self.library.accepts(
-                "MatmulAlgoConfigSetAttribute", ctypes.byref(algorithm), name, ctypes.byref(value), ctypes.sizeof(value)
-            )
+            self.library.accepts("MatmulAlgoConfigSetAttribute", ctypes.byref(algorithm), name, *_value(value))
             for name, value in values.items()
         )
 
@@ -141,6 +141,11 @@ class Problem:
             ctypes.byref(self._zero), out_at, self.out, out_at, self.out, ctypes.byref(algorithm),
             ctypes.c_void_p(), ctypes.c_size_t(0), stream,
         )  # fmt: skip
+
+
+def _value(value: Any) -> tuple[Any, ctypes.c_size_t]:
+    """An attribute's value, as it is passed."""
+    return ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
 
 
 @dataclass(frozen=True, eq=False)

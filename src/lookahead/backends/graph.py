@@ -54,7 +54,7 @@ def on_its_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[C
     """A method that launches: on the GPU that has the model, whichever is the current one."""
 
     @wraps(call)
-    def run(self: GraphBackend, *args: P.args, **options: P.kwargs) -> R:
+    def run(self: GraphBackend, /, *args: P.args, **options: P.kwargs) -> R:
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             return call(self, *args, **options)
         with torch.cuda.device(self.device):
@@ -83,11 +83,12 @@ class GraphBackend:
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
         if early is None:
-            early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
+            nvidia = self.device.type == "cuda" and torch.version.hip is None
+            early = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.ops = Ops(self.device, early=early)
         self.products = products_of(self.device, self.dtype, invariant)
         self.pool = self._new_pool()
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # for captures
+        self.capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
         self.cosine, self.sine = w.tables(1)
@@ -152,21 +153,26 @@ class GraphBackend:
 
         Else the first prompt of some length, and the first step of some size, would wait for it.
         """
+        self._ahead.forget()
         self._reserve(1, tokens + bucket(budget))
         slot = self.open()
-        for size in (size for size in SIZES[1:] if size <= bucket(min(tokens, PREFILL))):
-            self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
-            self._length[slot] = 0
-        for size in (size for size in SIZES if size <= bucket(budget)):
-            self.step([StepInput(slot, (), chain([0] * size), SamplingParams(), ())])
-        self.close(slot)
+        try:
+            for size in sizes_to(min(tokens, PREFILL)):
+                self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
+                self._length[slot] = 0
+            for size in sizes_to(budget):
+                goes_on = size == 1  # so its step ahead is captured, too
+                self.step([StepInput(slot, (), chain([0] * size), SamplingParams(), (), goes_on=goes_on)])
+        finally:
+            self._ahead.forget()
+            self.close(slot)
 
     # A step.
 
     @on_its_device
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
         """Start a step, if it did not run ahead, and the one that is ahead of it; the host is free until `collect`."""
-        launched = self._ahead.take(inputs, [self._length[item.slot] for item in inputs])
+        launched = self._ahead.take(inputs, self._length)
         if launched is None:
             launched = self._start(inputs)
         self._ahead.start(launched, self.cache.size(4))
@@ -300,6 +306,12 @@ class GraphBackend:
         self._flush()
         part = self.cache[:, :, self._row[slot], :, : self._length[slot]]
         return [(keys.clone(), values.clone()) for keys, values in part]
+
+
+def sizes_to(most: int) -> list[int]:
+    """The captured sizes of steps of at most so many tokens."""
+    last = bucket(most)
+    return [*(size for size in SIZES if size < last), last]
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:

@@ -7,8 +7,8 @@ the product. There are two ways to the same bits as among TILE rows:
   found to give the same bits, so the fastest may be taken for every number of rows.
 - torch's own choice, with as many rows as it needs to add up as it does for TILE.
 
-Neither is taken on trust: random numbers tell, bit for bit. (Weights would tell less: those of an inflated model are
-mostly met by zeros.) Which kernel is the fastest is timed, on the model's own weights; no result depends on it.
+Neither is taken on trust: numbers whose products cancel tell, bit for bit, since nothing is left of their sums but what
+was rounded away on the way. Which kernel is the fastest is timed, on the model's own weights; no result depends on it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Products:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool) -> None:
         self.device, self.dtype, self.invariant = device, dtype, invariant
-        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        self.library: Any = cublaslt.library() if hopper and dtype in cublaslt.TYPES else None
+        known = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+        self.library: Any = cublaslt.library(device) if known and dtype in cublaslt.TYPES else None
         self._fastest: dict[tuple[torch.Size, int], Run | None] = {}
         self._rows: dict[tuple[torch.Size, int], int] = {}
 
@@ -88,10 +88,10 @@ class Products:
         """
         key = weight.shape, size
         if key not in self._rows:
-            x, other = self._random(weight)
-            whole = torch.mm(x, other.t())
-            same = (rows for rows in tried(size) if torch.equal(torch.mm(x[:rows], other.t()), whole[:rows]))
-            self._rows[key] = next(same)
+            x, other = cancelling(weight)
+            whole = x.new_empty(TILE, len(weight))
+            by_torch(x, other, whole)
+            self._rows[key] = next(rows for rows in tried(size) if same_bits(by_torch, x, other, whole, rows))
         return self._rows[key]
 
     def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
@@ -106,16 +106,15 @@ class Products:
         return self._fastest[shape, rows]
 
     def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
-        x, other = self._random(weight)
-        whole, out = (x.new_empty(TILE, len(weight)) for _ in range(2))
-        first = next(iter(self._kernels(weight, TILE)), None)
-        if first is None:
+        x, other = cancelling(weight)
+        whole = x.new_empty(TILE, len(weight))
+        for first in self._kernels(weight, TILE):
+            try:
+                first(x, other, whole)
+            except RuntimeError:
+                continue
+            yield from (run for run in self._kernels(weight, rows) if same_bits(run, x, other, whole, rows))
             return
-        first(x, other, whole)
-        for kernel in self._kernels(weight, rows):
-            kernel(x[:rows], other, out[:rows])
-            if torch.equal(out[:rows], whole[:rows]):
-                yield kernel
 
     def _kernels(self, weight: torch.Tensor, rows: int) -> list[cublaslt.Kernel]:
         try:
@@ -123,12 +122,6 @@ class Products:
             return cublaslt.Problem(self.library, rows, outer, inner, self.dtype).kernels()
         except RuntimeError:  # it has none for this shape
             return []
-
-    def _random(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same every time, and nobody else's random numbers change."""
-        source = torch.Generator(weight.device).manual_seed(0)
-        x = torch.empty(TILE, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        return x.normal_(generator=source), torch.empty_like(weight).normal_(generator=source)
 
     def _time(self, run: Run, weights: Sequence[torch.Tensor], rows: int, times: int) -> float:
         """Milliseconds of a call, the median of so many rounds."""
@@ -150,3 +143,34 @@ class Products:
 def tried(size: int) -> list[int]:
     """How many rows a product of this size may be given."""
     return [size, *(rows for rows in SIZES if size < rows <= TILE)]
+
+
+def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [TILE, inner] and a matrix like `weight`, random, whose product is zero but for rounding.
+
+    Every term comes a second time, negative and elsewhere. So a sum in another order leaves something else. They are
+    the same every time, and nobody else's random numbers change.
+    """
+    source = torch.Generator(weight.device).manual_seed(0)
+    inner = weight.shape[1]
+    half = inner // 2
+    places = torch.randperm(half, generator=source, device=weight.device)
+    x, other = weight.new_zeros(TILE, inner), torch.zeros_like(weight)
+    x[:, :half].normal_(generator=source)
+    other[:, :half].normal_(generator=source)
+    x[:, half : 2 * half] = x[:, places]
+    other[:, half : 2 * half] = -other[:, places]
+    return x, other
+
+
+def same_bits(run: Run, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
+    """Whether so many rows at a time, from several places, come out as they are in `whole`."""
+    for start in range(0, TILE - rows + 1, max(rows, TILE // 4)):
+        out = whole.new_full((rows, len(weight)), torch.nan)
+        try:
+            run(x[start : start + rows].clone(), weight, out)
+        except RuntimeError:
+            return False
+        if not torch.equal(out, whole[start : start + rows]):
+            return False
+    return True

@@ -60,7 +60,7 @@ class Shape:
         self.backend, self.batch, self.count, self.head = backend, batch, count, head
         w, device, dtype = backend.weights, backend.device, backend.dtype
         size, layer = batch * count, w.layers[0]
-        # A product takes as many rows as the step has, or more where that is faster or makes it invariant.
+        # A product takes as many rows as the step has, or more if only so it is invariant.
         matrices = {name: [getattr(one, name) for one in w.layers] for name in ("qkv", "out", "gate_up", "down")}
         matrices["head"] = [w.head]
         self.products = {name: backend.products.plan(weights, size) for name, weights in matrices.items()}
@@ -127,7 +127,7 @@ class Shape:
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        graph, where = torch.cuda.CUDAGraph(), (self.backend.pool, self.backend.stream)
+        graph, where = torch.cuda.CUDAGraph(), (self.backend.pool, self.backend.capture_stream)
         # What other threads do on the GPU meanwhile is their own affair.
         with _no_collection(), torch.cuda.graph(graph, *where, capture_error_mode="thread_local"):
             step()

@@ -174,7 +174,7 @@ class Runner:
             lm.warmth = Warmth()
             prepare = getattr(lm.backend, "prepare", None)
             if prepare is not None and lm.device.type == "cuda" and not method.stock:
-                prepare(longest, (method.config or lm.default_config).budget)
+                prepare(min(longest, lm.backend.max_length or longest), (method.config or lm.default_config).budget)
             answer(self.models, self._warm_up(job), longest)
         self._fresh(lm, job)
         reset = getattr(lm.backend, "reset", None)
