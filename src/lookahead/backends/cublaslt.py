@@ -6,15 +6,13 @@ Only kernels that do not split the inner dimension are listed.
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
-
+# The library's own numbers for types, attributes and cluster shapes.
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
 FP32, COMPUTE_FP32 = 0, 68
 TRANSPOSE_A = 3
@@ -23,8 +21,6 @@ CLUSTERS = (2, 3, 4, 5, 6, 7)
 """Clusters of 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2 and 4 x 2 multiprocessors that share what they load."""
 MOST = 16
 """Suggestions asked for; cuBLASLt 13 gives eight."""
-
-
 ALIGNMENT = 256
 """Bytes to which its kernels may expect a matrix to be aligned. torch's allocations are."""
 
@@ -45,15 +41,13 @@ class _Suggestion(ctypes.Structure):
 
 @cache
 def library(device: torch.device) -> Library | None:
-    """The cuBLASLt that torch has loaded, if it has. A handle belongs to one device."""
-    for name in NAMES:
-        try:
-            calls = ctypes.CDLL(name, os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:
-            continue
+    """The cuBLASLt that torch has loaded, which is found by its name. A handle belongs to one device."""
+    version = (torch.version.cuda or "").split(".")[0]
+    try:
         with torch.cuda.device(device):
-            return Library(calls)
-    return None
+            return Library(ctypes.CDLL(f"libcublasLt.so.{version}"))
+    except (OSError, RuntimeError):
+        return None
 
 
 def takes(weight: torch.Tensor) -> bool:
