@@ -10,7 +10,7 @@ and recycled rows are as full as in real use. Medians per step, in microseconds:
     take      verify, window, counters
     learn     how good the guesses were, and new ones
     rest      commit and the engine's own
-    host      all of these: what stands between two steps of a GPU
+    host      all of these: what stands between two steps of a GPU (token by token, only where none runs ahead)
     later     what is done while the device runs: no part of `host`
 
 The C library and its Python twins take turns, step by step, so that a busy machine slows both.
@@ -76,7 +76,7 @@ class Played(GraphBackend):
         begin = perf_counter()
         if shape.top is not None:
             fields = shape.packet.fields
-            out = shape.top.out.numpy().reshape(shape.batch, shape.count, -1)
+            out = shape.top.rows[0].reshape(shape.batch, shape.count, -1)
             for place in range(shape.batch):
                 played = self.texts.get(int(fields["rows"][place]), np.zeros(1, dtype=np.int32))
                 nodes = fields["needed"][place] - place * shape.count
@@ -87,6 +87,14 @@ class Played(GraphBackend):
                 out[place, :, 0], out[place, :, 1:9] = targets, self.likely[tokens]
                 out[place, :, 9:] = (0, 3, 5, 7, 8, 10, 12, 15)
         self.forward_seconds += perf_counter() - begin
+
+
+class Asked(DecodingSequence):
+    """A sequence none of whose steps runs ahead: token by token, too, the host's time is between two steps."""
+
+    @property
+    def goes_on(self) -> bool:
+        return False
 
 
 class Clock:
@@ -152,7 +160,7 @@ class Run:
             self.engine.remove(sequence)
         for row in range(self.batch):
             tokens, rules = text(self.rng, PROMPT + OUTPUT + 64), StopRules(max_tokens=OUTPUT)
-            sequence = DecodingSequence(tokens[:PROMPT], self.config, rules=rules, warmth=self.warmth)
+            sequence = Asked(tokens[:PROMPT], self.config, rules=rules, warmth=self.warmth)
             for part, name in (
                 ("propose", "propose"),
                 ("propose", "uniforms"),

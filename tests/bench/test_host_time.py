@@ -1,0 +1,36 @@
+"""The script that times the host's part of a step plays texts back as a model would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lookahead.config import LookaheadConfig
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import host_time
+
+    return host_time
+
+
+@pytest.mark.parametrize(
+    ("config", "least"),
+    [(LookaheadConfig(), 1.5), (LookaheadConfig.autoregressive(), 1.0)],
+    ids=["default", "one by one"],
+)
+def test_texts_are_played_back(script: ModuleType, config: LookaheadConfig, least: float) -> None:
+    run = script.Run(config, 1, python=False)
+    run.step()
+    (sequence,) = run.engine.running
+    while sequence in run.engine.running:
+        run.step()
+    played = run.backend.texts[0].tolist()
+    assert sequence.tokens == played[: len(sequence.tokens)]
+    assert len(sequence.output) == script.OUTPUT
+    assert sequence.stats.compression >= least
+    assert all(len(run.times[part]) == sequence.stats.steps - 1 for part in script.PARTS)
