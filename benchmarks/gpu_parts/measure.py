@@ -15,7 +15,7 @@ import torch
 from gpu_parts.bench import INVARIANT
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph import GraphBackend
-from lookahead.backends.shape import SIZES, bucket
+from lookahead.backends.shape import bucket
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.cost import bush
 from lookahead.engine import Engine
@@ -160,10 +160,8 @@ def decode(
 
 def warm_up(backend: GraphBackend, config: LookaheadConfig, prompts: Sequence[Sequence[int]], stop: StopRules) -> None:
     """Capture every size the method can use, and run a few tokens of each prompt: nothing is compiled while timed."""
-    for count in (size for size in SIZES if size <= bucket(config.budget)):
-        slot = backend.open()
-        step_of(backend, slot, count, 64)
-        backend.close(slot)
+    longest = max(map(len, prompts)) + stop.max_tokens
+    backend.prepare(min(longest, backend.max_length or longest), config.budget)
     for prompt in prompts:
         decode(backend, prompt, config, StopRules(min(8, stop.max_tokens), stop.eos_ids), Warmth())
 

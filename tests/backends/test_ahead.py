@@ -15,7 +15,7 @@ import torch
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 
 from lookahead import LookaheadConfig
-from lookahead.backends import graph
+from lookahead.backends import ahead, graph
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager import EagerBackend
 from lookahead.backends.graph import GraphBackend
@@ -37,7 +37,7 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What runs from here on, in order."""
     told: list[str] = []
-    step, ahead = Shape.run, Shape.run_ahead
+    step, step_ahead = Shape.run, Shape.run_ahead
 
     def note_step(shape: Shape) -> None:
         told.append("step" if shape.head else "prompt")
@@ -45,7 +45,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def note_ahead(shape: Shape, turn: int) -> None:
         told.append("ahead")
-        ahead(shape, turn)
+        step_ahead(shape, turn)
 
     monkeypatch.setattr(Shape, "run", note_step)
     monkeypatch.setattr(Shape, "run_ahead", note_ahead)
@@ -218,6 +218,49 @@ def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: lis
     finish(engines[1])
     assert ran.count("ahead") == 1 + 9
     assert [s.output for s in sequences] == [plain(model, PROMPTS[i], 12 + 10 * i) for i in (0, 1)]
+
+
+class FakeStream:
+    """Writes down what it is told."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def synchronize(self) -> None:
+        self.told.append(f"wait for {self.name}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.told.append(f"{self.name} after {other.name}")
+
+    def record_event(self) -> FakeStream:
+        self.told.append(f"mark {self.name}")
+        return FakeStream(f"mark of {self.name}", self.told)
+
+
+def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    """By a mark where another step runs behind it, and for the stream where none does. Streams may change."""
+    streams = [FakeStream("a", ran), FakeStream("b", ran)]
+    now = [streams[0]]
+    for module in (ahead, graph):
+        monkeypatch.setattr(module, "stream_of", lambda device: now[0])
+    backend = GraphBackend(tiny("Llama"))
+    engine = Engine(backend)
+    engine.add(sequence_of(PROMPTS[0], 4))
+    engine.step()
+    assert ran == ["prompt", "step", "mark a", "ahead", "wait for mark of a"]
+    ran.clear()
+    engine.step()
+    assert ran == ["mark a", "ahead", "wait for mark of a"]
+    ran.clear()
+    now[0] = streams[1]
+    engine.step()
+    assert ran == ["b after a", "mark a", "ahead", "wait for mark of a"]
+    ran.clear()
+    engine.step()
+    assert ran == ["wait for b"]
+    ran.clear()
+    assert len(outputs(backend, PROMPTS[:1], LookaheadConfig(), 3)[0]) == 3
+    assert set(ran) == {"prompt", "step", "wait for b"}
 
 
 def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:

@@ -104,24 +104,17 @@ def test_greedy_equals_transformers(
     assert told(interpreted(model), PROMPT, expected) == (expected, 4)
 
 
+@pytest.mark.parametrize("config", [SETTINGS, LookaheadConfig.autoregressive()], ids=["guesses", "steps ahead"])
 def test_a_ragged_batch(
-    interpreted: Callable[[Any], GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
+    config: LookaheadConfig,
+    interpreted: Callable[[Any], GraphBackend],
+    plain: Callable[[Any, Sequence[int], int], list[int]],
 ) -> None:
-    """Three sequences and a row of padding."""
+    """Three sequences and a row of padding. Token by token the device goes on with its own targets, after a step."""
     model = tiny("Llama", num_hidden_layers=1)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
-    assert outputs(interpreted(model), prompts, SETTINGS, 5) == expected
-
-
-def test_steps_ahead(
-    interpreted: Callable[[Any], GraphBackend], plain: Callable[[Any, Sequence[int], int], list[int]]
-) -> None:
-    """Token by token: after the first step of the three together, the device goes on with its own targets."""
-    model = tiny("Llama", num_hidden_layers=1)
-    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
-    expected = [plain(model, prompt, 5) for prompt in prompts]
-    assert outputs(interpreted(model), prompts, LookaheadConfig.autoregressive(), 5) == expected
+    assert outputs(interpreted(model), prompts, config, 5) == expected
 
 
 def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:

@@ -21,13 +21,24 @@ from lookahead.tree import Targets
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way: its roots' places, which of the host's two copies gets its results, and what tells when."""
+    """A step on its way: its roots' places, which of the host's two copies gets its results, and its stream.
+
+    `done` comes to pass after it, where another step was given to the stream meanwhile.
+    """
 
     shape: Shape
     inputs: list[StepInput]
     lengths: list[int]
     turn: int
-    done: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Until its results are there. On a CPU they are."""
+        if self.done is not None:
+            self.done.synchronize()
+        elif self.stream is not None:
+            self.stream.synchronize()
 
 
 class Ahead:
@@ -39,24 +50,23 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slots: list[int] = []
-        self._in_turns = False
         self._step: Launched | None = None
         self._before: Launched | None = None
         self._roots: list[list[int]] = []
+        self._in_turns = False
+        self._slots: list[int] = []  # of the last turn
 
     def start(self, before: Launched, capacity: int) -> None:
         """Start the step after `before`, if it is known and has room. It never makes room: then `before` goes alone."""
-        if (
-            self._in_turns
-            or not all(item.goes_on and alone(item) for item in before.inputs)
-            or max(before.lengths) + 2 > capacity
-        ):
+        if self._in_turns or not all(item.goes_on and alone(item) for item in before.inputs):
             return
-        turn = 1 - before.turn
+        if max(before.lengths) + 2 > capacity:
+            return
+        if before.stream is not None:
+            before.done = before.stream.record_event()
+        turn, lengths = 1 - before.turn, [length + 1 for length in before.lengths]
         before.shape.run_ahead(turn)
-        lengths = [length + 1 for length in before.lengths]
-        self._step = Launched(before.shape, before.inputs, lengths, turn, mark(self._device))
+        self._step = Launched(before.shape, before.inputs, lengths, turn, stream_of(self._device))
         self._before = before
 
     def collected(self, launched: Launched, results: Sequence[Targets]) -> None:
@@ -66,16 +76,16 @@ class Ahead:
 
     def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> Launched | None:
         """The step ahead, if it is the step of these inputs. Else it is forgotten. `cached` are the lengths by slot."""
-        roots, lengths, slots = self._roots, [cached[item.slot] for item in inputs], [item.slot for item in inputs]
-        step = self.forget()
-        if slots == self._slots:
-            self._in_turns = False
-        elif step is not None and all(slot in cached for slot in self._slots):
-            self._in_turns = True
-        self._slots = slots
-        if step is None or not all(map(alone, inputs)) or lengths != step.lengths:
+        if self._step is None and not self._in_turns:
+            return None
+        roots, step, slots = self._roots, self.forget(), [item.slot for item in inputs]
+        if step is None:
+            self._in_turns, self._slots = slots != self._slots, slots
             return None
         if slots != [item.slot for item in step.inputs]:
+            self._in_turns, self._slots = all(item.slot in cached for item in step.inputs), slots
+            return None
+        if not all(map(alone, inputs)) or [cached[slot] for slot in slots] != step.lengths:
             return None
         if [item.tree.tokens for item in inputs] != roots:
             return None
@@ -84,8 +94,10 @@ class Ahead:
     def forget(self) -> Launched | None:
         """Expect nothing of the step ahead. What follows runs behind it, on whichever stream."""
         step = self._step
-        if step is not None and step.done is not None:
-            torch.cuda.current_stream(self._device).wait_event(step.done)
+        if step is not None and step.stream is not None:
+            here = stream_of(self._device)
+            if here is not None and here != step.stream:
+                here.wait_stream(step.stream)
         self._step, self._before, self._roots = None, None, []
         return step
 
@@ -95,10 +107,6 @@ def alone(item: StepInput) -> bool:
     return len(item.tree) == 1 and not item.trail and item.sampling.greedy and not item.logits
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """What comes to pass when the device has done all it was given. On a CPU nothing is left to do."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that the device is given work on. On a CPU nothing is left to do."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

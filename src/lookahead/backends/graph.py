@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from lookahead.backends.ahead import Ahead, Launched, mark
+from lookahead.backends.ahead import Ahead, Launched, stream_of
 from lookahead.backends.base import StepInput
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops
@@ -196,13 +196,12 @@ class GraphBackend:
             self._fill_nothing(shape, place, nobody)
         shape.run()
         lengths = [self._length[item.slot] for item in inputs]
-        return Launched(shape, inputs, lengths, 0, mark(self.device))
+        return Launched(shape, inputs, lengths, 0, stream_of(self.device))
 
     @on_its_device
     def collect(self, launched: Launched) -> list[Targets]:
         """Wait for a step and read its targets and top rows."""
-        if launched.done is not None:
-            launched.done.synchronize()
+        launched.wait()
         top, count = launched.shape.top, launched.shape.count
         assert top is not None
         rows, results = top.rows[launched.turn], []

@@ -25,7 +25,7 @@ from lookahead.backends import cublaslt
 from lookahead.backends.shape import SIZES, TILE
 
 CALLS = 8
-"""Calls of which a timing takes the mean, on the weights of as many layers, so that none is still in the cache."""
+"""Calls of which a timing takes the mean, on the weights of as many layers: large ones then come from memory."""
 AHEAD = 800_000
 """Clock ticks that the device waits before a timing, while the host calls ahead of it: 0.4 ms at 2 GHz."""
 FINALISTS = 4

@@ -62,7 +62,8 @@ class Shape:
         size, layer = batch * count, w.layers[0]
         # A product takes as many rows as the step has, or more if only so it is invariant.
         matrices = {name: [getattr(one, name) for one in w.layers] for name in ("qkv", "out", "gate_up", "down")}
-        matrices["head"] = [w.head]
+        if head:
+            matrices["head"] = [w.head]
         self.products = {name: backend.products.plan(weights, size) for name, weights in matrices.items()}
         rows = max(product.rows for product in self.products.values())
         # A pass without a head is part of a prompt: the same for every method.
