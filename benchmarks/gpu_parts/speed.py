@@ -61,8 +61,11 @@ def batch_part(bench: Bench) -> None:
     prompts = bench.prompts["mt-bench"]
     rules = StopRules(min(96, bench.args.new_tokens), bench.lm.stop_ids)
     backend = CountedBackend(bench.large)
+    longest = max(map(len, prompts)) + rules.max_tokens + 128
     for batch in (1, 2, 4, 8, 16):
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
+        # A row for the padding when some have ended: a buffer that grows on the way would drop the captured graphs.
+        backend._reserve(batch + 1, longest)
         for name, config in {
             "autoregressive": LookaheadConfig.autoregressive(),
             "default, K=128": LookaheadConfig(),
