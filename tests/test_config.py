@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
         {"window": 20, "ngram": 5, "budget": 64},
         "window=20 with ngram=5 fills 80 tokens of a step, more than budget=64; lower the window or raise the budget",
     ),
+    ({"shared": "yes"}, "shared='yes' must be True or False"),
     ({"step_cost": ()}, "step_cost needs positive times, one per step size"),
     ({"step_cost": (1.0, 0.0, 2.0)}, "step_cost needs positive times, one per step size"),
     ({"step_cost": (-1.0,)}, "step_cost needs positive times, one per step size"),
@@ -209,10 +211,31 @@ def test_adapting_validates_and_changes_nothing_else() -> None:
             config.adapted(**change)
 
 
+def test_a_share_is_a_part_of_the_budget() -> None:
+    alone = LookaheadConfig(window=0, budget=8)
+    shared = replace(alone, shared=True)
+    assert [alone.share(together) for together in (1, 2, 9)] == [8, 8, 8]
+    assert [shared.share(together) for together in (1, 2, 3, 4, 8, 9)] == [8, 4, 2, 2, 1, 1]
+
+
+def test_a_share_is_what_costs_nearly_nothing_more() -> None:
+    """Up to 8 tokens a step takes 1.0, from there on 0.05 more for each."""
+    times = tuple(max(1.0, 1 + 0.05 * (size - 8)) for size in range(1, 65))
+    config = LookaheadConfig(window=0, budget=64, step_cost=times, shared=True)
+    assert config.share(1) == 64
+    assert [config.share(together) for together in (2, 4, 5)] == [5, 2, 2]  # of 10 tokens in all, 1.1
+    assert config.share(8) == config.share(16) == config.share(64) == config.share(65) == 1
+    assert replace(config, shared=False).share(4) == 64
+    assert replace(config, step_cost=times[:6]).share(3) == 2  # no more was measured
+
+
 def test_a_size_that_is_asked_for_is_taken_at_its_word() -> None:
     config = LookaheadConfig(window=0, step_cost=(1.0, 2.0, 3.0))
     assert config.adapted(budget=16).step_cost is None
     assert config.adapted(window=3).step_cost is None
     assert config.adapted(guesses=3, sources=("suffix",)).step_cost == (1.0, 2.0, 3.0)
+    assert not replace(config, shared=True).adapted(budget=16).shared
+    assert not replace(config, shared=True).adapted(window=3).shared
+    assert replace(config, shared=True).adapted(guesses=3).shared
     assert config.adapted(sources=("suffix",)).window == 0
     assert config.adapted(sources=("jacobi",)).window == LookaheadConfig().window

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -207,8 +208,10 @@ def curve(at_window: float, at_budget: float) -> StepCost:
 
 
 @pytest.mark.parametrize("end", [1.0, 1.1, FLAT])
-def test_a_flat_curve_changes_nothing(end: float) -> None:
-    assert suited(DEFAULT, curve(1.0, end)) == DEFAULT
+def test_with_a_flat_curve_one_sequence_has_the_whole_budget_and_several_share_it(end: float) -> None:
+    config = suited(DEFAULT, curve(1.0, end))
+    assert config == replace(DEFAULT, shared=True)
+    assert [config.share(together) for together in (1, 2, 8, 200)] == [128, 64, 16, 1]
 
 
 def test_a_steep_curve_goes_into_the_config_and_drops_the_window() -> None:

@@ -241,6 +241,26 @@ def test_uniforms_belong_to_output_positions() -> None:
     assert DecodingSequence(COUNTED, LONG).uniforms(tree) == []
 
 
+# A step that several take part in.
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=configs(), together=st.integers(1, 40), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_a_share_of_the_budget_is_not_exceeded(config: LookaheadConfig, together: int, prompt: list[int]) -> None:
+    tree = DecodingSequence(prompt, replace(config, shared=True)).propose(together)
+    assert len(tree) <= max(1, config.budget // together)
+    alone = DecodingSequence(prompt, config)
+    assert alone.propose(together) == alone.propose()
+    assert DecodingSequence(prompt, replace(config, shared=True)).propose() == alone.propose()
+
+
+def test_a_share_is_filled_and_has_a_window_where_there_is_room_for_both() -> None:
+    sequence = DecodingSequence(COUNTED * 2, LookaheadConfig(suffix_length=128, shared=True))
+    trees = [sequence.propose(together) for together in (2, 4, 8, 32, 128, 500)]
+    assert [tree.width for tree in trees] == [5, 0, 0, 0, 0, 0]
+    assert [len(tree) for tree in trees] == [64, 32, 16, 4, 1, 1]
+
+
 # Shared state.
 
 

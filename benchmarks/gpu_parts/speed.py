@@ -70,6 +70,7 @@ def batch_part(bench: Bench) -> None:
             "autoregressive": LookaheadConfig.autoregressive(),
             "default, K=128": LookaheadConfig(),
             "default, K=32": LookaheadConfig().adapted(budget=32),
+            "default, K=128 shared": LookaheadConfig(shared=True),
         }.items():
             for timed in (False, True):  # the first run captures the graphs
                 engine, warmth = Engine(backend), Warmth()

@@ -12,6 +12,8 @@ from typing import Any
 
 SOURCES = ("jacobi", "prompt", "suffix", "recycle")
 SCOPES = ("off", "request", "model")
+FREE = 1.1
+"""A step that takes at most this many times as long costs nearly nothing more."""
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 
 
@@ -21,7 +23,8 @@ class LookaheadConfig:
 
     `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1)
     stands alone. `step_cost[k]` is the time of a step of k + 1 tokens; with it a step takes only as many
-    tokens as are expected to pay for themselves, without it the whole budget.
+    tokens as are expected to pay for themselves, without it the whole budget. With `shared`, sequences that run at
+    once share the budget (see `share`); else each has the whole.
     """
 
     window: int = 5
@@ -35,6 +38,7 @@ class LookaheadConfig:
     suffix_length: int = 16
     suffix_oldest: bool = False
     step_cost: tuple[float, ...] | None = field(default=None, repr=False)
+    shared: bool = False
 
     def __post_init__(self) -> None:
         _at_least("window", self.window, 0)
@@ -56,6 +60,8 @@ class LookaheadConfig:
             raise ValueError(f"sources name {_repeated(self.sources)!r} twice; name each once")
         if self.recycle_scope not in SCOPES:
             raise ValueError(f"recycle_scope={self.recycle_scope!r}; choose from {', '.join(SCOPES)}")
+        if not isinstance(self.shared, bool):
+            raise ValueError(f"shared={self.shared!r} must be True or False")
         if self.window_tokens > self.budget:
             raise ValueError(
                 f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, more "
@@ -75,6 +81,19 @@ class LookaheadConfig:
     def window_tokens(self) -> int:
         """Tokens of the root and the lookahead branch: c is the oldest row's column 0, so W(N-1), at least 1."""
         return max(1, self.window * (self.ngram - 1)) if "jacobi" in self.sources else 1
+
+    def share(self, together: int) -> int:
+        """The most tokens of a step for each of so many sequences. With a step cost, as many as are nearly free.
+
+        A batch is padded to its longest tree: who takes more makes a step longer for all, whatever it is worth to them.
+        """
+        if together < 2 or not self.shared:
+            return self.budget
+        most = max(1, self.budget // together)
+        if self.step_cost is None:
+            return most
+        times = self.step_cost[together - 1 :: together][:most]
+        return max(1, sum(taken <= FREE * times[0] for taken in times))
 
     @property
     def deepest(self) -> int:
@@ -135,8 +154,9 @@ class LookaheadConfig:
     def adapted(self, **changes: Any) -> LookaheadConfig:
         """A copy with these fields changed; a window left at its default gives way to a smaller budget.
 
-        What is asked for is taken at its word: naming W or K leaves the step cost out, and naming the source `jacobi`
-        gives it a window. A config that guesses nothing has nothing to adapt: the changes are made to the default.
+        What is asked for is taken at its word: naming W or K leaves the step cost out and gives them to every sequence
+        of a batch, and naming the source `jacobi` gives it a window. A config that guesses nothing has nothing to
+        adapt: the changes are made to the default.
         """
         if changes and not self.sources:
             return type(self)().adapted(**changes)
@@ -153,6 +173,7 @@ class LookaheadConfig:
             changes["budget"] = max(self.budget, branches * (changes.get("ngram", self.ngram) - 1) + 1)
         if {"window", "budget"} & set(changes):
             changes.setdefault("step_cost", None)
+            changes.setdefault("shared", False)
         return replace(self, **changes)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.base import Backend, StepInput
-from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.config import FREE, LookaheadConfig, SamplingParams
 from lookahead.sources import TOP
 from lookahead.tree import TokenTree
 
@@ -127,12 +127,14 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
     """The config for a machine with this cost curve.
 
     Where the whole budget is nearly free it is used whole. Elsewhere the curve goes into the config, so that each step
-    takes the guesses worth their time, and the window stays only if its tokens are nearly free.
+    takes the guesses worth their time, and the window stays only if its tokens are nearly free. Sequences that run at
+    once share the budget: what is free for one is not for eight.
     """
     table = cost.table(config.budget)
+    config = replace(config, shared=config.budget > 1)
     if table[-1] <= FLAT * table[0]:
         return config
-    window = config.window if table[config.window_tokens - 1] <= 1.1 * table[0] else 0
+    window = config.window if table[config.window_tokens - 1] <= FREE * table[0] else 0
     return replace(config, window=window, step_cost=table)
 
 

@@ -114,8 +114,9 @@ class Engine:
         begin = perf_counter()
         inputs = []
         together = len(group) == len(self._slots)  # so the next step's group is this one
+        padded = 1 << (len(group) - 1).bit_length()  # as a captured batch is
         for sequence in group:
-            slot, tree = self._slots[sequence], sequence.propose()
+            slot, tree = self._slots[sequence], sequence.propose(padded)
             trail = sequence.tokens[self.backend.length(slot) : -1]
             top = TOP if sequence.wants_top else 0
             if self.judge is None:

@@ -71,23 +71,29 @@ class DecodingSequence:
         left = self.room - self.stats.generated_tokens
         return left > 1 and self.sampling.greedy and not self._sources and not self._window.width
 
-    def propose(self) -> TokenTree:
-        """The next step's tree: the root, the window, and the best guesses the budget has room for."""
+    def propose(self, together: int = 1) -> TokenTree:
+        """The next step's tree: the root, the window, and the best guesses the budget has room for.
+
+        `together` sequences take part in the step. A window that would fill more than half of a share is left out.
+        """
         config, window = self.config, self._window
+        budget = config.share(together)
+        shares = budget < config.budget
         left = self.room - self.stats.generated_tokens
         # A guess at depth d is followed by one more token, so deeper than left - 1 cannot count. A window that would
         # reach past the context is left out: its last column stands W + N - 3 positions after the root.
         limit = self.rules.max_length
         fits = limit is None or len(self.tokens) + window.width + config.ngram - 3 <= limit
+        fits = fits and (not shares or 2 * config.window_tokens <= budget)
         width = window.width if fits and left > 1 else 0
         layout = window_layout(width, config.ngram)
 
-        guesses, room, deepest = NO_GUESSES, config.budget - layout.size, min(left - 1, config.deepest)
+        guesses, room, deepest = NO_GUESSES, budget - layout.size, min(left - 1, config.deepest)
         if room > 0 and deepest > 0:
             draft = Draft(self.tokens, self._warmth.calibration.rates)
             for source in self._sources:
                 source.propose(self.tokens, draft)
-            guesses = draft.grow(room, deepest, config.step_cost, layout.size)
+            guesses = draft.grow(room, deepest, None if shares else config.step_cost, layout.size)
         return layout.tree([self.tokens[-1], *(window.flat() if width else ())], guesses)
 
     def uniforms(self, tree: TokenTree) -> list[float]:

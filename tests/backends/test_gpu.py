@@ -194,6 +194,16 @@ def test_batches_equal_their_sequences_alone() -> None:
     assert [sequence.output for sequence in sequences] == expected
 
 
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_half_precision_batches_that_share_equal_their_sequences_alone(count: int) -> None:
+    """A shared budget keeps all rows of a step within a tile, in which a row's bits are its own."""
+    backend = GraphBackend(medium(torch.bfloat16, 64))
+    prompts = texts(count, (300, 8, 40, 1), 64)
+    expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
+    assert outputs(backend, prompts, AUTOREGRESSIVE, 40) == expected
+    assert outputs(backend, prompts, LookaheadConfig(shared=True), 40) == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs hold the buffer's address and must go with it. Where keys stand in memory changes no bit of the result."""

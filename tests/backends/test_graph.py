@@ -26,7 +26,7 @@ from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.eager import EagerBackend
 from lookahead.backends.graph import GraphBackend
 from lookahead.backends.packet import Packet
-from lookahead.backends.shape import bucket
+from lookahead.backends.shape import TILE, bucket
 from lookahead.backends.weights import check_graph, relay
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine import Engine
@@ -243,6 +243,20 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
 
 def test_buckets() -> None:
     assert [bucket(k) for k in (1, 2, 16, 17, 128, 129, 512, 513, 1025)] == [1, 16, 16, 32, 128, 256, 512, 1024, 1536]
+    assert [bucket(k, 8) for k in (1, 2, 5, 9, 17, 128, 513)] == [1, 4, 8, 16, 32, 128, 1024]
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 16])
+def test_a_shared_budget_fills_one_tile(count: int, device: str, plain: Plain) -> None:
+    """However many there are, their steps together have at most 128 tokens, padding and all."""
+    rng, model = random.Random(3), make("llama", device)
+    prompts = [rng.choices(range(VOCABULARY), k=rng.randrange(1, 30)) * 2 for _ in range(count)]
+    backend = GraphBackend(model)
+    found = outputs(backend, prompts, LookaheadConfig(shared=True), 24)
+    assert found == [plain(model, prompt, 24) for prompt in prompts]
+    batches = [(batch, size) for batch, size, head in backend._shapes if head and batch > 1]
+    assert max(batch * size for batch, size in batches) == TILE
+    assert max(batch for batch, _ in batches) >= count
 
 
 @pytest.mark.parametrize("budget", [1, 2, 9, 16, 17, 33, 100, 200])

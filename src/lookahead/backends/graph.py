@@ -183,8 +183,8 @@ class GraphBackend:
             if not (self._length[item.slot] and len(item.trail) <= TRAIL):
                 self._prefill(item)
         inputs = [replace(item, tree=below_trail(item.trail, item.tree)) if item.trail else item for item in inputs]
-        count = bucket(max([len(item.tree) for item in inputs]))
         batch = 1 << (len(inputs) - 1).bit_length()
+        count = bucket(max([len(item.tree) for item in inputs]), batch)
         nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
         rows = nobody + 1 if batch > len(inputs) else 1
         self._reserve(rows, max([self._length[item.slot] for item in inputs]) + count)

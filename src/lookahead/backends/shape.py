@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 TOP = 8
 SIZES = (1, 16, 32, 64, 128, 256, 512)
 """Buckets of K. A step is padded to the next one: on a GPU that waits for its weights the padding is nearly free."""
+SMALL = (4, 8)
+"""Further ones for a batch, where every sequence is padded: 16 times 8 tokens are a whole tile, 16 times 16 are two."""
 TILE = 128
 """Steps of at most so many tokens, all rows together, give a row the same bits whatever K and the other rows are."""
 
 
-def bucket(size: int) -> int:
-    """The captured size for a step of this many tokens."""
-    place = bisect_left(SIZES, size)
-    return SIZES[place] if place < len(SIZES) else -(-size // 512) * 512
+def bucket(size: int, batch: int = 1) -> int:
+    """The captured size for a step of this many tokens, or of a batch whose longest tree has so many."""
+    sizes = SIZES if batch == 1 else sorted((*SIZES, *SMALL))
+    place = bisect_left(sizes, size)
+    return sizes[place] if place < len(sizes) else -(-size // 512) * 512
 
 
 _capturing = Lock()

@@ -50,7 +50,7 @@ class Method:
 
 def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
     """A config as JSON has it, less the measured step cost, which is no choice of the user's."""
-    return None if config is None else {k: v for k, v in asdict(config).items() if k != "step_cost"}
+    return None if config is None else {k: v for k, v in asdict(config).items() if k not in ("step_cost", "shared")}
 
 
 def named(name: str, label: str | None = None, **where: Any) -> Method:
@@ -81,7 +81,7 @@ def _paper_prompt(text: str, name: str) -> LookaheadConfig:
 
 
 def _fields(text: str, name: str) -> LookaheadConfig:
-    known = {field.name for field in fields(LookaheadConfig)} - {"step_cost", "suffix_oldest"}
+    known = {field.name for field in fields(LookaheadConfig)} - {"step_cost", "suffix_oldest", "shared"}
     given: dict[str, Any] = {}
     for part in text.split(","):
         field, equals, value = part.partition("=")

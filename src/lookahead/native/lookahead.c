@@ -84,9 +84,9 @@ static int64_t find(const Memory *m, const int32_t key[3]) { return find_hashed(
 
 static Entry *entry_at(const Memory *m, int64_t slot) { return &m->entries[m->table[slot].place]; }
 
-/* Enter a place into the table, under a key that is not there. */
-static void enter(Slot *table, uint64_t mask, const int32_t key[3], int64_t place) {
-    uint64_t h = hash(key), slot = h & mask;
+/* Enter a place into the table, under a key with this hash that is not there. */
+static void enter(Slot *table, uint64_t mask, uint64_t h, int64_t place) {
+    uint64_t slot = h & mask;
     while (table[slot].place >= 0) slot = (slot + 1) & mask;
     table[slot] = (Slot){(uint32_t)(h >> 32), (int32_t)place};
 }
@@ -109,7 +109,7 @@ static int make_room(Memory *m) {
     for (int64_t i = m->oldest; i < m->used; i++) {
         if (m->entries[i].count < 0) continue;
         entries[used] = m->entries[i];
-        enter(table, slots - 1, entries[used].key, used);
+        enter(table, slots - 1, hash(entries[used].key), used);
         used++;
     }
     free(m->entries);
@@ -118,16 +118,21 @@ static int make_room(Memory *m) {
     return 0;
 }
 
-/* The key's entry; a new one, the youngest, where there was none. NULL: out of memory. */
-static Entry *entry_for(Memory *m, const int32_t key[3]) {
-    int64_t slot = find(m, key);
-    if (slot >= 0) return entry_at(m, slot);
+/* A new entry, the youngest, under a key with this hash that is not there. NULL: out of memory. */
+static Entry *new_entry(Memory *m, const int32_t key[3], uint64_t h) {
     if (m->used == m->room && make_room(m)) return NULL;
-    enter(m->table, m->mask, key, m->used);
+    enter(m->table, m->mask, h, m->used);
     m->live++;
     Entry *entry = &m->entries[m->used++];
     memcpy(entry->key, key, sizeof entry->key);
     return entry;
+}
+
+/* The key's entry, or a new one. NULL: out of memory. */
+static Entry *entry_for(Memory *m, const int32_t key[3]) {
+    uint64_t h = hash(key);
+    int64_t slot = find_hashed(m, key, h);
+    return slot >= 0 ? entry_at(m, slot) : new_entry(m, key, h);
 }
 
 static void remove_at(Memory *m, int64_t slot) {
@@ -230,9 +235,10 @@ int memory_leave(const Memory *m, Memory *to) {
     for (int64_t i = m->oldest; i < m->used; i++) {
         const Entry *entry = &m->entries[i];
         if (entry->count < 0) continue;
-        int64_t slot = find(to, entry->key);
+        uint64_t h = hash(entry->key);
+        int64_t slot = find_hashed(to, entry->key, h);
         if (slot >= 0) remove_at(to, slot);
-        Entry *copy = entry_for(to, entry->key);
+        Entry *copy = new_entry(to, entry->key, h);
         if (!copy) return -1;
         *copy = *entry;
     }

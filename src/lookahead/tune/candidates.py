@@ -64,7 +64,7 @@ def all_candidates(cost: StepCost, context: int | None = None, *, half: bool = F
     for window, ngram in SHAPES:
         config = LookaheadConfig.paper(window, ngram, window, prompt=True)
         found.append(Candidate(f"paper W={window} N={ngram} G={window}", PAPERS, config))
-    whole = {budget: LookaheadConfig().adapted(budget=budget) for budget in BUDGETS}
+    whole = {budget: LookaheadConfig().adapted(budget=budget, shared=True) for budget in BUDGETS}
     found += [Candidate(f"default K={budget}", FILLED, config) for budget, config in whole.items()]
     for budget in FITTED_BUDGETS:
         # A larger budget is another config only where its steps are affordable.
