@@ -81,8 +81,8 @@ def _add_singly(q, k, v, scale, seen, top, total, acc, EACH: tl.constexpr):
     return top, total, acc
 
 
-# One kernel for all K, batches and capacities of a cut: compiled for particular numbers it is hardly shorter (4% for one
-# token, nothing for 128), and each would take seconds to compile, 13 in fp32.
+# One kernel for all K, batches and capacities of a cut: compiled for particular numbers it is hardly shorter (4% for
+# one token, nothing for 128), and each would take seconds to compile, 13 in fp32.
 @triton.jit(do_not_specialize=["count", "capacity", "kv_heads", "splits", "words"])
 def _attend(
     q, keys, values, rows, lengths, positions, bits, slots, out, part, part_top, arrived,
