@@ -35,7 +35,11 @@ class Run:
 
     seconds: float
     outputs: list[list[int]]
-    stats: Stats
+    each: list[Stats]
+
+    @property
+    def stats(self) -> Stats:
+        return Stats.total(self.each)
 
     @property
     def speed(self) -> float:
@@ -51,7 +55,7 @@ def decode(backend: Any, prompts: Sequence[Sequence[int]], config: LookaheadConf
     while engine.running:
         engine.step()
     seconds = perf_counter() - begin
-    return Run(seconds, [s.output for s in sequences], Stats.total(s.stats for s in sequences))
+    return Run(seconds, [s.output for s in sequences], [s.stats for s in sequences])
 
 
 def compare(

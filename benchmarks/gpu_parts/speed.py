@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from typing import Any
 
 import torch
+from batch import decode as decode_batch
 
 from gpu_parts.bench import METHODS, Bench
 from gpu_parts.measure import CountedBackend, decode, replay_ms, summary, warm_up
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
 
 
@@ -72,18 +70,9 @@ def batch_part(bench: Bench) -> None:
             "default, K=32": LookaheadConfig().adapted(budget=32),
             "default, K=128 shared": LookaheadConfig(shared=True),
         }.items():
-            for timed in (False, True):  # the first run captures the graphs
-                engine, warmth = Engine(backend), Warmth()
-                sequences = [DecodingSequence(p, config, rules=rules, warmth=warmth) for p in chosen]
-                begin = time.perf_counter()
-                for sequence in sequences:
-                    engine.add(sequence)
-                while engine.running:
-                    engine.step()
-                seconds = time.perf_counter() - begin
-                if timed:
-                    tokens = sum(s.stats.generated_tokens for s in sequences)
-                    steps, passes = max(s.stats.steps for s in sequences), sum(s.stats.steps for s in sequences)
-                    row = {"batch": batch, "method": name, "tok_s": round(tokens / seconds, 1)}
-                    row |= {"ms_per_step": round(1e3 * seconds / steps, 2), "S": round(tokens / passes, 2)}
-                    bench.add(row)
+            decode_batch(backend, chosen, config, rules)  # captures the graphs
+            run = decode_batch(backend, chosen, config, rules)
+            steps = max(stats.steps for stats in run.each)
+            row = {"batch": batch, "method": name, "tok_s": round(run.speed, 1)}
+            row |= {"ms_per_step": round(1e3 * run.seconds / steps, 2), "S": round(run.stats.compression, 2)}
+            bench.add(row)

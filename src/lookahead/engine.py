@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from lookahead.backends.base import Backend, StepInput
+from lookahead.backends.base import Backend, StepInput, padded
 from lookahead.config import SamplingParams
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import TOP
@@ -114,9 +114,8 @@ class Engine:
         begin = perf_counter()
         inputs = []
         together = len(group) == len(self._slots)  # so the next step's group is this one
-        padded = 1 << (len(group) - 1).bit_length()  # as a captured batch is
         for sequence in group:
-            slot, tree = self._slots[sequence], sequence.propose(padded)
+            slot, tree = self._slots[sequence], sequence.propose(padded(len(group)))
             trail = sequence.tokens[self.backend.length(slot) : -1]
             top = TOP if sequence.wants_top else 0
             if self.judge is None:

@@ -30,6 +30,11 @@ class StepInput:
     goes_on: bool = False
 
 
+def padded(batch: int) -> int:
+    """The size of a batch when it is captured: the next power of two."""
+    return 1 << (batch - 1).bit_length()
+
+
 class Backend(Protocol):
     """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text."""
 

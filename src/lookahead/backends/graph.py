@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from lookahead.backends.ahead import Ahead, Launched, stream_of
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import StepInput, padded
 from lookahead.backends.check import check_supported, context_length
 from lookahead.backends.ops import Ops
 from lookahead.backends.packet import PATH
@@ -183,7 +183,7 @@ class GraphBackend:
             if not (self._length[item.slot] and len(item.trail) <= TRAIL):
                 self._prefill(item)
         inputs = [replace(item, tree=below_trail(item.trail, item.tree)) if item.trail else item for item in inputs]
-        batch = 1 << (len(inputs) - 1).bit_length()
+        batch = padded(len(inputs))
         count = bucket(max([len(item.tree) for item in inputs]), batch)
         nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
         rows = nobody + 1 if batch > len(inputs) else 1

@@ -32,7 +32,7 @@ TILE = 128
 
 def bucket(size: int, batch: int = 1) -> int:
     """The captured size for a step of this many tokens, or of a batch whose longest tree has so many."""
-    sizes = SIZES if batch == 1 else sorted((*SIZES, *SMALL))
+    sizes = SIZES if batch == 1 else (SIZES[0], *SMALL, *SIZES[1:])
     place = bisect_left(sizes, size)
     return sizes[place] if place < len(sizes) else -(-size // 512) * 512
 
