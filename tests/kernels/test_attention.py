@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from lookahead.kernels import reference
 from lookahead.kernels.attention import Workspace, attend
 from lookahead.kernels.depths import by_depth, new_slots
-from lookahead.kernels.tiles import Tiles, invariant_tiles, tiles_for
+from lookahead.kernels.tiles import FAR, Tiles, invariant_tiles, tiles_for
 from lookahead.tree import packed_visibility
 
 DTYPES = [
@@ -115,6 +116,15 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int)
     assert ours <= 2 * plain + 1e-7
 
 
+@pytest.mark.parametrize("length", [64 * FAR - 3, 64 * FAR + 70, 64 * FAR + 1000])
+@pytest.mark.parametrize("near_splits", [1, 3])
+def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
+    """Every block is read once, whether or not all splits have taken turns already."""
+    inputs = step(device, torch.float32, [length, 40], 3, 2, 1, 64)
+    ours, plain = errors(inputs, tiles=Tiles(16, 64, 5, near_splits=near_splits))
+    assert ours <= 2 * plain + 1e-7
+
+
 @pytest.mark.parametrize("window", [1, 7, 50, 400])
 def test_a_sliding_window(device: torch.device, window: int) -> None:
     """A window of one sees the token itself and nothing else; blocks may be wholly out of sight."""
@@ -139,7 +149,8 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "length", "window"), [(2, 2, 60, 0), (4, 2, 131, 40), (3, 1, 203, 0), (2, 1, 700, 40)]
+    ("heads", "kv_heads", "length", "window"),
+    [(2, 2, 60, 0), (4, 2, 131, 40), (3, 1, 203, 0), (2, 1, 700, 40), (2, 2, 64 * FAR + 117, 0)],
 )
 def test_a_row_is_the_same_alone_and_in_a_tree(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, length: int, window: int
@@ -152,8 +163,9 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
 
     def run(**changed: Any) -> torch.Tensor:
         given = {**inputs, **changed}
-        tiles = invariant_tiles(given["q"].shape[1], heads, kv_heads, dim, processors=3 * heads)
-        out = torch.full_like(given["q"], float("nan"))
+        tiles = invariant_tiles(given["q"].shape[1], heads, kv_heads, dim)
+        tiles = replace(tiles, splits=5, near_splits=3)
+        out = torch.full_like(given["q"], float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return attend(**given, out=out, work=Workspace(device), scale=scale, window=window, tiles=tiles)
 
     # The tree: node 0 and `ahead` more form the text, the other nodes hang somewhere.
@@ -185,7 +197,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
         assert torch.equal(alone[0, 0], tree[0, node]), depth
 
 
-def test_nodes_stand_in_fours_of_one_depth(device: torch.device) -> None:
+def test_nodes_stand_in_sixteens_of_one_depth(device: torch.device) -> None:
     """Two blocks of rows, of eight tokens each: the first needs no later node, the second few earlier ones."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
     depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1, 2, 2, 2, 3, 1]
@@ -195,6 +207,16 @@ def test_nodes_stand_in_fours_of_one_depth(device: torch.device) -> None:
     positions = torch.tensor([[70 + depth for depth in depths]], **whole)
     slots = new_slots(1, count, tiles, 2, device).fill_(99)
     by_depth(positions, torch.tensor([70], **whole), bits, slots, tiles, 2)
-    first, second = slots[0].tolist()
-    assert first[:17] == [16, 0, -1, -1, -1, 1, 2, 4, 7, 3, 6, -1, -1, 5, -1, -1, -1]
-    assert second[:17] == [16, 0, -1, -1, -1, 8, 9, 14, -1, 10, 11, 12, -1, 13, -1, -1, -1]
+    expected = [[[0], [1, 2, 4, 7], [3, 6], [5]], [[0], [8, 9, 14], [10, 11, 12], [13]]]
+    for block, (used, *places) in enumerate(slots[0].tolist()):
+        assert used == 64
+        assert places[:64] == [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
+        # And a token sees the places of its own path.
+        words = places[16 * count :]
+        for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
+            sight = words[local * (count // 4 + 1)].to_bytes(4, "little", signed=True)
+            seen = {places[16 * sixteen + byte - 1] for sixteen, byte in enumerate(sight) if byte}
+            path = [token]
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
+            assert seen == set(path)

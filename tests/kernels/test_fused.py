@@ -134,3 +134,26 @@ def test_of_equal_logits_the_lower_id_comes_first(device: torch.device) -> None:
     top.top_tokens(logits, out, top.TopWork(2, 9000, 8, device))
     assert out[0, :9].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
     assert out[1, 1:9].tolist() == places
+
+
+def test_embed(device: torch.device) -> None:
+    table = torch.randn(50, 100, device=device)
+    tokens = torch.tensor([3, 49, 0, 3], dtype=torch.int32, device=device)
+    outs = [m.embed(table, tokens, torch.full((4, 100), float("nan"), device=device)) for m in (fused, reference)]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("size", [1, 512, 1300])
+def test_carry(device: torch.device, size: int) -> None:
+    """To the device and back, from and to pinned memory where there is a device."""
+    host = torch.arange(size, dtype=torch.int32)
+    back = torch.full((size,), -1, dtype=torch.int32)
+    if device.type == "cuda":
+        host, back = host.pin_memory(), back.pin_memory()
+    there = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
+    fused.carry(host, there[:size])
+    fused.carry(there[:size], back)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(back, host)
+    assert there[size] == -1

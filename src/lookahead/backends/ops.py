@@ -35,8 +35,8 @@ class Ops:
             source = fused
             self.attend, self._attention, self._depths, self._tiles = attention.attend, attention, depths, tiles
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
-        self.add_norm, self.rotate_write = source.add_norm, source.rotate_write
-        self.gate, self.keep = source.gate, source.keep
+        self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
+        self.gate, self.keep, self.carry = source.gate, source.keep, source.carry
         self.early = early and self.compiled
         if self.early:
             for name in ("attend", "add_norm", "rotate_write", "gate"):
@@ -102,7 +102,7 @@ class TopOut:
         top_tokens(logits, self.out, self.work, early=self.early)
 
     def send(self, turn: int) -> None:
-        """Start the copy to the host."""
+        """Start the copy to the host. The memory there is not given away before it is done."""
         self.hosts[turn].copy_(self.out, non_blocking=True)
 
     def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:

@@ -140,12 +140,12 @@ class Shape:
     def _step(self) -> None:
         b, views = self.backend, self.views
         # 1. The packet in, and the accepted K/V of the step before next to its prefix.
-        self.memory.copy_(self.packet.host, non_blocking=True)
+        b.ops.carry(self.packet.host, self.memory)
         b.ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
         # 2. The forward pass, and the packet out.
         self._forward()
         if self.top is not None:
-            self.top.send(0)
+            b.ops.carry(self.top.out, self.top.hosts[0])
 
     def _step_ahead(self) -> None:
         """One token further in every row: the last targets are the tokens, and no accepted K/V has to move."""
@@ -165,7 +165,7 @@ class Shape:
         if self.slots is not None:
             group = w.heads // w.kv_heads
             ops.by_depth(views["positions"], views["lengths"], views["bits"], self.slots, self.tiles, group)
-        torch.index_select(w.embedding, 0, views["tokens"].view(-1), out=self.stream[:size])
+        ops.embed(w.embedding, views["tokens"].view(-1), self.stream[:size])
         # 2. The layers.
         q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
         mixed = self.mixed[:size].view_as(q)

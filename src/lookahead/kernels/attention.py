@@ -4,11 +4,12 @@ A dense mask over the context would be as long as the context, and nearly all on
 token sees all of it. Only the K tokens of the step need one, K x K bits packed into words, 2 KB at K = 128.
 
     keys      | prefix block 0 | 1 | 2 | 3 | ... | tree |
-    programs  |  split 0       | 1 | 0 | 1 | ... |  0   |   (two splits)
+    programs  |  split 0       | 1 | 0 | 1 | ... |  1   |   (two splits)
 
 Each split takes every n-th block of the prefix, so that where a block ends does not depend on the context's length;
-split 0 takes the tree as well. The last split to arrive joins all of them by their log-sum-exp. The prefix's length is
-read on the device, so that one captured graph serves all lengths.
+the last one takes the tree as well. A long context has more splits from some block on (`tiles.FAR`). The last split
+waits for the others and joins all of them by their log-sum-exp. The prefix's length is read on the device, so that one
+captured graph serves all lengths.
 
 The same row decoded alone finds the tree's part of its keys in the prefix. Sums are rounded, so it would not get the
 same bits, and in half precision soon another text. An *invariant* step (`Tiles.reach`) adds up every row in one order:
@@ -29,11 +30,11 @@ import triton.language as tl
 
 from lookahead.kernels.depths import by_depth, new_slots
 from lookahead.kernels.early import options, wait
-from lookahead.kernels.tiles import MOST, Tiles, tiles_for
+from lookahead.kernels.tiles import FAR, MOST, Tiles, tiles_for
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e6)
-"""Below every score, in powers of two."""
+"""Below every score, in powers of two: where a maximum starts, so that it is finite if a row sees nothing."""
 
 
 @triton.jit
@@ -48,17 +49,17 @@ def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
     lift: tl.constexpr = 192.0 if EXACT else 0.0
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + lift
     if MASKED:
-        scores = tl.where(seen, scores, LOWEST)
+        scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
     p = tl.exp2(scores - (new + lift)[:, None])
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
+    if k.dtype == tl.float16:  # which has few small numbers
+        p *= 32768.0
     return new, p.to(k.dtype), tl.exp2(top - new)
 
 
 @triton.jit
 def _add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 16], all columns equal."""
+    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 8], all columns equal."""
     top, p, shrink = _weigh(q, k, scale, seen, top, MASKED, EXACT)
     total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
@@ -66,29 +67,65 @@ def _add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXAC
 
 
 @triton.jit
-def _add_singly(q, k, v, scale, seen, top, total, acc, EACH: tl.constexpr):
-    """The same for 16 keys, of which a row sees at most one in EACH; total [M] fp64.
+def _alone(p, i: tl.constexpr):
+    """Column i of p [M, 16], and zeros."""
+    return tl.where(tl.arange(0, 16)[None, :] == i, p, 0.0).to(p.dtype)
 
-    A row adds one key at a time: its sum depends on its keys and their order, not on where they stand. (The loop has to
-    be unrolled: as a loop, Triton 3.6 gave wrong sums on an H200.)
+
+@triton.jit
+def _add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N: tl.constexpr):
+    """The same for 16 keys, one after the other: v [N, D], N 16, 32 or 64, has all of them N / 16 times.
+
+    The matrix units add the products of 16 keys at once and one sixteen after the other. So a key gets a sixteen of its
+    own, N / 16 keys in one product: a row's sum depends on its keys and their order, not on where they stand.
     """
     top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
-    total = total * shrink.to(tl.float64) + tl.sum(p.to(tl.float64), 1)
+    total = total * shrink[:, None]
     acc = acc * shrink[:, None]
-    turn = tl.arange(0, 16)[None, :] // EACH
-    for i in tl.static_range(16 // EACH):
-        acc = tl.dot(tl.where(turn == i, p, 0.0).to(p.dtype), v, acc, input_precision="ieee")
+    for i in tl.static_range(0, 16, N // 16):
+        single = _alone(p, i)
+        if N >= 32:
+            single = tl.join(single, _alone(p, i + 1))
+        if N == 64:
+            pairs = tl.join(single, tl.join(_alone(p, i + 2), _alone(p, i + 3)))
+            single = tl.reshape(tl.permute(pairs, (0, 3, 2, 1)), [M, N])
+        elif N == 32:
+            single = tl.reshape(tl.permute(single, (0, 2, 1)), [M, N])
+        total = tl.dot(single, ones, total, input_precision="ieee")
+        acc = tl.dot(single, v, acc, input_precision="ieee")
     return top, total, acc
+
+
+@triton.jit
+def _join(top, mass, acc, its_top, its_mass, its_acc):
+    """Two parts of a row's sum as one: maximum [M], sum of probabilities [M], sum of values [M, D]."""
+    new = tl.maximum(top, its_top)
+    mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
+    return new, mass * mine + its_mass * its, acc * mine[:, None] + its_acc * its[:, None]
+
+
+@triton.jit
+def _block(i, split, near, splits, near_splits, FAR: tl.constexpr):
+    """The i-th block of a split: every `near_splits`-th, `near` of them, up to FAR; from there every `splits`-th."""
+    return tl.where(i < near, split + i * near_splits, FAR + split + (i - near) * splits)
+
+
+@triton.jit
+def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
+    """How many blocks of a split stand before block `end`."""
+    far = tl.cdiv(tl.maximum(end - FAR - split, 0), splits)
+    return tl.minimum(tl.cdiv(tl.maximum(end - split, 0), near_splits), near) + far
 
 
 # One kernel for all K, batches and capacities of a cut: compiled for particular numbers it is hardly shorter (4% for
 # one token, nothing for 128), and each would take seconds to compile, 13 in fp32.
-@triton.jit(do_not_specialize=["count", "capacity", "kv_heads", "splits", "words"])
+@triton.jit(do_not_specialize=["count", "capacity", "kv_heads", "splits", "near_splits", "words", "slots_size"])
 def _attend(
     q, keys, values, rows, lengths, positions, bits, slots, out, part, part_top, arrived,
-    scale, count, capacity, kv_heads, splits, words,
+    scale, count, capacity, kv_heads, splits, near_splits, words, slots_size,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, EARLY: tl.constexpr,
+    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits; with REACH one more)."""
     batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
@@ -105,7 +142,7 @@ def _attend(
     if REACH > 0:
         border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, length // 16 * 16)
     blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
-    live = tl.minimum(blocks, splits)
+    live = tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
     if REACH == 0:
         live = tl.maximum(live, 1)
     if (split >= live) & (split < splits):
@@ -113,17 +150,22 @@ def _attend(
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
     place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
+    base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
+    own_slots = slots + (batch * tl.num_programs(1) + tl.program_id(1)) * slots_size
+    used = tl.load(own_slots)
     wait(EARLY)  # what came before are the step's packet, which is long there; now the layer's q, keys and values
     query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
-    base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, 16], tl.float32)
+    total = tl.zeros([BLOCK_M, 8], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    ones = tl.full([BLOCK_N, 16], 1.0, values.dtype.element_ty)
+    ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
     if split < splits:
-        # 2. Every `splits`-th block of the prefix. Whole blocks need no mask, unless a window ends in them.
+        # 2. This split's blocks of the prefix. Whole blocks need no mask, unless a window ends in them.
+        near = tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
         whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
-        for block in range(split, whole_blocks, splits):
+        first = _blocks_below(whole_blocks, split, near, splits, near_splits, FAR)
+        for i in range(0, first):
+            block = _block(i, split, near, splits, near_splits, FAR)
             at = (base + block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
             if HEAD == DIM:
                 k = tl.load(keys + at)
@@ -132,8 +174,8 @@ def _attend(
                 k = tl.load(keys + at, mask=whole[None, :], other=0.0)
                 v = tl.load(values + at, mask=whole[None, :], other=0.0)
             top, total, acc = _add(query, k, v, ones, scale, True, top, total, acc, False, REACH > 0)
-        first_block = whole_blocks + (split - whole_blocks % splits + splits) % splits
-        for block in range(first_block, blocks, splits):
+        for i in range(first, _blocks_below(blocks, split, near, splits, near_splits, FAR)):
+            block = _block(i, split, near, splits, near_splits, FAR)
             key = block * BLOCK_N + tl.arange(0, BLOCK_N)
             at = (base + key)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=(key < length)[:, None] & whole[None, :], other=0.0)
@@ -142,11 +184,10 @@ def _attend(
             if WINDOW > 0:
                 seen = seen & (position[:, None] - key[None, :] < WINDOW)
             top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, REACH > 0)
-    mass = tl.max(total, 1)
     # 3. The tree: its keys stand behind the prefix, its bits say who sees whom. Without REACH a word at a time.
     if REACH == 0:
-        if split == 0:
-            word_ones = tl.full([TREE_N, 16], 1.0, values.dtype.element_ty)
+        if split == live - 1:
+            word_ones = tl.full([TREE_N, 8], 1.0, values.dtype.element_ty)
             for word in range(0, words):
                 node = word * TREE_N + tl.arange(0, TREE_N)
                 there = node < count
@@ -159,77 +200,72 @@ def _attend(
                     other = tl.load(positions + batch * count + node, mask=there, other=0)
                     seen = seen & (position[:, None] - other[None, :] < WINDOW)
                 top, total, acc = _add(query, k, v, word_ones, scale, seen, top, total, acc, True, False)
-            mass = tl.max(total, 1)
     elif split == splits:
-        # With it the rest of the prefix, and then the tree's nodes by depth, four of one depth in each quarter.
-        exact = tl.zeros([BLOCK_M], tl.float64)
-        lane = tl.arange(0, 16)
+        # With it the rest of the prefix, and then the tree's nodes by depth, each sixteen of one depth: see `depths`.
+        # With 16 rows, one product per key: of several, Triton 3.6 made sums with other bits than with 64 rows.
+        lane = tl.arange(0, BLOCK_N)
+        again: tl.constexpr = 16 if BLOCK_M == 16 else BLOCK_N
+        ones_again = tl.full([again, 8], 1.0, values.dtype.element_ty)
         for key0 in range(tl.min(border, 0), length, 16):
-            key = key0 + lane
+            key = key0 + tl.arange(0, 16)
             there = key < length
             at = (base + key)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-            v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+            key_again = key0 + tl.arange(0, again) % 16
+            at = (base + key_again)[:, None] * HEAD + dim[None, :]
+            v = tl.load(values + at, mask=(key_again < length)[:, None] & whole[None, :], other=0.0)
             seen = there[None, :] & (key[None, :] >= border[:, None])
             if WINDOW > 0:
                 seen = seen & (position[:, None] - key[None, :] < WINDOW)
-            top, exact, acc = _add_singly(query, k, v, scale, seen, top, exact, acc, 1)
-        own_bits = bits + (batch * count + token) * words
-        word0 = tl.load(own_bits)
-        word1 = tl.load(own_bits + tl.minimum(1, words - 1))
-        word2 = tl.load(own_bits + tl.minimum(2, words - 1))
-        word3 = tl.load(own_bits + tl.minimum(3, words - 1))
-        own_slots = slots + (batch * tl.num_programs(1) + tl.program_id(1)) * (4 * count + 1)
-        used = tl.load(own_slots)
-        for slot0 in range(0, used, 16):
+            top, total, acc = _add_singly(query, k, v, ones_again, scale, seen, top, total, acc, BLOCK_M, again)
+        # A token's sight is a byte for each sixteen, 1 more than the place of the one node there that it sees.
+        sights = own_slots + 1 + 16 * count + (token - tl.program_id(1) * BLOCK_M // GROUP) * (count // 4 + 1)
+        turn, place_there = 8 * (lane // 16), lane % 16 + 1
+        next_sight = tl.load(sights)
+        for slot0 in range(0, used, BLOCK_N):
+            sight = next_sight >> (slot0 % 64 // 2)
+            next_sight = tl.load(sights + (slot0 + BLOCK_N) // 64)
             node = tl.load(own_slots + 1 + slot0 + lane, mask=slot0 + lane < used, other=-1)
             there = node >= 0
             at = (base + length + node)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
             v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-            low = tl.where((node < 32)[None, :], word0[:, None], word1[:, None])
-            high = tl.where((node < 96)[None, :], word2[:, None], word3[:, None])
-            its_bits = tl.where((node < 64)[None, :], low, high)
-            seen = there[None, :] & (((its_bits >> (node % 32)[None, :]) & 1) != 0)
+            seen = ((sight[:, None] >> turn[None, :]) & 255) == place_there[None, :]
             if WINDOW > 0:
                 other = tl.load(positions + batch * count + node, mask=there, other=0)
                 seen = seen & (position[:, None] - other[None, :] < WINDOW)
-            top, exact, acc = _add_singly(query, k, v, scale, seen, top, exact, acc, 4)
-        mass = exact.to(tl.float32)
-    # 4. Alone, the result. Else leave this split's part; whoever comes last adds all of them, in the splits' order.
-    parts = live
-    if REACH > 0:
-        parts = live + 1
-        split = tl.minimum(split, live)
-    arrival = parts - 1
-    if parts > 1:
-        slot = place * tl.num_programs(2)
+            top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, True)
+    mass = tl.max(total, 1)
+    # 4. All but the last leave their part. The last one, whose program is the last to start, waits for them and adds
+    # them up, in the splits' order. (Were it to start before them, and fill the device, it would wait for ever.)
+    others = live if REACH > 0 else live - 1
+    slot = place * tl.num_programs(2)
+    counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if split < others:
         tl.store(part + (slot + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
         tl.store(part_top + (slot + split) * 2, top, mask=real)
         tl.store(part_top + (slot + split) * 2 + 1, mass, mask=real)
         tl.debug_barrier()
-        counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        arrival = tl.atomic_add(counter, 1, sem="acq_rel")
-        if arrival == parts - 1:
-            tl.store(counter, 0)
-            top = tl.full([BLOCK_M], LOWEST, tl.float32)
-            mass = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-            for i in range(0, parts):
-                # Past the first-level cache, which may hold what stood there before.
-                its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg")
-                its_total = tl.load(part_top + (slot + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-                at = (slot + i)[:, None] * DIM + dim[None, :]
-                its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                new = tl.maximum(top, its_top)
-                mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
-                mass = mass * mine + its_total * its
-                acc = acc * mine[:, None] + its_acc * its[:, None]
-                top = new
-    if arrival == parts - 1:
-        acc = acc / tl.where(real, mass, 1.0)[:, None]
-        inside = real[:, None] & whole[None, :]
-        tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        tl.atomic_add(counter, 1, sem="release")
+        return
+    if others > 0:
+        while tl.atomic_add(counter, 0, sem="acquire") < others:
+            pass
+        tl.store(counter, 0)
+        all_top = tl.full([BLOCK_M], LOWEST, tl.float32)
+        all_mass = tl.zeros([BLOCK_M], tl.float32)
+        all_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+        for i in tl.range(0, others, loop_unroll_factor=2):
+            # Past the first-level cache, which may hold what stood there before.
+            its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg")
+            its_mass = tl.load(part_top + (slot + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+            at = (slot + i)[:, None] * DIM + dim[None, :]
+            its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+            all_top, all_mass, all_acc = _join(all_top, all_mass, all_acc, its_top, its_mass, its_acc)
+        top, mass, acc = _join(all_top, all_mass, all_acc, top, mass, acc)
+    acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    inside = real[:, None] & whole[None, :]
+    tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 class Workspace:
@@ -286,9 +322,10 @@ def attend(
     _attend[grid](
         q, keys, values, rows, lengths, positions, bits, bits if slots is None else slots, out,
         work.part, work.top, work.arrived,
-        scale * LOG2E, count, capacity, kv_heads, tiles.splits, bits.shape[2],
+        scale * LOG2E, count, capacity, kv_heads, tiles.splits, tiles.near_splits or tiles.splits, bits.shape[2],
+        0 if slots is None else slots.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        TREE_N=32, WINDOW=window, REACH=tiles.reach,
-        num_warps=tiles.warps, num_stages=tiles.stages, **options(early),
+        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **options(early),
     )  # fmt: skip
     return out

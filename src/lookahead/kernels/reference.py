@@ -43,6 +43,16 @@ def attend(
     return out
 
 
+def carry(source: torch.Tensor, target: torch.Tensor) -> None:
+    """See `fused`."""
+    target.copy_(source)
+
+
+def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """See `fused`."""
+    return torch.index_select(table, 0, tokens, out=out)
+
+
 def add_norm(
     stream: torch.Tensor,
     delta: torch.Tensor | None,

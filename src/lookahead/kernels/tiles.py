@@ -16,11 +16,17 @@ MOST = 128
 """The most tokens of an invariant step."""
 
 
+FAR = 32
+"""From this block of keys on, all splits of a cut take their turns; before it, if it says so, only the first few."""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """How one shape of step is cut: rows per program, keys per inner block, splits of the prefix, warps, stages.
 
     With `reach` the keys that are nearer to a row than that are added one by one, in a split of their own.
+    `near_splits`, if not 0: so many splits share the first `FAR` blocks; few are joined sooner, many read a long
+    context faster. `registers`: the most that a thread may have.
     """
 
     block_m: int
@@ -29,6 +35,8 @@ class Tiles:
     warps: int = 4
     stages: int = 2
     reach: int = 0
+    near_splits: int = 0
+    registers: int | None = None
 
 
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
@@ -44,13 +52,21 @@ def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, pr
     splits = max(1, min(64, 2 * (processors + 4) // programs))
     if dim > 128:
         return Tiles(block_m, 32, splits, warps=8, stages=1)
-    return Tiles(block_m, 128 if block_m == 16 and dim <= 64 else 64, splits, stages=3)
+    registers = 168 if dim <= 64 else None
+    return Tiles(block_m, 128 if block_m == 16 and dim <= 64 else 64, splits, stages=3, registers=registers)
 
 
 def invariant_tiles(count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles with which a row is added up in the same order whatever K and the batch: all but `block_m` is the same."""
-    splits = max(1, min(16, (processors + 4) // heads))
-    block_m = 16 if count * (heads // kv_heads) <= 16 else 64 if dim <= 128 else 32
+    """Tiles with which a row is added up in one order whatever K and the batch: the same blocks of keys and splits.
+
+    All splits of a step of 128 tokens, and the programs for what is near, have room at once up to `FAR`: else some
+    would wait for others, and take twice as long. That is three programs per multiprocessor with heads of 64, two with
+    heads of 128.
+    """
+    rows = count * (heads // kv_heads)
+    room = processors * (3 if dim <= 64 else 2)
+    near = max(2, min(4, room // (2 * heads) - 1))
+    cut = {"splits": max(near, min(15, processors // 2 // kv_heads)), "near_splits": near, "reach": REACH}
     if dim > 128:
-        return Tiles(block_m, 32, splits, warps=8, stages=1, reach=REACH)
-    return Tiles(block_m, 64, splits, stages=3, reach=REACH)
+        return Tiles(16 if rows <= 16 else 32, 32, warps=8, stages=1, **cut)
+    return Tiles(16 if rows <= 16 else 64, 64, stages=3, registers=168 if dim <= 64 else None, **cut)

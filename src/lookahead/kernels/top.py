@@ -13,8 +13,8 @@ import triton.language as tl
 from lookahead.kernels.early import let_next_start, options, wait
 from lookahead.sampling import LEVELS
 
-PIECE = 4096
-"""Logits per program of the first launch."""
+PIECE = 1024
+"""Logits per program of the first launch: as many as one warp can hold, which finds a maximum without a barrier."""
 
 
 @triton.jit
@@ -85,12 +85,13 @@ def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork, *, early:
     rows, vocabulary = logits.shape
     top = (out.shape[1] - 1) // 2
     _pieces[(rows, work.pieces)](
-        logits, work.values, work.ids, work.sums, vocabulary, work.pieces, TOP=top, BLOCK=PIECE, num_warps=4,
+        logits, work.values, work.ids, work.sums, vocabulary, work.pieces, TOP=top, BLOCK=PIECE, num_warps=1,
         **options(early),
     )  # fmt: skip
+    candidates = triton.next_power_of_2(work.pieces * top)
     _join[(rows,)](
         work.values, work.ids, work.sums, out, work.pieces, LEVELS=LEVELS, TOP=top,
-        P=triton.next_power_of_2(work.pieces), B=triton.next_power_of_2(work.pieces * top), num_warps=1,
+        P=triton.next_power_of_2(work.pieces), B=candidates, num_warps=1 if candidates <= 1024 else 4,
         **options(early),
     )  # fmt: skip
     return out
