@@ -35,6 +35,7 @@ from lookahead.engine import Engine
 from lookahead.generate import LookaheadModel
 from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth
+from lookahead.sources.recycle import DictMemory
 from lookahead.verify import Verdict
 
 Make = Callable[..., DecodingSequence]
@@ -81,6 +82,11 @@ class PromptRefill(ShiftedWindow):
 
 class PoolRefill(ShiftedWindow):
     refill = "pool"
+
+    def __init__(self, *args: Any, warmth: Warmth, **options: Any) -> None:
+        python = Warmth()  # with sources of Python, whose pool can be looked into
+        python.memory, python.calibration = DictMemory(), warmth.calibration
+        super().__init__(*args, warmth=python, **options)
 
 
 class LiteralWindow(ShiftedWindow):

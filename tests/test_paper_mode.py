@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lookahead import native
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.reference import Model, Result, autoregressive, lookahead
 from lookahead.sampling import draw
@@ -55,6 +56,18 @@ def agrees(model: Model, prompt: list[int], W: int, N: int, G: int, m: int, **po
     return (sequence.output, accepted) == (expected.tokens, expected.accepted)
 
 
+@pytest.fixture
+def in_python(monkeypatch):
+    """The sources in Python, which C takes over where it can."""
+    monkeypatch.setattr(native, "library", lambda: None)
+
+
+@pytest.mark.usefixtures("in_python")
+@pytest.mark.parametrize("prompt_as_reference", [False, True])
+def test_a_long_text_in_python(prompt_as_reference):
+    test_a_long_text(prompt_as_reference)
+
+
 @pytest.mark.parametrize("prompt_as_reference", [False, True])
 def test_a_long_text(prompt_as_reference):
     """Long enough for the pool to forget: more than G n-grams begin with each token."""
@@ -82,6 +95,7 @@ ENGINE_BUGS = {
 }
 
 
+@pytest.mark.usefixtures("in_python")
 @pytest.mark.parametrize("bug", ENGINE_BUGS)
 def test_a_wrong_engine_is_caught(bug, monkeypatch):
     """The steps' sizes are a sharp measure: a slip that leaves every token right still shows in them."""

@@ -72,7 +72,7 @@ def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
     """A tree about as deep and as wide as the default makes them, of random tokens.
 
     Over 37 steps of 100 tokens and more on two prompts, the default's trees were 12 deep in the mean, and a block of 64
-    rows saw 101 places of nodes, in fours of one depth; of these trees 16 and 98.
+    rows saw 101 places of nodes, counted in fours of one depth; of these trees 16 and 98.
     """
     rng, tree = random.Random(count), bush(count)
     return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.rows)

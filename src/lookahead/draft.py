@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from lookahead import native
 from lookahead.native import calls
-from lookahead.native.calls import NativeMemory, Row
+from lookahead.native.calls import NativeMemory, NativeText, Row
 
 Table = tuple[list[float], list[int]]
 """What the buckets of a row mean: the rate of each, and its origin."""
@@ -55,7 +55,8 @@ class Draft:
     """A trie of chains below the root, and a rule that continues any path with a row of likely successors.
 
     `text` ends with the root token. The rule is `successors`, or `memories`, recycled rows that the C code asks by
-    itself: the request's own, the shared ones, and the first of their origins (see `sources.recycle`).
+    itself: the request's own, the shared ones, and the first of their origins (see `sources.recycle`). `whole` is the
+    text in C, which adds chains of its own (see `sources.text`).
     """
 
     def __init__(self, text: Sequence[int], rates: Sequence[float]) -> None:
@@ -65,6 +66,7 @@ class Draft:
         self.rates = rates
         self.successors: Successors | None = None
         self.memories: tuple[NativeMemory, NativeMemory | None, int] | None = None
+        self.whole: NativeText | None = None
         self._chains: tuple[list[int], list[int], list[int]] = [], [], []
 
     def chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
@@ -90,7 +92,8 @@ class Draft:
             text = self.before2, self.before, self.root
             taught = LEARNED if self.memories is not None else 0.0
             options = room, max_depth, cost, base, taught
-            return Guesses(*calls.grow(self.memories, self.rates, text, self._chains, *options))
+            return Guesses(*calls.grow(self.memories, self.whole, self.rates, text, self._chains, *options))
+        assert self.whole is None  # sources are in C together, or not at all
         return self._grow(room, max_depth, cost, base)
 
     def _plant(self) -> None:

@@ -56,6 +56,7 @@ class Engine:
     ) -> None:
         self.backend, self.judge, self.leaving = backend, judge, leaving
         self._slots: dict[DecodingSequence, int] = {}
+        self._spent: Sequence[Ran] = ()  # the last step, whose many small parts are let go while the next one runs
 
     def add(self, sequence: DecodingSequence, slot: int | None = None) -> None:
         """Let a sequence take part from the next step on; `slot` may hold the K/V of its first tokens already."""
@@ -80,12 +81,14 @@ class Engine:
     def step(self) -> list[Accepted]:
         """One decoding step of every running sequence. Finished ones leave."""
         # 1. Propose, and one forward pass: over those that go on together, over each newcomer by itself.
-        newcomers = [s for s, slot in self._slots.items() if self.backend.length(slot) < len(s.tokens) - 1]
-        others = [s for s in self._slots if s not in newcomers]
-        ran: list[Ran] = []
-        for group in [*([s] for s in newcomers), others]:
-            if group:
-                ran += self._forward(group)
+        cached, others, ran = self.backend.length, list[DecodingSequence](), list[Ran]()
+        for sequence, slot in list(self._slots.items()):
+            if cached(slot) < len(sequence.tokens) - 1:
+                ran += self._forward([sequence])
+            else:
+                others.append(sequence)
+        if others:
+            ran += self._forward(others)
         return self.settle(ran)
 
     def settle(self, ran: Sequence[Ran], *, commit: bool = True) -> list[Accepted]:
@@ -107,6 +110,7 @@ class Engine:
             one.sequence.stats.forward_seconds += done - absorbed
             if verdict.finish_reason is not None:
                 self.remove(one.sequence)
+        self._spent = ran
         return [Accepted(one.sequence, verdict.tokens) for one, verdict in accepted]
 
     def _forward(self, group: Sequence[DecodingSequence]) -> list[Ran]:
@@ -135,6 +139,7 @@ class Engine:
         return [Ran(*parts) for parts in zip(group, inputs, results, strict=True)]
 
     def _meanwhile(self, inputs: Sequence[StepInput]) -> None:
-        """What can wait until the device runs: the trees as verification reads them."""
+        """What can wait until the device runs: the trees as verification reads them, and the end of the last ones."""
+        self._spent = ()
         for item in inputs:
             item.tree.guesses()

@@ -24,11 +24,11 @@ from lookahead.backends.packet import Packet
 from lookahead.config import SOURCES, SamplingParams, StopRules
 from lookahead.draft import Draft, Guesses
 from lookahead.engine import Engine
-from lookahead.native.calls import TOP, NativeMemory, Row
+from lookahead.native.calls import TOP, NativeMemory, NativeText, Row
 from lookahead.sampling import LEVELS
 from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
-from lookahead.sources.base import Calibration
+from lookahead.sources import Warmth, build
+from lookahead.sources.base import Calibration, Outcome
 from lookahead.sources.recycle import DictMemory, RecycleSource
 from lookahead.tree import TokenTree
 from toy import steps, toy_model
@@ -307,6 +307,85 @@ def test_a_large_draft_takes_all_of_the_room() -> None:
         twins = grown(case, DictMemory, calibration)
     assert len(ours.tokens) == 2000
     assert repr(ours) == repr(twins)
+
+
+# What a text suggests
+
+
+@st.composite
+def told_texts(draw: st.DrawFn) -> dict[str, Any]:
+    """A prompt, blocks that were accepted after it, and n-grams of a window; any settings, any of the sources."""
+    few = st.sampled_from(TOKENS[: draw(st.integers(1, len(TOKENS)))])
+    ngram = draw(st.integers(2, 5))
+    ngrams = st.lists(st.tuples(*[few] * ngram), max_size=4)
+    config = LookaheadConfig(
+        window=0, ngram=ngram, guesses=draw(st.integers(0, 4)), budget=64,
+        sources=tuple(draw(st.sets(st.sampled_from(SOURCES[:3])))),
+        suffix_key=draw(st.integers(1, 5)), suffix_branches=draw(st.integers(1, 40)),
+        suffix_length=draw(st.integers(1, 6)), suffix_oldest=draw(st.sampled_from((False, False, False, True))),
+    )  # fmt: skip
+    return {
+        "config": config,
+        "prompt": draw(st.lists(few, min_size=1, max_size=60)),
+        "steps": draw(st.lists(st.tuples(st.lists(few, min_size=1, max_size=5), ngrams), max_size=12)),
+    }
+
+
+def suggested(case: dict[str, Any]) -> list[str]:
+    """What is drafted after the prompt and after every block."""
+    warmth, text, seen = Warmth(), list(case["prompt"]), []
+    sources = build(case["config"], warmth)
+    for source in sources:
+        source.start(text)
+    for accepted, ngrams in [*case["steps"], ([], [])]:
+        draft = Draft(text, warmth.calibration.rates)
+        for source in sources:
+            source.propose(text, draft)
+        seen.append(repr(draft.grow(40, 9)))
+        text = text + accepted
+        for source in sources:
+            source.absorb(Outcome(text, accepted, TokenTree([1], [-1], [0], [0]), [], [1], [], ngrams))
+    return seen
+
+
+@settings(max_examples=400, deadline=None)
+@given(told_texts())
+def test_a_text_suggests_the_same(case: dict[str, Any]) -> None:
+    ours = suggested(case)
+    with python():
+        assert suggested(case) == ours
+
+
+def test_a_long_text_suggests_the_same() -> None:
+    """Through many doublings; pairs that stood in more places than are looked at."""
+    rng = random.Random(4)
+    config = LookaheadConfig(window=0, ngram=4, guesses=6, sources=SOURCES[:3])
+    blocks = [[rng.randrange(6 if i % 2 else 900) for _ in range(rng.randrange(1, 40))] for i in range(150)]
+    steps = [(block, [tuple(rng.choices(block, k=4)) for _ in range(5)]) for block in blocks]
+    case = {"config": config, "prompt": list(range(500)) * 2, "steps": steps}
+    ours = suggested(case)
+    with python():
+        assert suggested(case) == ours
+    assert sum("tokens=array('i')" not in drafted for drafted in ours) > 100
+
+
+def test_which_sources_c_takes_over() -> None:
+    def kinds(**options: Any) -> list[str]:
+        return [type(source).__name__ for source in build(LookaheadConfig(window=0, **options), Warmth())]
+
+    assert kinds() == ["TextSource", "RecycleSource"]
+    assert kinds(sources=("suffix",)) == ["TextSource"]
+    assert kinds(sources=("recycle",)) == ["RecycleSource"]
+    each = ["SuffixSource", "PromptSource", "JacobiSource", "RecycleSource"]
+    for options in ({"suffix_oldest": True}, {"guesses": 10**6}, {"suffix_length": 10**5}):
+        assert kinds(**options) == each
+    with python():
+        assert kinds() == each
+
+
+def test_ngrams_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"n-grams of \[3, 4\] tokens; they need 4"):
+        NativeText(4, 2, 1, 1, 1, -1, 0, 0, 3, 3).take([1], [(1, 2, 3), (1, 2, 3, 4)])
 
 
 # How good the guesses were

@@ -179,24 +179,27 @@ class GraphBackend:
         return launched
 
     def _start(self, inputs: Sequence[StepInput]) -> Launched:
+        taken, longest, most = list[StepInput](), 0, 1
         for item in inputs:
-            if not (self._length[item.slot] and len(item.trail) <= TRAIL):
+            if len(item.trail) > TRAIL or not self._length[item.slot]:
                 self._prefill(item)
-        inputs = [replace(item, tree=below_trail(item.trail, item.tree)) if item.trail else item for item in inputs]
-        batch = padded(len(inputs))
-        count = bucket(max([len(item.tree) for item in inputs]), batch)
+            if item.trail:
+                item = replace(item, tree=below_trail(item.trail, item.tree))
+            taken.append(item)
+            longest, most = max(longest, self._length[item.slot]), max(most, item.tree.sizes[0])
+        batch = padded(len(taken))
+        count = bucket(most, batch)
         nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
-        rows = nobody + 1 if batch > len(inputs) else 1
-        self._reserve(rows, max([self._length[item.slot] for item in inputs]) + count)
+        self._reserve(nobody + 1 if batch > len(taken) else 1, longest + count)
         shape = self._shape(batch, count, head=True)
-        for place, item in enumerate(inputs):
+        for place, item in enumerate(taken):
             self._fill(shape, place, item)
             self._length[item.slot] += len(item.trail)  # now it is the root's place, from which `commit` goes on
-        for place in range(len(inputs), batch):
+        for place in range(len(taken), batch):
             self._fill_nothing(shape, place, nobody)
         shape.run()
-        lengths = [self._length[item.slot] for item in inputs]
-        return Launched(shape, inputs, lengths, 0, stream_of(self.device))
+        lengths = [self._length[item.slot] for item in taken]
+        return Launched(shape, taken, lengths, 0, stream_of(self.device))
 
     @on_its_device
     def collect(self, launched: Launched) -> list[Targets]:

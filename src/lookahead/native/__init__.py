@@ -1,4 +1,4 @@
-"""The host's inner loops in C: recycled rows, the best-first draft, how good it was, the tree as a device reads it.
+"""The host's inner loops in C: recycled rows, what a text suggests, the best-first draft, how good it was, packets.
 
 At batch 1 on a GPU the host's part of a step stands between two runs of the device. `lookahead.c` is compiled at first
 use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels run there is one
@@ -31,6 +31,7 @@ FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
 logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+_DRAWN = [*[_POINTER] * 2, _INT, *[_POINTER] * 2, _INT]  # rows, text and rates
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_new": (_POINTER, []),
     "memory_free": (None, [_POINTER]),
@@ -43,9 +44,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_forget": (None, [_POINTER, _LONG]),
     "memory_keep": (_INT, [_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT]),
     "memory_leave": (_INT, [_POINTER, _POINTER]),
+    "text_new": (_POINTER, [_POINTER]),
+    "text_free": (None, [_POINTER]),
+    "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
     "draft_grow": (
         _INT,
-        [*[_POINTER] * 2, _INT, _POINTER, _INT, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE, *[_POINTER] * 2],
+        [*_DRAWN, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE, *[_POINTER] * 2],
     ),
     "calibration_learn": (_INT, [*[_POINTER] * 2, _INT, _DOUBLE, _POINTER, *[_INT] * 4, _POINTER, _INT]),
     "tree_write": (_INT, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),

@@ -106,6 +106,28 @@ class NativeMemory(MutableMapping[Key, Row]):
         return NativeMemory, (list(self.items()),)
 
 
+class NativeText:
+    """A text and what it suggests, as `sources.suffix` and `sources.pool` find it; in C, and freed with this object.
+
+    The settings are those of C's `Settings`, in their order.
+    """
+
+    def __init__(self, *settings: int) -> None:
+        self._c = native.library()
+        self._ngram = settings[0]
+        self.handle: int | None = self._c.text_new(pack(f"{len(settings)}i", *settings))
+        if self.handle is None:
+            raise MemoryError
+        weakref.finalize(self, self._c.text_free, self.handle)
+
+    def take(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]]) -> None:
+        """The text goes on with these tokens, and the window has made these n-grams."""
+        new, made = array("i", tokens), array("i", [token for ngram in ngrams for token in ngram])
+        if len(made) != len(ngrams) * self._ngram:
+            raise ValueError(f"n-grams of {[len(ngram) for ngram in ngrams]} tokens; they need {self._ngram}")
+        _check(self._c.text_take(self.handle, new.buffer_info()[0], len(new), made.buffer_info()[0], len(ngrams)))
+
+
 def _packed(key: Key) -> bytes:
     if isinstance(key, tuple):
         return _KEY.pack(*[_NONE] * (3 - len(key)), *key)
@@ -128,6 +150,7 @@ def _check(code: int) -> None:
 
 def grow(
     memories: tuple[NativeMemory, NativeMemory | None, int] | None,
+    whole: NativeText | None,
     rates: Sequence[float],
     text: tuple[int, int, int],
     chains: tuple[list[int], list[int], list[int]],
@@ -140,7 +163,7 @@ def grow(
     """`Draft._grow`, in C.
 
     `memories`: the request's own rows, the shared ones, and the first of their origins. `text`: its last three tokens.
-    `chains`: their tokens and origins, one chain after the other, and their lengths.
+    `chains`: their tokens and origins, one chain after the other, and their lengths. `whole`: a text, for more.
     """
     own, shared, origin = memories or (None, None, 0)
     tokens, origins, lengths = chains
@@ -149,7 +172,7 @@ def grow(
     size = room + 1
     out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))
     taken = native.library().draft_grow(
-        *handles, origin, doubles.buffer_info()[0], len(doubles),
+        *handles, origin, None if whole is None else whole.handle, doubles.buffer_info()[0], len(doubles),
         pack(f"{3 + 2 * len(tokens) + len(lengths)}i", *text, *tokens, *origins, *lengths), len(tokens), len(lengths),
         room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base, taught,
         out.buffer_info()[0], scores.buffer_info()[0],

@@ -1,6 +1,7 @@
 /* The host's inner loops in C. Every function here has a readable twin in Python, with the same results bit for bit:
 
      memory_*            DictMemory, in sources/recycle.py
+     text_*              SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
      draft_grow          Draft._grow, in draft.py
      calibration_learn   Calibration.learn_step, in sources/base.py
      tree_write          Packet.put_tree, in backends/packet.py
@@ -30,6 +31,7 @@
 #define NONE INT32_MIN /* in place of the tokens that a short key does not have; -1 is 'nothing before' */
 #define CHAIN_MASS 0.95
 #define LEVELS 16 /* probability levels of a row's tokens */
+#define SCAN 24 /* earlier places looked at per pair of tokens */
 
 /* 1. Recycled rows: keys of one, two or three tokens, in the order in which they came.
 
@@ -245,7 +247,228 @@ int memory_leave(const Memory *m, Memory *to) {
     return 0;
 }
 
-/* 2. The best-first draft. */
+/* 2. What the text suggests: how it went on where it ended like this before, and n-grams, by their first token.
+
+   Memories double as indexes here: the first number of a key's row is what the key leads to. */
+
+typedef struct {
+    const int32_t *tokens, *origins;
+    int32_t length;
+} Chain;
+
+typedef struct {
+    int32_t *ngrams; /* oldest first; the tokens after the first one, and who fed it */
+    int64_t count, room;
+} Pool;
+
+enum { PROMPT, JACOBI, FEEDERS };
+
+typedef struct {
+    int32_t ngram, guesses;        /* N and G, if there is a pool */
+    int32_t key, branches, reach;  /* of the suffix index: the longest match, how many, how far they go on */
+    int32_t suffix, fed[FEEDERS];  /* which sources there are: the first origin of each, or -1 */
+    int32_t longest, deepest;      /* the last bucket of the suffix index and of a feeder */
+} Settings;
+
+typedef struct {
+    Settings is;
+    int32_t *origins;               /* of the suffix index by matched length, then of each feeder by depth */
+    int32_t *tokens, *one, *two;    /* the text; and where a token, and a token after the same one, stood before, or -1 */
+    int64_t length, room, indexed;
+    Memory *places, *firsts;        /* one or two tokens -> their last place; an n-gram's first token -> its pool */
+    Pool *pools;
+    int64_t pool_count, pool_room;
+    Chain *chains;                  /* of the last draft */
+    int64_t chain_room;
+} Text;
+
+void text_free(Text *t) {
+    for (int64_t i = 0; i < t->pool_count; i++) free(t->pools[i].ngrams);
+    if (t->places) memory_free(t->places);
+    if (t->firsts) memory_free(t->firsts);
+    free(t->origins);
+    free(t->tokens);
+    free(t->one);
+    free(t->two);
+    free(t->pools);
+    free(t->chains);
+    free(t);
+}
+
+static int32_t *suffix_origins(const Text *t) { return t->origins; }
+
+static int32_t *feeder_origins(const Text *t, int feeder) {
+    return t->origins + (int64_t)t->is.key + t->is.reach + (int64_t)feeder * t->is.ngram;
+}
+
+/* NULL: out of memory. */
+Text *text_new(const Settings *settings) {
+    Text *t = calloc(1, sizeof(Text));
+    if (!t) return NULL;
+    t->is = *settings;
+    size_t matched = (size_t)t->is.key + (size_t)t->is.reach;
+    t->origins = malloc((matched + FEEDERS * (size_t)t->is.ngram) * sizeof *t->origins);
+    t->places = memory_new();
+    t->firsts = memory_new();
+    if (!t->origins || !t->places || !t->firsts) {
+        text_free(t);
+        return NULL;
+    }
+    for (int32_t i = 0; i < (int32_t)matched; i++) {
+        suffix_origins(t)[i] = t->is.suffix + (i < t->is.longest ? i : t->is.longest);
+    }
+    for (int feeder = 0; feeder < FEEDERS; feeder++) {
+        for (int32_t i = 0; i < t->is.ngram; i++) {
+            feeder_origins(t, feeder)[i] = t->is.fed[feeder] + (i < t->is.deepest ? i : t->is.deepest);
+        }
+    }
+    return t;
+}
+
+/* The array, or a larger copy in its place, with room for what is needed. NULL: out of memory, and it is as it was. */
+static void *roomy(void *array, int64_t *room, int64_t needed, size_t size) {
+    if (needed <= *room) return array;
+    int64_t larger = needed > 2 * *room ? needed : 2 * *room;
+    void *moved = realloc(array, (size_t)larger * size);
+    if (moved) *room = larger;
+    return moved;
+}
+
+/* What the key led to so far, or -1; from now on it leads to `place`. -2: out of memory. */
+static int32_t lead(Memory *index, const int32_t key[3], int32_t place) {
+    uint64_t h = hash(key);
+    int64_t slot = find_hashed(index, key, h);
+    Entry *entry = slot >= 0 ? entry_at(index, slot) : new_entry(index, key, h);
+    if (!entry) return -2;
+    int32_t before = slot >= 0 ? entry->token[0] : -1;
+    entry->count = 1;
+    entry->token[0] = place;
+    return before;
+}
+
+/* Where a key leads, or -1. */
+static int32_t led(const Memory *index, const int32_t key[3]) {
+    int64_t slot = find(index, key);
+    return slot >= 0 ? entry_at(index, slot)->token[0] : -1;
+}
+
+/* Add an n-gram as its pool's newest; beyond G the oldest goes. */
+static int feed(Text *t, const int32_t *ngram, int feeder) {
+    if (!t->is.guesses) return 0;
+    int32_t key[3] = {NONE, NONE, ngram[0]}, place = led(t->firsts, key), size = t->is.ngram;
+    if (place < 0) {
+        place = (int32_t)t->pool_count;
+        Pool *pools = roomy(t->pools, &t->pool_room, t->pool_count + 1, sizeof *pools);
+        if (!pools) return -1;
+        t->pools = pools;
+        if (lead(t->firsts, key, place) == -2) return -1;
+        t->pools[t->pool_count++] = (Pool){0};
+    }
+    Pool *pool = &t->pools[place];
+    int32_t *ngrams = roomy(pool->ngrams, &pool->room, pool->count + 1, (size_t)size * sizeof *ngrams);
+    if (!ngrams) return -1;
+    pool->ngrams = ngrams;
+    int64_t gone = 0;
+    while (gone < pool->count && memcmp(ngrams + gone * size, ngram + 1, (size_t)(size - 1) * sizeof *ngram)) gone++;
+    if (gone == pool->count && pool->count == t->is.guesses) gone = 0;
+    if (gone < pool->count) {
+        int32_t *at = ngrams + gone * size;
+        memmove(at, at + size, (size_t)((--pool->count - gone) * size) * sizeof *at);
+    }
+    int32_t *at = ngrams + pool->count++ * size;
+    memcpy(at, ngram + 1, (size_t)(size - 1) * sizeof *at);
+    at[size - 1] = feeder;
+    return 0;
+}
+
+/* The text goes on with these tokens, and the window has made these n-grams. */
+int text_take(Text *t, const int32_t *tokens, int32_t count, const int32_t *ngrams, int32_t ngram_count) {
+    if (!count) return 0;
+    int64_t length = t->length + count, room = t->room, first = t->length - t->is.ngram + 1;
+    int32_t **arrays[3] = {&t->tokens, &t->one, &t->two};
+    for (int i = 0; i < 3; i++) {
+        room = t->room;
+        int32_t *array = roomy(*arrays[i], &room, length, sizeof *array);
+        if (!array) return -1;
+        *arrays[i] = array;
+    }
+    t->room = room;
+    memcpy(t->tokens + t->length, tokens, (size_t)count * sizeof *tokens);
+    t->length = length;
+    /* The very last token is indexed once something follows it. */
+    for (; t->is.suffix >= 0 && t->indexed < t->length - 1; t->indexed++) {
+        int64_t i = t->indexed;
+        int32_t key[3] = {NONE, NONE, t->tokens[i]};
+        if ((t->one[i] = lead(t->places, key, (int32_t)i)) == -2) return -1;
+        t->two[i] = -1;
+        if (!i) continue;
+        key[1] = t->tokens[i - 1];
+        if ((t->two[i] = lead(t->places, key, (int32_t)i)) == -2) return -1;
+    }
+    if (t->is.fed[PROMPT] >= 0) {
+        for (int64_t i = first > 0 ? first : 0; i + t->is.ngram <= t->length; i++) {
+            if (feed(t, t->tokens + i, PROMPT)) return -1;
+        }
+    }
+    for (int32_t i = 0; t->is.fed[JACOBI] >= 0 && i < ngram_count; i++) {
+        if (feed(t, ngrams + (int64_t)i * t->is.ngram, JACOBI)) return -1;
+    }
+    return 0;
+}
+
+/* Add the continuation of an earlier place. */
+static void go_on(Text *t, int64_t *count, int32_t matched, int64_t end) {
+    int64_t left = t->length - 1 - end;
+    t->chains[(*count)++] = (Chain){
+        t->tokens + end + 1, suffix_origins(t) + matched, (int32_t)(left < t->is.reach ? left : t->is.reach)
+    };
+}
+
+/* The continuations of the longest earlier matches of the text's end, newest first among equals. */
+static void suffixes(Text *t, int64_t *count) {
+    const int32_t *last = t->tokens + t->length - 1;
+    int32_t key[3] = {NONE, t->length > 1 ? last[-1] : NONE, *last}, branches = t->is.branches;
+    int64_t end = t->length > 1 && t->is.key > 1 ? led(t->places, key) : -1;
+    if (end < 0) {
+        key[1] = NONE;
+        end = led(t->places, key);
+        for (; end >= 0 && branches--; end = t->one[end]) go_on(t, count, 1, end);
+        return;
+    }
+    struct { int32_t matched, end; } found[SCAN];
+    int32_t seen = 0;
+    for (; end >= 0 && seen < SCAN; end = t->two[end], seen++) {
+        int32_t matched = 2, at = seen;
+        while (matched < t->is.key && matched <= end && t->tokens[end - matched] == last[-matched]) matched++;
+        for (; at && found[at - 1].matched < matched; at--) found[at] = found[at - 1];
+        found[at].matched = matched;
+        found[at].end = (int32_t)end;
+    }
+    for (int32_t i = 0; i < seen && i < branches; i++) go_on(t, count, found[i].matched, found[i].end);
+}
+
+/* All that the text suggests now, surest source first: `chains`, and how many they are. -1: out of memory. */
+static int64_t suggest(Text *t) {
+    if (!t->length) return 0;
+    int32_t key[3] = {NONE, NONE, t->tokens[t->length - 1]}, place = led(t->firsts, key);
+    const Pool *pool = place >= 0 ? &t->pools[place] : NULL;
+    int64_t places = t->is.branches < t->length ? t->is.branches : t->length, count = 0;
+    int64_t needed = (places > SCAN ? places : SCAN) + (pool ? pool->count : 0);
+    Chain *chains = roomy(t->chains, &t->chain_room, needed, sizeof *chains);
+    if (!chains) return -1;
+    t->chains = chains;
+    if (t->is.suffix >= 0) suffixes(t, &count);
+    for (int feeder = 0; pool && feeder < FEEDERS; feeder++) {
+        for (int64_t i = pool->count - 1; i >= 0; i--) {
+            const int32_t *ngram = pool->ngrams + i * t->is.ngram;
+            if (ngram[t->is.ngram - 1] != feeder) continue;
+            t->chains[count++] = (Chain){ngram, feeder_origins(t, feeder), t->is.ngram - 1};
+        }
+    }
+    return count;
+}
+
+/* 3. The best-first draft. */
 
 typedef struct {
     int32_t token, origin;
@@ -366,11 +589,12 @@ static int32_t worth(
 }
 
 /* Grow a draft. `text` are its last three tokens and the chains below it: `chain_tokens` tokens, then as many origins,
-   then the lengths of `chain_count` chains. `origin` is the first of the rows' origins. Results, entry 0 being the root:
+   then the lengths of `chain_count` chains; `whole`, if it is there, suggests further ones. `origin` is the first of the
+   rows' origins. Results, entry 0 being the root:
    `out` are 1 + room tokens, then as many parents, depths and origins; and the scores. Returns how many guesses were
    taken. `base` tokens, the root among them, stand before the guesses. */
 int32_t draft_grow(
-    const Memory *own, const Memory *shared, int32_t origin, const double *rates, int32_t rate_count,
+    const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates, int32_t rate_count,
     const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
     const double *cost, int32_t costs, int32_t base, double taught, int32_t *out, double *scores
 ) {
@@ -383,7 +607,16 @@ int32_t draft_grow(
     own = own ? own : &empty;
     shared = shared ? shared : &empty;
     int32_t *tokens = out, *parents = tokens + room + 1, *depths = parents + room + 1, *origins = depths + room + 1;
-    size_t most = (size_t)chain_tokens + (size_t)room + 2;
+    int64_t suggested = whole ? suggest(whole) : 0, suggested_tokens = 0;
+    if (suggested < 0) return -1;
+    for (int64_t i = 0; i < suggested; i++) {
+        Chain chain = whole->chains[i];
+        for (int32_t k = 0; k < chain.length; k++) {
+            if (chain.origins[k] < 0 || chain.origins[k] >= rate_count) return -2;
+        }
+        suggested_tokens += chain.length;
+    }
+    size_t most = (size_t)suggested_tokens + (size_t)chain_tokens + (size_t)room + 2;
     Candidate *heap = malloc(most * sizeof(Candidate) + most * sizeof(Node) + ((size_t)room + 1) * sizeof(Taken));
     if (!heap) return -1;
     Taken *taken = (Taken *)(heap + most);
@@ -395,6 +628,10 @@ int32_t draft_grow(
     trie[0] = (Node){text[2], -1, 0, 0, 0};
     for (int32_t i = 0; i < chain_count; chain += lengths[i++]) {
         nodes = plant(trie, nodes, chain, lengths[i], chain + chain_tokens, rates);
+    }
+    for (int64_t i = 0; i < suggested; i++) {
+        Chain one = whole->chains[i];
+        nodes = plant(trie, nodes, one.tokens, one.length, one.origins, rates);
     }
 
     int32_t node = 0;
@@ -467,7 +704,7 @@ int32_t draft_grow(
     return (cost ? worth(scores, node + 1, cost, costs, base, taught) : node + 1) - 1;
 }
 
-/* 3. How good the guesses of a step were: all those whose parent was accepted. `steps` are these parents, the root
+/* 4. How good the guesses of a step were: all those whose parent was accepted. `steps` are these parents, the root
    first, and the token that the model wanted after each. An origin's rate is an average over its last 1 / `least`
    trials. */
 int calibration_learn(
@@ -489,7 +726,7 @@ int calibration_learn(
     return 0;
 }
 
-/* 4. A tree in the form that a device reads it.
+/* 5. A tree in the form that a device reads it.
 
    It becomes a row of `count` of each of these: the tokens, the positions (`length` plus depth), the needed rows
    (`first` plus node) and who sees whom, as `words` 32-bit words per token: the parent's bits and one's own. The nodes

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lookahead.config import LookaheadConfig
+from lookahead.native.calls import NativeMemory
 from lookahead.sources.base import Calibration, Outcome, Source, source_of
 from lookahead.sources.fixed_point import FixedPointSource
-from lookahead.sources.pool import JacobiSource, NGramPool, PromptSource
+from lookahead.sources.pool import JacobiSource, NGramPool, PoolSource, PromptSource
 from lookahead.sources.recycle import TOP, Memory, RecycleSource, new_memory
 from lookahead.sources.suffix import SuffixSource
+from lookahead.sources.text import TextSource
 
 
 class Warmth:
@@ -34,7 +37,16 @@ def build(config: LookaheadConfig, warmth: Warmth) -> list[Source]:
         "recycle": lambda: RecycleSource(shared, calibration),
         "fixed-point": lambda: FixedPointSource(calibration, config.budget - 1),
     }
-    return [make() for name, make in makers.items() if name in config.active_sources]
+    sources = [make() for name, make in makers.items() if name in config.active_sources]
+    return in_c(sources) if isinstance(warmth.memory, NativeMemory) else sources
+
+
+def in_c(sources: list[Source]) -> list[Source]:
+    """The same, those that follow the text as one, if C has all of what they do."""
+    following: list[Any] = [source for source in sources if isinstance(source, SuffixSource | PoolSource)]
+    if not following or not all(map(TextSource.stands_for, following)):
+        return sources
+    return [TextSource(following), *(source for source in sources if source not in following)]
 
 
 def wants_top(config: LookaheadConfig) -> bool:

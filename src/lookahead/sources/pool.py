@@ -33,7 +33,7 @@ class NGramPool:
         return [rest for rest, who in reversed(entries.items()) if feeder is None or who == feeder]
 
 
-class _PoolSource:
+class PoolSource:
     """Proposes the n-grams that its feeder put into the pool."""
 
     feeder: str
@@ -64,13 +64,13 @@ class _PoolSource:
             self.pool.add(ngram, self.feeder)
 
 
-class JacobiSource(_PoolSource):
+class JacobiSource(PoolSource):
     """The window's n-grams: column j's tokens, oldest to newest, and the new target."""
 
     feeder = "jacobi"
 
 
-class PromptSource(_PoolSource):
+class PromptSource(PoolSource):
     """Every n-gram of the prompt, and of the output as it grows."""
 
     feeder = "prompt"
