@@ -79,6 +79,7 @@ def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree,
     while sequence.finish_reason is None:
         tree = sequence.propose()
         assert len(tree) <= sequence.config.budget
+        sequence.meanwhile()
         verdict = sequence.absorb(tree, targets_of(sequence, tree, model))
         assert [tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
         yield tree, verdict.tokens

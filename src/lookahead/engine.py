@@ -130,7 +130,7 @@ class Engine:
                 inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
         proposed = perf_counter()
         launched = self.backend.launch(inputs)
-        self._meanwhile(inputs)
+        self._meanwhile(group, inputs)
         results = self.backend.collect(launched)
         ran = perf_counter()
         for sequence in group:
@@ -138,8 +138,10 @@ class Engine:
             sequence.stats.forward_seconds += ran - proposed
         return [Ran(*parts) for parts in zip(group, inputs, results, strict=True)]
 
-    def _meanwhile(self, inputs: Sequence[StepInput]) -> None:
-        """What can wait until the device runs: the trees as verification reads them, and the end of the last ones."""
+    def _meanwhile(self, group: Sequence[DecodingSequence], inputs: Sequence[StepInput]) -> None:
+        """What can wait until the device runs: the trees as verification reads them, and what the last step left."""
         self._spent = ()
+        for sequence in group:
+            sequence.meanwhile()
         for item in inputs:
             item.tree.guesses()

@@ -123,8 +123,6 @@ class DecodingSequence:
         origins = [tree.origins[node - tree.branch] for node in path]
         self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins])
         if self.finish_reason is not None:
-            for source in self._sources:
-                source.finish()
             return verdict
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
@@ -134,6 +132,11 @@ class DecodingSequence:
             self._window.roll(new)
         self._learn(Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams))
         return verdict
+
+    def meanwhile(self) -> None:
+        """What can wait until the next step runs."""
+        for source in self._sources:
+            source.meanwhile()
 
     def _learn(self, shown: Outcome) -> None:
         """Learn what a step has shown: how good its guesses were, and new ones for the sources."""

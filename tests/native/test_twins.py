@@ -91,12 +91,11 @@ operations = st.one_of(
     st.tuples(st.just("forget"), st.integers(0, 12)),
     st.tuples(st.just("set"), st.tuples(keys, rows())),
     st.tuples(st.just("pop"), keys),
-    st.tuples(st.just("leave"), st.none()),
     st.tuples(st.just("clear"), st.none()),
 )
 
 
-def perform(memory: Any, other: Any, operation: str, data: Any) -> Any:
+def perform(memory: Any, operation: str, data: Any) -> Any:
     if operation == "keep":
         return memory.keep(*data)
     if operation == "forget":
@@ -106,21 +105,18 @@ def perform(memory: Any, other: Any, operation: str, data: Any) -> Any:
         return None
     if operation == "pop":
         return memory.pop(data, None)
-    return memory.leave(other) if operation == "leave" else memory.clear()
+    return memory.clear()
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1), operations), max_size=30))
-def test_memories_hold_the_same_in_the_same_order(done: list[tuple[int, tuple[str, Any]]]) -> None:
-    """Two of each kind, that leave their rows to each other."""
-    ours, twins = [NativeMemory(), NativeMemory()], [DictMemory(), DictMemory()]
-    for which, (operation, data) in done:
-        answers = [perform(pair[which], pair[1 - which], operation, data) for pair in (ours, twins)]
-        assert answers[0] == answers[1]
-        for our, twin in zip(ours, twins, strict=True):
-            assert list(our.items()) == list(twin.items())
-            assert len(our) == len(twin)
-            assert all(our.get(key) == twin.get(key) for key in (0, (1, 2), (-1, -1, 3)))
+@given(st.lists(operations, max_size=30))
+def test_memories_hold_the_same_in_the_same_order(done: list[tuple[str, Any]]) -> None:
+    our, twin = NativeMemory(), DictMemory()
+    for operation, data in done:
+        assert perform(our, operation, data) == perform(twin, operation, data)
+        assert list(our.items()) == list(twin.items())
+        assert len(our) == len(twin)
+        assert all(our.get(key) == twin.get(key) for key in (0, (1, 2), (-1, -1, 3)))
 
 
 def test_a_memory_that_grows_and_forgets_for_long() -> None:
@@ -135,13 +131,6 @@ def test_a_memory_that_grows_and_forgets_for_long() -> None:
             memory.forget(limit)
     assert len(twin) == 3000
     assert list(our.items()) == list(twin.items())
-    shared, shared_twin = NativeMemory(), DictMemory()
-    for _ in range(3):
-        our.leave(shared)
-        twin.leave(shared_twin)
-        our.forget(1000)
-        twin.forget(1000)
-    assert list(shared.items()) == list(shared_twin.items())
 
 
 def test_a_memory_is_a_mapping() -> None:
@@ -186,7 +175,7 @@ def test_memory_is_freed_with_its_object(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_threads_share_a_memory() -> None:
-    """Each leaves its rows to the one that all read."""
+    """Each keeps its rows in the one that all read."""
     shared, failures = NativeMemory(), []
 
     def work(number: int) -> None:
@@ -198,7 +187,7 @@ def test_threads_share_a_memory() -> None:
                 draft = Draft([number], Calibration().rates)
                 draft.memories = own, shared, 0
                 draft.grow(20, 9)
-                own.leave(shared)
+                shared.keep(tree, (-1, -1), [(i, 0), (number, 3)])
         except BaseException as error:
             failures.append(error)
 

@@ -156,38 +156,55 @@ def test_the_first_tokens_of_a_text() -> None:
 # What outlives a request.
 
 
-def test_finish_leaves_the_rows_to_the_model() -> None:
+def test_rows_are_shared_while_the_next_step_runs() -> None:
     shared = new_memory()
-    first = RecycleSource(shared, Calibration())
+    first, second = RecycleSource(shared, Calibration()), RecycleSource(shared, Calibration())
     absorb(first, [1, 2, 3], row(50))
-    assert rows_after(RecycleSource(shared, Calibration()))(1, 2, 3) is None
-    first.finish()
+    assert rows_after(second)(1, 2, 3) is None
+    first.meanwhile()
     assert len(shared) == 3
-    second = RecycleSource(shared, Calibration())
     assert rows_after(second)(1, 2, 3)[0] == row(50)
     absorb(second, [1, 2, 3], row(51))
-    second.finish()
+    assert rows_after(first)(1, 2, 3)[0] == row(50)
+    second.meanwhile()
+    first.meanwhile()
     assert len(shared) == 3
     assert rows_after(RecycleSource(shared, Calibration()))(1, 2, 3)[0] == row(51)
 
 
-def test_the_oldest_rows_go_first_and_refreshed_ones_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LIMIT", 4)
+def test_rows_are_shared_in_order() -> None:
+    """Also where nobody has called `meanwhile`: what is shared is never older than what was."""
     shared = new_memory()
-    for tokens in ([1], [2], [3], [4], [1], [5]):
-        source = RecycleSource(shared, Calibration())
-        source.memory = memory_of({tokens[0]: row(tokens[0])})
-        source.finish()
-    assert list(shared) == [3, 4, 1, 5]
-
-
-def test_one_request_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LIMIT", 2)
-    shared = memory_of({100: row(1)})
     source = RecycleSource(shared, Calibration())
-    source.memory = memory_of({key: row(key) for key in range(5)})
-    source.finish()
-    assert list(shared) == [3, 4]
+    for number in (50, 51):
+        absorb(source, [1, 2, 3], row(number))
+    assert shared[3] == row(50)
+    source.meanwhile()
+    source.meanwhile()
+    assert shared[3] == row(51)
+
+
+def test_own_rows_are_asked_before_shared_ones() -> None:
+    """So it makes no difference to a request when its rows are shared."""
+    shared = new_memory()
+    source = RecycleSource(shared, Calibration())
+    absorb(source, [1, 2, 3], row(50))
+    own = rows_after(source)(1, 2, 3)
+    source.meanwhile()
+    assert rows_after(source)(1, 2, 3) == own
+
+
+def test_the_oldest_keys_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that comes again keeps its place, and has the newest row."""
+    monkeypatch.setattr(module, "LIMIT", 9)
+    shared = new_memory()
+    for token in (1, 2, 3, 1, 4):
+        source = RecycleSource(shared, Calibration())
+        absorb(source, [token], row(token if len(shared) < 9 else 9))
+        source.meanwhile()
+        assert len(source.memory) == 3
+    assert list(shared) == [(-1, -1, 2), (-1, 2), 2, (-1, -1, 3), (-1, 3), 3, (-1, -1, 4), (-1, 4), 4]
+    assert shared[4] == row(9)
 
 
 @pytest.mark.parametrize("scope", ["request", "model"])
@@ -199,7 +216,7 @@ def test_scope_request_neither_reads_nor_leaves_anything(scope: str) -> None:
     (source,) = build(config, warmth)
     assert (rows_after(source)(7, 8, 9) is None) == (scope == "request")
     absorb(source, [1, 2, 3], row(50))
-    source.finish()
+    source.meanwhile()
     assert (warmth.memory == before) == (scope == "request")
 
 

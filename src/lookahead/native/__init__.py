@@ -43,7 +43,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_next": (_LONG, [_POINTER, _LONG, _POINTER]),
     "memory_forget": (None, [_POINTER, _LONG]),
     "memory_keep": (_INT, [_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT]),
-    "memory_leave": (_INT, [_POINTER, _POINTER]),
     "text_new": (_POINTER, [_POINTER]),
     "text_free": (None, [_POINTER]),
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),

@@ -67,9 +67,6 @@ class NativeMemory(MutableMapping[Key, Row]):
         numbers, count = tree.packed().buffer_info()[0], _count(table.shape[1])
         _check(self._c.memory_keep(self.handle, numbers, *tree.sizes, *before, table.tobytes(), count))
 
-    def leave(self, to: NativeMemory) -> None:
-        _check(self._c.memory_leave(self.handle, to.handle))
-
     def forget(self, limit: int) -> None:
         self._c.memory_forget(self.handle, limit)
 

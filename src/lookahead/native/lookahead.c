@@ -232,21 +232,6 @@ int memory_keep(
     return 0;
 }
 
-/* Leave every row to another memory, where it counts as new. */
-int memory_leave(const Memory *m, Memory *to) {
-    for (int64_t i = m->oldest; i < m->used; i++) {
-        const Entry *entry = &m->entries[i];
-        if (entry->count < 0) continue;
-        uint64_t h = hash(entry->key);
-        int64_t slot = find_hashed(to, entry->key, h);
-        if (slot >= 0) remove_at(to, slot);
-        Entry *copy = new_entry(to, entry->key, h);
-        if (!copy) return -1;
-        *copy = *entry;
-    }
-    return 0;
-}
-
 /* 2. What the text suggests: how it went on where it ended like this before, and n-grams, by their first token.
 
    Memories double as indexes here: the first number of a key's row is what the key leads to. */

@@ -49,7 +49,10 @@ class Outcome:
 
 
 class Source(Protocol):
-    """Two verbs, propose and absorb; `start` sees the prompt before the first step, `finish` follows the last."""
+    """Two verbs, propose and absorb; `start` sees the prompt before the first step.
+
+    What can wait after an `absorb` is done in `meanwhile`, while the next step runs.
+    """
 
     def start(self, prompt: Sequence[int]) -> None: ...
 
@@ -57,7 +60,7 @@ class Source(Protocol):
 
     def absorb(self, outcome: Outcome) -> None: ...
 
-    def finish(self) -> None: ...
+    def meanwhile(self) -> None: ...
 
 
 class Calibration:

@@ -56,7 +56,7 @@ class PoolSource:
     def absorb(self, outcome: Outcome) -> None:
         self.feed(outcome.ngrams)
 
-    def finish(self) -> None:
+    def meanwhile(self) -> None:
         pass
 
     def feed(self, ngrams: Iterable[tuple[int, ...]]) -> None:

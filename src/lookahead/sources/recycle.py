@@ -51,12 +51,6 @@ class DictMemory(dict[Key, Row]):
                 two, one = before
             self[two, one, token] = self[one, token] = self[token] = row
 
-    def leave(self, to: DictMemory) -> None:
-        """Leave the rows to another memory. Refreshed ones count as new there."""
-        for key, row in self.items():
-            to.pop(key, None)
-            to[key] = row
-
     def forget(self, limit: int) -> None:
         """Let the oldest keys go beyond the limit."""
         for key in list(islice(self, max(0, len(self) - limit))):
@@ -76,8 +70,8 @@ class RecycleSource:
 
     A row is kept under its last three, its last two and its last token, newest wins. Keys of three and two tokens are
     asked first, in the request's own rows and then in `shared`, what earlier requests of the model left there; one
-    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.) At
-    its end the request leaves its rows to `shared`; with no `shared` memory (scope 'request') nothing outlives it.
+    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.) The
+    request's rows go into `shared`, too, a step later; with no `shared` memory (scope 'request') nothing outlives it.
 
     Privacy: shared rows hold likely continuations of other requests' text. They can never reach an output, but they
     change how *fast* a text that resembles them is generated, and whoever can measure that can guess at them. A server
@@ -93,9 +87,10 @@ class RecycleSource:
     )
 
     def __init__(self, shared: Memory | None, calibration: Calibration) -> None:
-        # Two of a kind: what one leaves to the other is copied as it is.
+        # Two of a kind: a draft asks both in C, or both in Python.
         self.memory: Any = new_memory() if shared is None else type(shared)()
         self.shared: Any = shared
+        self._kept: tuple[Any, ...] | None = None  # what is still to be shared
         self.calibration = calibration
         own = [rate for rates in self.PRIORS for rate in rates]
         self.origin = calibration.prior("recycle", own + own)
@@ -141,11 +136,16 @@ class RecycleSource:
         text = outcome.text
         root = len(text) - len(outcome.accepted) - 1
         before = text[root - 2] if root > 1 else -1, text[root - 1] if root else -1
-        self.memory.keep(outcome.tree, before, outcome.top)
-        self.memory.forget(LIMIT)
+        self.meanwhile()  # had it not been done, later rows would be overwritten by earlier ones
+        self._kept = outcome.tree, before, outcome.top
+        self.memory.keep(*self._kept)
 
-    def finish(self) -> None:
-        """Leave the request's rows to the model, where the oldest go first."""
+    def meanwhile(self) -> None:
+        """Share the rows of the last step. In this request its own are asked first, so it need not be sooner."""
+        if self._kept is None:
+            return
+        self.memory.forget(LIMIT)
         if self.shared is not None:
-            self.memory.leave(self.shared)
+            self.shared.keep(*self._kept)
             self.shared.forget(LIMIT)
+        self._kept = None

@@ -48,5 +48,5 @@ class TextSource:
     def absorb(self, outcome: Outcome) -> None:
         self.text.take(outcome.accepted, outcome.ngrams if self.windowed else ())
 
-    def finish(self) -> None:
+    def meanwhile(self) -> None:
         pass
