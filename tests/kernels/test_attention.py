@@ -149,16 +149,29 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "length", "window"),
-    [(2, 2, 60, 0), (4, 2, 131, 40), (3, 1, 203, 0), (2, 1, 700, 40), (2, 2, 64 * FAR + 117, 0)],
+    ("heads", "kv_heads", "length", "window", "spread"),
+    [
+        (2, 2, 60, 0, 1),
+        (4, 2, 131, 40, 1),
+        (3, 1, 203, 0, 1),
+        (2, 1, 700, 40, 1),
+        (2, 2, 64 * FAR + 117, 0, 1),
+        (2, 2, 90, 0, 5),
+        (4, 4, 203, 0, 10),
+        (4, 4, 90, 0, 25),
+    ],
 )
 def test_a_row_is_the_same_alone_and_in_a_tree(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, length: int, window: int
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, length: int, window: int, spread: float
 ) -> None:
-    """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree."""
+    """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree.
+
+    With a large `spread` as in a trained model: few keys have nearly all of the weight, others next to nothing.
+    """
     ahead, count, dim, scale = 16, 70, 64, 0.125
     rng = random.Random(length)
     inputs = step(device, dtype, [length], count, heads, kv_heads, dim)
+    inputs["q"] *= spread
     row = int(inputs["rows"][0])
 
     def run(**changed: Any) -> torch.Tensor:
