@@ -157,8 +157,8 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
         (2, 1, 700, 40, 1),
         (2, 2, 64 * FAR + 117, 0, 1),
         (2, 2, 90, 0, 5),
-        (4, 4, 203, 0, 10),
-        (4, 4, 90, 0, 25),
+        (2, 2, 203, 0, 10),
+        (1, 1, 90, 0, 25),
     ],
 )
 def test_a_row_is_the_same_alone_and_in_a_tree(
@@ -169,6 +169,8 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     With a large `spread` as in a trained model: few keys have nearly all of the weight, others next to nothing.
     """
     ahead, count, dim, scale = 16, 70, 64, 0.125
+    if device.type == "cuda":  # the interpreter would take minutes
+        heads, kv_heads = 16 * heads, 16 * kv_heads
     rng = random.Random(length)
     inputs = step(device, dtype, [length], count, heads, kv_heads, dim)
     inputs["q"] *= spread

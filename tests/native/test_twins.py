@@ -377,6 +377,13 @@ def test_ngrams_of_another_length_are_refused() -> None:
         NativeText(4, 2, 1, 1, 1, -1, 0, 0, 3, 3).take([1], [(1, 2, 3), (1, 2, 3, 4)])
 
 
+def test_a_text_cannot_be_copied() -> None:
+    text = NativeText(4, 2, 1, 1, 1, -1, 0, 0, 3, 3)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copied(text)
+
+
 # How good the guesses were
 
 

@@ -117,6 +117,9 @@ class NativeText:
             raise MemoryError
         weakref.finalize(self, self._c.text_free, self.handle)
 
+    def __reduce__(self) -> str:
+        raise TypeError("a text in C cannot be copied: two would own the same memory")
+
     def take(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]]) -> None:
         """The text goes on with these tokens, and the window has made these n-grams."""
         new, made = array("i", tokens), array("i", [token for ngram in ngrams for token in ngram])
