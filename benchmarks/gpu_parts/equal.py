@@ -1,4 +1,4 @@
-"""exact, drift: which outputs are equal, token for token, and how near the tie was where they are not."""
+"""exact, drift, steady: which outputs are equal, token for token, and how near the tie was where they are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gpu_parts.bench import METHODS, Bench, prompt_key
-from gpu_parts.measure import CountedBackend, Decoded, decode
+from gpu_parts.measure import CountedBackend, Decoded, decode, summary, warm_up
 from gpu_parts.stock import NAMES
 from lookahead.backends.eager import EagerBackend
 from lookahead.config import SamplingParams
@@ -20,6 +20,8 @@ from lookahead.sources import Warmth
 FP32 = "fp32"
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 LOOKAHEAD = tuple(name for name in METHODS if name != "autoregressive")
+ROUNDS = 3
+"""How often `steady` decodes every prompt with every method."""
 
 
 # exact
@@ -94,8 +96,7 @@ def greedy(bench: Bench, model: Any, prompt: Sequence[int]) -> list[int]:
 
 def margin(bench: Bench, model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> float:
     """How far apart the two best logits are where two outputs first part."""
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    ids = torch.tensor([[*prompt, *a[:same]]], device=bench.device)
+    ids = torch.tensor([[*prompt, *a[: parting(a, b)]]], device=bench.device)
     best = model(input_ids=ids).logits[0, -1].float().topk(2).values
     return float(best[0] - best[1])
 
@@ -158,3 +159,36 @@ def gather(bench: Bench) -> dict[tuple[str, bool | None], dict[str, list[int]]]:
             outputs = dict(zip(entry["prompts"], entry["tokens"], strict=True))
             found.setdefault((entry["method"], entry["invariant"]), {}).update(outputs)
     return found
+
+
+# steady
+
+
+def steady_part(bench: Bench) -> None:
+    """The same prompts in several rounds, with an early start of kernels and without, in turns: does a text change?
+
+    All are compared with the first, which is made token by token. `at` tells where the texts part that do.
+    """
+    everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
+    backends = [CountedBackend(bench.large, early=early) for early in (None, False)]
+    for backend in backends:
+        backend._reserve(1, max(map(len, everything)) + bench.args.new_tokens + 256)
+    first: list[list[int]] = []
+    for turn in range(ROUNDS):
+        for name, config in METHODS.items():
+            for backend in backends:
+                if not turn:
+                    warm_up(backend, config, everything, bench.stop)
+                warmth = Warmth()
+                done = [decode(backend, prompt, config, bench.stop, warmth) for prompt in everything]
+                texts = [one.sequence.output for one in done]
+                first = first or texts
+                at = [parting(ours, its) for ours, its in zip(texts, first, strict=True) if ours != its]
+                row = {"method": name, "early": backend.ops.early, "round": turn + 1, "prompts": len(texts)}
+                row |= {"differ": len(at), "at": at, "median_step_ms": summary(done)["median_step_ms"]}
+                bench.add(row)
+
+
+def parting(a: Sequence[int], b: Sequence[int]) -> int:
+    """The first place where two outputs are not the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

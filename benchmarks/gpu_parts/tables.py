@@ -191,6 +191,20 @@ def drift_table(results: Results) -> str:
     return f"{notes}\n\n{body}" if body else ""
 
 
+def steady_table(results: Results) -> str:
+    def made(shape: str) -> str:
+        rows = [
+            [r["method"], "yes" if r["early"] else "no", r["round"], r["prompts"], r["differ"],
+             ", ".join(map(str, r["at"])), r["median_step_ms"]]
+            for r in results.all("steady", shape)
+        ]  # fmt: skip
+        return table(["method", "early start", "round", "prompts", "differ", "from token", "median step ms"], rows)
+
+    notes = prose("The same prompts in every round, invariant; all texts against the first, which is autoregressive.")
+    body = titled(results, "steady", made)
+    return f"{notes}\n\n{body}" if body else ""
+
+
 SECTIONS: dict[str, Callable[[Results], str]] = {
     "A step by K, context 1024": step_table,
     "Attention": attention_table,
@@ -199,6 +213,7 @@ SECTIONS: dict[str, Callable[[Results], str]] = {
     "Batch": batch_table,
     "Exactness": exact_table,
     "Drift": drift_table,
+    "From run to run": steady_table,
 }
 PLOTS = {
     "gpu-step.svg": "A step by K, context 1024",

@@ -98,6 +98,10 @@ def test_every_part_but_attention(script: ModuleType, report: ModuleType, files:
     static = [row for row in stock if "static" in row["method"]]
     assert all("fullgraph=True" in row["how"] and row["compiled_graphs"] == 1 for row in static)
 
+    steady = made["steady-7b"]["rows"]
+    assert len(steady) == 3 * 3 * 2
+    assert all(row["differ"] == len(row["at"]) == 0 < row["prompts"] for row in steady)
+
     drift = made["drift-7b"]["rows"]
     assert len(drift) == 15
     assert all(row["equal"] == row["prompts"] > 0 and row["differ"] == 0 for row in drift)
@@ -115,7 +119,7 @@ def test_every_part_but_attention(script: ModuleType, report: ModuleType, files:
 
     assert report.main([str(files / "out"), "--out", str(files)]) == 0
     page = (files / "gpu.md").read_text(encoding="utf-8")
-    for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness", "Drift"):
+    for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness", "Drift", "From run"):
         assert f"## {title}" in page
     identical = targets(page)["fp32: outputs of the graph backend identical to transformers' greedy ones"]
     assert identical[:2] == ["12 of 12 (small), 12 of 12 (1.5b)", "yes"]
