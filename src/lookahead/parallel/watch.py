@@ -168,7 +168,7 @@ class Watch:
         silent = [rank for rank in others if self._beats[rank][2] != "left"]
         if silent:
             rank = min(silent, key=lambda rank: self._changed[rank])
-            quiet = now - self._changed[rank]
+            quiet = self._heard - self._changed[rank]  # while the store is silent, nothing is known of the others
             if quiet > (SUSPECT if self.suspicious else self.timeout):
                 where = f"step {self._shown(self.step)}" if self.step else "the start"
                 return f"{self.name(rank)} has died or is stopped: no sign of life for {quiet:.0f} s, at {where}"
