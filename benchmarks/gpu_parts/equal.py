@@ -165,28 +165,25 @@ def gather(bench: Bench) -> dict[tuple[str, bool | None], dict[str, list[int]]]:
 
 
 def steady_part(bench: Bench) -> None:
-    """The same prompts in several rounds, with an early start of kernels and without, in turns: does a text change?
+    """The same prompts in several rounds: does a text change?
 
     All are compared with the first, which is made token by token. `at` tells where the texts part that do.
     """
     everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
-    backends = [CountedBackend(bench.large, early=early) for early in (None, False)]
-    for backend in backends:
-        backend._reserve(1, max(map(len, everything)) + bench.args.new_tokens + 256)
+    backend = CountedBackend(bench.large)
+    backend._reserve(1, max(map(len, everything)) + bench.args.new_tokens + 256)
     first: list[list[int]] = []
     for turn in range(ROUNDS):
         for name, config in METHODS.items():
-            for backend in backends:
-                if not turn:
-                    warm_up(backend, config, everything, bench.stop)
-                warmth = Warmth()
-                done = [decode(backend, prompt, config, bench.stop, warmth) for prompt in everything]
-                texts = [one.sequence.output for one in done]
-                first = first or texts
-                at = [parting(ours, its) for ours, its in zip(texts, first, strict=True) if ours != its]
-                row = {"method": name, "early": backend.ops.early, "round": turn + 1, "prompts": len(texts)}
-                row |= {"differ": len(at), "at": at, "median_step_ms": summary(done)["median_step_ms"]}
-                bench.add(row)
+            if not turn:
+                warm_up(backend, config, everything, bench.stop)
+            warmth = Warmth()
+            done = [decode(backend, prompt, config, bench.stop, warmth) for prompt in everything]
+            texts = [one.sequence.output for one in done]
+            first = first or texts
+            at = [parting(ours, its) for ours, its in zip(texts, first, strict=True) if ours != its]
+            row = {"method": name, "round": turn + 1, "prompts": len(texts), "differ": len(at), "at": at}
+            bench.add(row | {"median_step_ms": summary(done)["median_step_ms"]})
 
 
 def parting(a: Sequence[int], b: Sequence[int]) -> int:

@@ -84,9 +84,9 @@ class CountedBackend(GraphBackend):
     It, too, is made outside inference mode: the model's weights become views of what it allocates.
     """
 
-    def __init__(self, model: Any, *, invariant: bool = INVARIANT, early: bool | None = None) -> None:
+    def __init__(self, model: Any, *, invariant: bool = INVARIANT) -> None:
         with torch.inference_mode(False):
-            super().__init__(model, invariant=invariant, early=early)
+            super().__init__(model, invariant=invariant)
         self.forget()
 
     def forget(self) -> None:

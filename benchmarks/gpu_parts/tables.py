@@ -194,11 +194,11 @@ def drift_table(results: Results) -> str:
 def steady_table(results: Results) -> str:
     def made(shape: str) -> str:
         rows = [
-            [r["method"], "yes" if r["early"] else "no", r["round"], r["prompts"], r["differ"],
+            [r["method"], r["round"], r["prompts"], r["differ"],
              ", ".join(map(str, r["at"])), r["median_step_ms"]]
             for r in results.all("steady", shape)
         ]  # fmt: skip
-        return table(["method", "early start", "round", "prompts", "differ", "from token", "median step ms"], rows)
+        return table(["method", "round", "prompts", "differ", "from token", "median step ms"], rows)
 
     notes = prose("The same prompts in every round, invariant; all texts against the first, which is autoregressive.")
     body = titled(results, "steady", made)

@@ -36,7 +36,7 @@ PROMPT = [*range(2, 14)]
 class InterpretedTop(TopOut):
     """The kernels' top-8 on a CPU."""
 
-    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device, *, early: bool = False) -> None:
+    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         super().__init__(rows, vocabulary, top, device)
         self.kernel_work = TopWork(rows, vocabulary, top, device)
 

@@ -99,7 +99,7 @@ def test_every_part_but_attention(script: ModuleType, report: ModuleType, files:
     assert all("fullgraph=True" in row["how"] and row["compiled_graphs"] == 1 for row in static)
 
     steady = made["steady-7b"]["rows"]
-    assert len(steady) == 3 * 3 * 2
+    assert len(steady) == 3 * 3
     assert all(row["differ"] == len(row["at"]) == 0 < row["prompts"] for row in steady)
 
     drift = made["drift-7b"]["rows"]

@@ -149,26 +149,35 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "length", "window", "spread"),
+    ("heads", "kv_heads", "dim", "length", "window", "spread"),
     [
-        (2, 2, 60, 0, 1),
-        (4, 2, 131, 40, 1),
-        (3, 1, 203, 0, 1),
-        (2, 1, 700, 40, 1),
-        (2, 2, 64 * FAR + 117, 0, 1),
-        (2, 2, 90, 0, 5),
-        (2, 2, 203, 0, 10),
-        (1, 1, 90, 0, 25),
+        (2, 2, 64, 60, 0, 1),
+        (4, 2, 64, 131, 40, 1),
+        (3, 1, 64, 203, 0, 1),
+        (2, 1, 64, 700, 40, 1),
+        (2, 2, 64, 64 * FAR + 117, 0, 1),
+        (2, 2, 64, 90, 0, 5),
+        (2, 2, 64, 203, 0, 10),
+        (1, 1, 64, 90, 0, 25),
+        (2, 1, 128, 90, 0, 5),
+        (2, 1, 256, 60, 0, 5),
     ],
 )
 def test_a_row_is_the_same_alone_and_in_a_tree(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, length: int, window: int, spread: float
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    length: int,
+    window: int,
+    spread: float,
 ) -> None:
     """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree.
 
     With a large `spread` as in a trained model: few keys have nearly all of the weight, others next to nothing.
     """
-    ahead, count, dim, scale = 16, 70, 64, 0.125
+    ahead, count, scale = 16, 70, dim**-0.5
     if device.type == "cuda":  # the interpreter would take minutes
         heads, kv_heads = 16 * heads, 16 * kv_heads
     rng = random.Random(length)

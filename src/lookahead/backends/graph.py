@@ -68,12 +68,10 @@ class GraphBackend:
 
     `invariant` makes a row's result in half precision independent of K and of the other rows, bit for bit, in steps of
     up to 128 tokens: attention adds up each row in the order of its positions, and so do the matrix products (see
-    `products`). `early` starts kernels while the ones before them end, where the GPU can.
+    `products`).
     """
 
-    def __init__(
-        self, model: Any, *, invariant: bool = True, early: bool | None = None, capture: bool | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
         check_supported(model)
         check_graph(model)
         self.model, self.invariant = model, invariant
@@ -82,10 +80,7 @@ class GraphBackend:
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
-        if early is None:
-            nvidia = self.device.type == "cuda" and torch.version.hip is None
-            early = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.ops = Ops(self.device, early=early)
+        self.ops = Ops(self.device)
         self.products = products_of(self.device, self.dtype, invariant)
         self.pool = self._new_pool()
         self.capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

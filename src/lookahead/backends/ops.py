@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,12 @@ from lookahead.kernels import reference
 
 
 class Ops:
-    """One set of functions for a device. `compiled` is for tests: the kernels in Triton's interpreter, on a CPU.
-
-    `early` lets the kernels between the products start early (see `kernels.early`).
-    """
+    """One set of functions for a device. `compiled` is for tests: the kernels in Triton's interpreter, on a CPU."""
 
     def __init__(
         self,
         device: torch.device,
         *,
-        early: bool = False,
         compiled: bool | None = None,
         processors: int | None = None,
     ) -> None:
@@ -37,10 +32,6 @@ class Ops:
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
         self.gate, self.keep, self.carry = source.gate, source.keep, source.carry
-        self.early = early and self.compiled
-        if self.early:
-            for name in ("attend", "add_norm", "rotate_write", "gate"):
-                setattr(self, name, partial(getattr(self, name), early=True))
 
     def workspace(self) -> Any:
         """What `attend` leaves its partial results in. One shape's layers share it; no other shape may, as a captured
@@ -80,8 +71,7 @@ class TopOut:
     written. `rows[turn]` are for who has waited for the device.
     """
 
-    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device, *, early: bool = False) -> None:
-        self.early = early
+    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         self.out = torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device)
         self.work: Any = None
         pinned = device.type == "cuda"
@@ -99,7 +89,7 @@ class TopOut:
             return
         from lookahead.kernels.top import top_tokens
 
-        top_tokens(logits, self.out, self.work, early=self.early)
+        top_tokens(logits, self.out, self.work)
 
     def send(self, turn: int) -> None:
         """Start the copy to the host. The memory there is not given away before it is done."""

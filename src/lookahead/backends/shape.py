@@ -88,7 +88,7 @@ class Shape:
         inner = layer.down.shape[1]
         self.gate_up, self.active = new(2 * inner), new(inner)
         self.logits = new(len(w.head)) if head else None
-        self.top = TopOut(rows, len(w.head), min(TOP, len(w.head)), device, early=backend.ops.early) if head else None
+        self.top = TopOut(rows, len(w.head), min(TOP, len(w.head)), device) if head else None
         self.work = backend.ops.workspace()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None

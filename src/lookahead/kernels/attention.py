@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 
 from lookahead.kernels.depths import by_depth, new_slots
-from lookahead.kernels.early import options, wait
 from lookahead.kernels.tiles import FAR, MOST, Tiles, tiles_for
 
 LOG2E = 1.4426950408889634
@@ -67,14 +66,20 @@ def _add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXAC
 
 
 @triton.jit
-def _alone(p, i: tl.constexpr):
-    """Column i of p [M, 16], and zeros."""
-    return tl.where(tl.arange(0, 16)[None, :] == i, p, 0.0).to(p.dtype)
+def _alone(p, i: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """p [M, 16] as [M, N], N / 16 sixteens: the first has column i and zeros, the next column i + 1, and so on.
+
+    (Made with `tl.join`, the sixteens would be mixed: to Triton it means numbers of half the width, and it then takes
+    the keys of two sixteens into one step of the matrix units.)
+    """
+    column = i + tl.arange(0, N // 16)[None, :, None]
+    alone = tl.where(tl.arange(0, 16)[None, None, :] == column, p[:, None, :], 0.0).to(p.dtype)
+    return tl.reshape(alone, [M, N])
 
 
 @triton.jit
 def _add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N: tl.constexpr):
-    """The same for 16 keys, one after the other: v [N, D], N 16, 32 or 64, has all of them N / 16 times.
+    """The same for 16 keys, one after the other: v [N, D] has all of them N / 16 times.
 
     The matrix units add the products of 16 keys at once and one sixteen after the other. So a key gets a sixteen of its
     own, N / 16 keys in one product: a row's sum depends on its keys and their order, not on where they stand.
@@ -83,16 +88,9 @@ def _add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N:
     total = total * shrink[:, None]
     acc = acc * shrink[:, None]
     for i in tl.static_range(0, 16, N // 16):
-        single = _alone(p, i)
-        if N >= 32:
-            single = tl.join(single, _alone(p, i + 1))
-        if N == 64:
-            pairs = tl.join(single, tl.join(_alone(p, i + 2), _alone(p, i + 3)))
-            single = tl.reshape(tl.permute(pairs, (0, 3, 2, 1)), [M, N])
-        elif N == 32:
-            single = tl.reshape(tl.permute(single, (0, 2, 1)), [M, N])
-        total = tl.dot(single, ones, total, input_precision="ieee")
-        acc = tl.dot(single, v, acc, input_precision="ieee")
+        alone = _alone(p, i, M, N)
+        total = tl.dot(alone, ones, total, input_precision="ieee")
+        acc = tl.dot(alone, v, acc, input_precision="ieee")
     return top, total, acc
 
 
@@ -125,7 +123,6 @@ def _attend(
     scale, count, capacity, kv_heads, splits, near_splits, words, slots_size,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits; with REACH one more)."""
     batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
@@ -153,7 +150,6 @@ def _attend(
     base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
     own_slots = slots + (batch * tl.num_programs(1) + tl.program_id(1)) * slots_size
     used = tl.load(own_slots)
-    wait(EARLY)  # what came before are the step's packet, which is long there; now the layer's q, keys and values
     query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M, 8], tl.float32)
@@ -202,22 +198,19 @@ def _attend(
                 top, total, acc = _add(query, k, v, word_ones, scale, seen, top, total, acc, True, False)
     elif split == splits:
         # With it the rest of the prefix, and then the tree's nodes by depth, each sixteen of one depth: see `depths`.
-        # With 16 rows, one product per key: of several, Triton 3.6 made sums with other bits than with 64 rows.
         lane = tl.arange(0, BLOCK_N)
-        again: tl.constexpr = 16 if BLOCK_M == 16 else BLOCK_N
-        ones_again = tl.full([again, 8], 1.0, values.dtype.element_ty)
         for key0 in range(tl.min(border, 0), length, 16):
             key = key0 + tl.arange(0, 16)
             there = key < length
             at = (base + key)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-            key_again = key0 + tl.arange(0, again) % 16
+            key_again = key0 + lane % 16
             at = (base + key_again)[:, None] * HEAD + dim[None, :]
             v = tl.load(values + at, mask=(key_again < length)[:, None] & whole[None, :], other=0.0)
             seen = there[None, :] & (key[None, :] >= border[:, None])
             if WINDOW > 0:
                 seen = seen & (position[:, None] - key[None, :] < WINDOW)
-            top, total, acc = _add_singly(query, k, v, ones_again, scale, seen, top, total, acc, BLOCK_M, again)
+            top, total, acc = _add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
         # A token's sight is a byte for each sixteen, 1 more than the place of the one node there that it sees.
         sights = own_slots + 1 + 16 * count + (token - tl.program_id(1) * BLOCK_M // GROUP) * (count // 4 + 1)
         turn, place_there = 8 * (lane // 16), lane % 16 + 1
@@ -300,7 +293,6 @@ def attend(
     window: int = 0,
     tiles: Tiles | None = None,
     slots: torch.Tensor | None = None,
-    early: bool = False,
 ) -> torch.Tensor:
     """q, out [B, K, H, D]; keys, values [R, Hkv, capacity, D], of which batch row b uses row rows[b].
 
@@ -326,6 +318,6 @@ def attend(
         0 if slots is None else slots.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR,
-        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers, **options(early),
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.kernels.early import let_next_start, options, wait
-
 
 @triton.jit
 def _carry(source, target, size, BLOCK: tl.constexpr):
@@ -50,7 +48,7 @@ def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch
 @triton.jit
 def _add_norm(
     stream, delta, rows, weight, out, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). stream += delta; out = RMSNorm(stream) * weight; with `rows`, out row i is stream row rows[i]'s."""
     target = tl.program_id(0).to(tl.int64)
@@ -60,7 +58,6 @@ def _add_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    wait(EARLY)
     x = tl.load(stream + source * WIDTH + column, mask=inside, other=0.0)
     if HAS_DELTA:
         x = x + tl.load(delta + source * WIDTH + column, mask=inside, other=0.0)
@@ -79,8 +76,6 @@ def add_norm(
     out: torch.Tensor,
     eps: float,
     rows: torch.Tensor | None = None,
-    *,
-    early: bool = False,
 ) -> torch.Tensor:
     """stream, delta [M, width]; weight [width]; out [M, width] or, of some rows only, [R, width].
 
@@ -91,7 +86,7 @@ def add_norm(
     _add_norm[(out.shape[0],)](
         stream, stream if delta is None else delta, stream if rows is None else rows, weight, out, eps,
         WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_ROWS=rows is not None,
-        num_warps=max(1, min(16, block // 512)), **options(early),
+        num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return out
 
@@ -100,7 +95,7 @@ def add_norm(
 def _rotate_write(
     qkv, bias, norms, cosine, sine, rows, lengths, positions, q, keys, values, count, capacity, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch x count, blocks of all heads). Rotates queries and keys, writes keys and values to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -113,13 +108,11 @@ def _rotate_write(
     inside = there[:, None] & (column < half)[None, :]
     low = head[:, None] * DIM + column[None, :]
     high = low + half
-    let_next_start(EARLY)
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
     sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
     place = tl.load(lengths + batch) + token % count
     base = tl.load(rows + batch).to(tl.int64) * KV_HEADS
-    wait(EARLY)
     a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
     b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
     if HAS_BIAS:
@@ -167,8 +160,6 @@ def rotate_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     eps: float = 1e-6,
-    *,
-    early: bool = False,
 ) -> None:
     """qkv [M, (H + 2 Hkv) D], M at least B x K -> q [B, K, H, D], and K/V behind each row's prefix in the cache.
 
@@ -184,17 +175,15 @@ def rotate_write(
         q, keys, values, count, capacity, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
         HAS_BIAS=bias is not None, HAS_NORM=norms is not None, num_warps=4,
-        **options(early),
     )  # fmt: skip
 
 
 @triton.jit
-def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    wait(EARLY)
     gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0)
     up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
@@ -202,11 +191,11 @@ def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr)
     tl.store(out + row * WIDTH + column, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
-def gate(x: torch.Tensor, out: torch.Tensor, *, early: bool = False) -> torch.Tensor:
+def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """x [M, 2 width], gate and up beside each other -> out [M, width] = silu(gate) * up."""
     width = out.shape[1]
     block = min(1024, triton.next_power_of_2(width))
-    _gate[(out.shape[0], triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4, **options(early))
+    _gate[(out.shape[0], triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4)
     return out
 
 

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.kernels.early import let_next_start, options, wait
 from lookahead.sampling import LEVELS
 
 PIECE = 1024
@@ -18,12 +17,10 @@ PIECE = 1024
 
 
 @triton.jit
-def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """Grid: (rows, pieces). A piece's TOP best, ties by the lower id, and its maximum and sum of exponentials."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = piece * BLOCK + tl.arange(0, BLOCK)
-    let_next_start(EARLY)
-    wait(EARLY)
     x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     top = tl.max(x, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -41,12 +38,11 @@ def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BL
 @triton.jit
 def _join(
     values, ids, sums, out, pieces,
-    LEVELS: tl.constexpr, TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr,
+    LEVELS: tl.constexpr, TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). out row: the best token, the TOP best, and their levels."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, P)
-    wait(EARLY)
     tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
     totals = tl.load(sums + (row * pieces + piece) * 2 + 1, mask=piece < pieces, other=0.0)
     top = tl.max(tops, 0)
@@ -77,7 +73,7 @@ class TopWork:
         self.sums = torch.empty(rows, self.pieces, 2, dtype=torch.float32, device=device)
 
 
-def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork, *, early: bool = False) -> torch.Tensor:
+def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork) -> torch.Tensor:
     """logits [R, V] -> out [R, 1 + 2 n] int32: the argmax, the n best tokens, best first, their levels.
 
     As `sampling.top_rows`, whose levels these are.
@@ -86,12 +82,10 @@ def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork, *, early:
     top = (out.shape[1] - 1) // 2
     _pieces[(rows, work.pieces)](
         logits, work.values, work.ids, work.sums, vocabulary, work.pieces, TOP=top, BLOCK=PIECE, num_warps=1,
-        **options(early),
     )  # fmt: skip
     candidates = triton.next_power_of_2(work.pieces * top)
     _join[(rows,)](
         work.values, work.ids, work.sums, out, work.pieces, LEVELS=LEVELS, TOP=top,
         P=triton.next_power_of_2(work.pieces), B=candidates, num_warps=1 if candidates <= 1024 else 4,
-        **options(early),
     )  # fmt: skip
     return out
