@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from lookahead import native
 from lookahead.native import calls
-from lookahead.native.calls import NativeMemory, NativeText, Row
+from lookahead.native.calls import Memories, NativeText, Row
 
 Table = tuple[list[float], list[int]]
 """What the buckets of a row mean: the rate of each, and its origin."""
@@ -55,7 +55,7 @@ class Draft:
     """A trie of chains below the root, and a rule that continues any path with a row of likely successors.
 
     `text` ends with the root token. The rule is `successors`, or `memories`, recycled rows that the C code asks by
-    itself: the request's own, the shared ones, and the first of their origins (see `sources.recycle`). `whole` is the
+    itself (see `sources.recycle`). `whole` is the
     text in C, which adds chains of its own (see `sources.text`).
     """
 
@@ -65,7 +65,7 @@ class Draft:
         self.before2 = text[-3] if len(text) > 2 else -1
         self.rates = rates
         self.successors: Successors | None = None
-        self.memories: tuple[NativeMemory, NativeMemory | None, int] | None = None
+        self.memories: Memories | None = None
         self.whole: NativeText | None = None
         self._chains: tuple[list[int], list[int], list[int]] = [], [], []
 

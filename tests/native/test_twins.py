@@ -133,6 +133,23 @@ def test_a_memory_that_grows_and_forgets_for_long() -> None:
     assert list(our.items()) == list(twin.items())
 
 
+@pytest.mark.parametrize("size", [1, 60, 500, 5000])
+def test_a_cleared_memory_is_as_good_as_new(size: int) -> None:
+    """Small ones keep their room; nothing of what stood there is found again, or forgotten twice."""
+    our, twin = NativeMemory(), DictMemory()
+    for turn in range(3):
+        tree = TokenTree(
+            [turn + i for i in range(size)], list(range(-1, size - 1)), list(range(size)), list(range(size))
+        )
+        for memory in (our, twin):
+            memory.keep(tree, (-1, 7), [(turn, j, 0, 3) for j in range(size)])
+            memory.forget(2 * size)
+        assert list(our.items()) == list(twin.items())
+        our.clear()
+        twin.clear()
+        assert (len(our), list(our), our.get(turn)) == (0, [], None)
+
+
 def test_a_memory_is_a_mapping() -> None:
     memory = NativeMemory()
     assert not memory
@@ -185,7 +202,7 @@ def test_threads_share_a_memory() -> None:
                 tree = TokenTree([number, i], [-1, 0], [0, 1], [0, 1])
                 own.keep(tree, (-1, -1), [(i, 0), (number, 3)])
                 draft = Draft([number], Calibration().rates)
-                draft.memories = own, shared, 0
+                draft.memories = None, own, shared, 0
                 draft.grow(20, 9)
                 shared.keep(tree, (-1, -1), [(i, 0), (number, 3)])
         except BaseException as error:
@@ -217,6 +234,7 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
         "rates": rates,
         "levels": draw(st.randoms(use_true_random=False)),
         "chains": chains,
+        "last": draw(many),
         "own": draw(st.none() | many),
         "shared": draw(st.none() | many),
         "text": draw(st.lists(token, min_size=1, max_size=4)),
@@ -237,6 +255,8 @@ def grown(case: dict[str, Any], kind: type[Any], rates: Calibration) -> Guesses:
         source = RecycleSource(shared, rates)
         source.memory = kind()
         source.memory.update(case["own"])
+        source.last = kind()
+        source.last.update(case.get("last", {}))
         if shared is not None:
             shared.update(case["shared"])
         source.propose(case["text"], draft)
@@ -487,7 +507,7 @@ def test_what_points_nowhere_is_refused() -> None:
     with pytest.raises(ValueError, match="a path of 1 nodes with 1 tokens"):
         calibration.learn_step(replace(tree, origins=[0]), [1], [2])
     draft = Draft([1], [0.5] * 3)
-    draft.memories = memory, None, 0
+    draft.memories = None, memory, None, 0
     with pytest.raises(IndexError, match="does not exist"):
         draft.grow(3, 3)
     with pytest.raises(ValueError, match="a chain of 2 tokens with 1 origins"):

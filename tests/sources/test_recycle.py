@@ -73,16 +73,18 @@ def test_newest_wins() -> None:
     ]  # fmt: skip
 
 
-# The row of (1, 2, 3) under one key only, in the request's own memory or in the shared one. Longer than one token goes
-# before one token, and within each the request's own goes before what others left.
-ANSWER_ORDER = [("own", 3), ("own", 2), ("shared", 3), ("shared", 2), ("own", 1), ("shared", 1)]
+# The row of (1, 2, 3) under one key only, of the last step, of the request's steps before, or in the shared memory.
+# Longer than one token goes before one token, and within each the request's own goes before what others left.
+ANSWER_ORDER = [
+    ("last", 3), ("own", 3), ("last", 2), ("own", 2), ("shared", 3), ("shared", 2), ("last", 1), ("own", 1), ("shared", 1),
+]  # fmt: skip
 
 
 def keyed(text: list[int], length: int) -> Memory:
     """A memory that holds what `text` ends with under this many tokens, and nothing else."""
     source = RecycleSource(None, Calibration())
     absorb(source, text, row(0))
-    by_length = dict(zip((3, 2, 1), source.memory, strict=True))
+    by_length = dict(zip((3, 2, 1), source.last, strict=True))
     return memory_of({by_length[length]: row(0)})
 
 
@@ -91,7 +93,7 @@ def holding(*entries: tuple[str, int]) -> RecycleSource:
     source = RecycleSource(new_memory(), Calibration())
     for entry in entries:
         owner, length = entry
-        memory = source.memory if owner == "own" else source.shared
+        memory = {"last": source.last, "own": source.memory, "shared": source.shared}[owner]
         memory.update(dict.fromkeys(keyed([1, 2, 3], length), row(ANSWER_ORDER.index(entry))))
     return source
 

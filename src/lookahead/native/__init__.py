@@ -31,7 +31,7 @@ FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
 logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-_DRAWN = [*[_POINTER] * 2, _INT, *[_POINTER] * 2, _INT]  # rows, text and rates
+_DRAWN = [*[_POINTER] * 3, _INT, *[_POINTER] * 2, _INT]  # rows, text and rates
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_new": (_POINTER, []),
     "memory_free": (None, [_POINTER]),

@@ -128,6 +128,10 @@ class NativeText:
         _check(self._c.text_take(self.handle, new.buffer_info()[0], len(new), made.buffer_info()[0], len(ngrams)))
 
 
+Memories = tuple[NativeMemory | None, NativeMemory | None, NativeMemory | None, int]
+"""The rows of the last step, the request's own, the shared ones, and the first of their origins."""
+
+
 def _packed(key: Key) -> bytes:
     if isinstance(key, tuple):
         return _KEY.pack(*[_NONE] * (3 - len(key)), *key)
@@ -149,7 +153,7 @@ def _check(code: int) -> None:
 
 
 def grow(
-    memories: tuple[NativeMemory, NativeMemory | None, int] | None,
+    memories: Memories | None,
     whole: NativeText | None,
     rates: Sequence[float],
     text: tuple[int, int, int],
@@ -162,12 +166,12 @@ def grow(
 ) -> Grown:
     """`Draft._grow`, in C.
 
-    `memories`: the request's own rows, the shared ones, and the first of their origins. `text`: its last three tokens.
+    `memories`: the rows of the last step, the request's own, the shared ones, and the first of their origins. `text`: its last three tokens.
     `chains`: their tokens and origins, one chain after the other, and their lengths. `whole`: a text, for more.
     """
-    own, shared, origin = memories or (None, None, 0)
+    *rows, origin = memories or (None, None, None, 0)
     tokens, origins, lengths = chains
-    handles = [None if memory is None else memory.handle for memory in (own, shared)]
+    handles = [None if memory is None else memory.handle for memory in rows]
     doubles = rates if isinstance(rates, array) else array("d", rates)
     size = room + 1
     out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))

@@ -31,6 +31,7 @@
 #define NONE INT32_MIN /* in place of the tokens that a short key does not have; -1 is 'nothing before' */
 #define CHAIN_MASS 0.95
 #define LEVELS 16 /* probability levels of a row's tokens */
+#define SMALL 2048 /* entries; more are given back when they are cleared */
 #define SCAN 24 /* earlier places looked at per pair of tokens */
 
 /* 1. Recycled rows: keys of one, two or three tokens, in the order in which they came.
@@ -40,10 +41,14 @@
    of the hash, too, so that an entry, far off in memory, is looked at only when it is most likely the right one. */
 
 typedef struct {
-    int32_t key[3];
     int32_t token[TOP];
     uint8_t level[TOP];
     int32_t count;
+} Row;
+
+typedef struct {
+    int32_t key[3];
+    Row row;
 } Entry;
 
 typedef struct {
@@ -109,7 +114,7 @@ static int make_room(Memory *m) {
     for (uint64_t slot = 0; slot < slots; slot++) table[slot].place = FREE;
     int64_t used = 0;
     for (int64_t i = m->oldest; i < m->used; i++) {
-        if (m->entries[i].count < 0) continue;
+        if (m->entries[i].row.count < 0) continue;
         entries[used] = m->entries[i];
         enter(table, slots - 1, hash(entries[used].key), used);
         used++;
@@ -138,7 +143,7 @@ static Entry *entry_for(Memory *m, const int32_t key[3]) {
 }
 
 static void remove_at(Memory *m, int64_t slot) {
-    entry_at(m, slot)->count = -1;
+    entry_at(m, slot)->row.count = -1;
     m->table[slot].place = GONE;
     m->live--;
 }
@@ -153,35 +158,51 @@ void memory_free(Memory *m) {
 
 int64_t memory_length(const Memory *m) { return m->live; }
 
+/* Memory that a step's rows need is kept for the next step's. */
 void memory_clear(Memory *m) {
+    if (m->room && m->room <= SMALL) {
+        for (uint64_t slot = 0; slot <= m->mask; slot++) m->table[slot].place = FREE;
+        m->used = m->live = m->oldest = 0;
+        return;
+    }
     free(m->entries);
     free(m->table);
     *m = (Memory){0};
 }
 
-/* One row under one key; `row` are the tokens, then their levels. */
-int memory_set(Memory *m, const int32_t key[3], const int32_t *row, int32_t count) {
+/* A row of these numbers: the tokens, then their levels. */
+static Row row_of(const int32_t *numbers, int32_t count) {
+    Row row = {.count = count};
+    for (int32_t i = 0; i < count; i++) {
+        row.token[i] = numbers[i];
+        uint32_t level = (uint32_t)numbers[count + i];
+        row.level[i] = (uint8_t)(level < LEVELS ? level : LEVELS - 1);
+    }
+    return row;
+}
+
+static int set(Memory *m, const int32_t key[3], Row row) {
     Entry *entry = entry_for(m, key);
     if (!entry) return -1;
-    entry->count = count;
-    for (int32_t i = 0; i < count; i++) {
-        entry->token[i] = row[i];
-        uint32_t level = (uint32_t)row[count + i];
-        entry->level[i] = (uint8_t)(level < LEVELS ? level : LEVELS - 1);
-    }
+    entry->row = row;
     return 0;
+}
+
+/* One row under one key. */
+int memory_set(Memory *m, const int32_t key[3], const int32_t *row, int32_t count) {
+    return set(m, key, row_of(row, count));
 }
 
 /* Copies the key's row; how many tokens it has, or -1. */
 int32_t memory_get(const Memory *m, const int32_t key[3], int32_t *row) {
     int64_t slot = find(m, key);
     if (slot < 0) return -1;
-    const Entry *entry = entry_at(m, slot);
-    for (int32_t i = 0; i < entry->count; i++) {
-        row[i] = entry->token[i];
-        row[entry->count + i] = entry->level[i];
+    const Row *known = &entry_at(m, slot)->row;
+    for (int32_t i = 0; i < known->count; i++) {
+        row[i] = known->token[i];
+        row[known->count + i] = known->level[i];
     }
-    return entry->count;
+    return known->count;
 }
 
 int memory_remove(Memory *m, const int32_t key[3]) {
@@ -194,7 +215,7 @@ int memory_remove(Memory *m, const int32_t key[3]) {
 /* The first key at or after `place`; where to go on, or -1 when there is none. */
 int64_t memory_next(const Memory *m, int64_t place, int32_t key[3]) {
     for (int64_t i = place > m->oldest ? place : m->oldest; i < m->used; i++) {
-        if (m->entries[i].count < 0) continue;
+        if (m->entries[i].row.count < 0) continue;
         memcpy(key, m->entries[i].key, sizeof m->entries[i].key);
         return i + 1;
     }
@@ -204,7 +225,7 @@ int64_t memory_next(const Memory *m, int64_t place, int32_t key[3]) {
 /* Let the oldest keys go beyond the limit. */
 void memory_forget(Memory *m, int64_t limit) {
     while (m->live > limit) {
-        while (m->entries[m->oldest].count < 0) m->oldest++;
+        while (m->entries[m->oldest].row.count < 0) m->oldest++;
         remove_at(m, find(m, m->entries[m->oldest].key));
     }
 }
@@ -225,8 +246,9 @@ int memory_keep(
             two = parent ? tokens[parents[parent]] : before;
         }
         int32_t keys[3][3] = {{two, one, tokens[node]}, {NONE, one, tokens[node]}, {NONE, NONE, tokens[node]}};
+        Row row = row_of(top + (int64_t)r * 2 * count, count);
         for (int k = 0; k < 3; k++) {
-            if (memory_set(m, keys[k], top + (int64_t)r * 2 * count, count)) return -1;
+            if (set(m, keys[k], row)) return -1;
         }
     }
     return 0;
@@ -325,16 +347,16 @@ static int32_t lead(Memory *index, const int32_t key[3], int32_t place) {
     int64_t slot = find_hashed(index, key, h);
     Entry *entry = slot >= 0 ? entry_at(index, slot) : new_entry(index, key, h);
     if (!entry) return -2;
-    int32_t before = slot >= 0 ? entry->token[0] : -1;
-    entry->count = 1;
-    entry->token[0] = place;
+    int32_t before = slot >= 0 ? entry->row.token[0] : -1;
+    entry->row.count = 1;
+    entry->row.token[0] = place;
     return before;
 }
 
 /* Where a key leads, or -1. */
 static int32_t led(const Memory *index, const int32_t key[3]) {
     int64_t slot = find(index, key);
-    return slot >= 0 ? entry_at(index, slot)->token[0] : -1;
+    return slot >= 0 ? entry_at(index, slot)->row.token[0] : -1;
 }
 
 /* Add an n-gram as its pool's newest; beyond G the oldest goes. */
@@ -466,7 +488,7 @@ typedef struct {
 } Candidate;
 
 typedef struct {
-    const Entry *row;
+    const Row *row;
     int32_t origin; /* of the row's level 0 */
     int32_t trie;
     double weight;
@@ -531,25 +553,30 @@ static int32_t plant(Node *trie, int32_t nodes, const int32_t *chain, int32_t le
 }
 
 /* The row of a path's last token. Six kinds of key, each with its own LEVELS origins: three, two and one tokens of the
-   request's own rows, then the same of the shared ones; asked in this order: */
-static const struct { int shared, length; } ASKED[6] = {{0, 3}, {0, 2}, {1, 3}, {1, 2}, {0, 1}, {1, 1}};
+   request's own rows, then the same of the shared ones. Its own are those of the last step and all before. Asked in
+   this order: */
+enum { LAST, OWN, SHARED, MEMORIES };
+static const struct { int of, length; } ASKED[] = {
+    {LAST, 3}, {OWN, 3}, {LAST, 2}, {OWN, 2}, {SHARED, 3}, {SHARED, 2}, {LAST, 1}, {OWN, 1}, {SHARED, 1},
+};
 
-static const Entry *look_up(const Memory *own, const Memory *shared, const int32_t last[3], int32_t *kind) {
+static const Row *look_up(const Memory *const memories[MEMORIES], const int32_t last[3], int32_t *kind) {
     /* By length less one. The table's slots are fetched side by side: each is a wait for memory by itself. */
     int32_t keys[3][3] = {{NONE, NONE, last[2]}, {NONE, last[1], last[2]}, {last[0], last[1], last[2]}};
     uint64_t hashes[3];
     for (int i = 0; i < 3; i++) {
         hashes[i] = hash(keys[i]);
-        if (own->room) PREFETCH(&own->table[hashes[i] & own->mask]);
-        if (shared->room) PREFETCH(&shared->table[hashes[i] & shared->mask]);
+        for (int of = OWN; of <= SHARED; of++) {
+            if (memories[of]->room) PREFETCH(&memories[of]->table[hashes[i] & memories[of]->mask]);
+        }
     }
-    for (int i = 0; i < 6; i++) {
-        const Memory *m = ASKED[i].shared ? shared : own;
+    for (size_t i = 0; i < sizeof ASKED / sizeof *ASKED; i++) {
+        const Memory *m = memories[ASKED[i].of];
         int length = ASKED[i].length;
         int64_t slot = find_hashed(m, keys[length - 1], hashes[length - 1]);
-        if (slot < 0 || !entry_at(m, slot)->count) continue;
-        *kind = 3 * ASKED[i].shared + 3 - length;
-        return entry_at(m, slot);
+        if (slot < 0 || !entry_at(m, slot)->row.count) continue;
+        *kind = (ASKED[i].of == SHARED ? 3 : 0) + 3 - length;
+        return &entry_at(m, slot)->row;
     }
     return NULL;
 }
@@ -579,7 +606,7 @@ static int32_t worth(
    `out` are 1 + room tokens, then as many parents, depths and origins; and the scores. Returns how many guesses were
    taken. `base` tokens, the root among them, stand before the guesses. */
 int32_t draft_grow(
-    const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates, int32_t rate_count,
+    const Memory *last, const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates, int32_t rate_count,
     const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
     const double *cost, int32_t costs, int32_t base, double taught, int32_t *out, double *scores
 ) {
@@ -587,10 +614,9 @@ int32_t draft_grow(
         int32_t named = text[3 + chain_tokens + i];
         if (named < 0 || named >= rate_count) return -2;
     }
-    if ((own || shared) && (origin < 0 || origin + 6 * LEVELS > rate_count)) return -2;
+    if ((last || own || shared) && (origin < 0 || origin + 6 * LEVELS > rate_count)) return -2;
     static const Memory empty;
-    own = own ? own : &empty;
-    shared = shared ? shared : &empty;
+    const Memory *const memories[MEMORIES] = {last ? last : &empty, own ? own : &empty, shared ? shared : &empty};
     int32_t *tokens = out, *parents = tokens + room + 1, *depths = parents + room + 1, *origins = depths + room + 1;
     int64_t suggested = whole ? suggest(whole) : 0, suggested_tokens = 0;
     if (suggested < 0) return -1;
@@ -631,7 +657,7 @@ int32_t draft_grow(
             int32_t kind = 0, parent = parents[node];
             int32_t before = node ? tokens[parent] : text[1];
             int32_t before2 = !node ? text[0] : parent ? tokens[parents[parent]] : text[1];
-            const Entry *row = look_up(own, shared, (int32_t[3]){before2, before, tokens[node]}, &kind);
+            const Row *row = look_up(memories, (int32_t[3]){before2, before, tokens[node]}, &kind);
             this->row = row;
             this->origin = origin + kind * LEVELS;
             if (this->trie >= 0 && trie[this->trie].first) {

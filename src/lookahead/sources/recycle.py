@@ -70,8 +70,11 @@ class RecycleSource:
 
     A row is kept under its last three, its last two and its last token, newest wins. Keys of three and two tokens are
     asked first, in the request's own rows and then in `shared`, what earlier requests of the model left there; one
-    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.) The
-    request's rows go into `shared`, too, a step later; with no `shared` memory (scope 'request') nothing outlives it.
+    token alone is the last resort. (Own pairs before shared triples: S 3.94 on MT-Bench, the other way round 3.78.)
+    With no `shared` memory (scope 'request') nothing outlives the request.
+
+    `last` holds the rows of the last step, in a small memory that is soon filled. They go into the large ones, where it
+    takes longer, while the next step runs.
 
     Privacy: shared rows hold likely continuations of other requests' text. They can never reach an output, but they
     change how *fast* a text that resembles them is generated, and whoever can measure that can guess at them. A server
@@ -90,7 +93,8 @@ class RecycleSource:
         # Two of a kind: a draft asks both in C, or both in Python.
         self.memory: Any = new_memory() if shared is None else type(shared)()
         self.shared: Any = shared
-        self._kept: tuple[Any, ...] | None = None  # what is still to be shared
+        self.last: Any = type(self.memory)()
+        self._kept: tuple[Any, ...] | None = None  # what the large memories do not have yet
         self.calibration = calibration
         own = [rate for rates in self.PRIORS for rate in rates]
         self.origin = calibration.prior("recycle", own + own)
@@ -102,7 +106,7 @@ class RecycleSource:
 
     def propose(self, text: list[int], draft: Draft) -> None:
         if isinstance(self.memory, NativeMemory):
-            draft.memories = self.memory, self.shared, self.origin
+            draft.memories = self.last, self.memory, self.shared, self.origin
         else:
             draft.successors = self.successors()
 
@@ -112,8 +116,11 @@ class RecycleSource:
         own3, own2, own1, shared3, shared2, shared1 = [
             (rates[origins[0] : origins[-1] + 1].tolist(), origins) for origins in self.origins
         ]
-        own = self.memory.get
+        last, before_last = self.last, self.memory
         shared = (self.shared if self.shared is not None else {}).get
+
+        def own(key: Key) -> Row | None:
+            return last.get(key) or before_last.get(key)
 
         def successors(before2: int, before: int, token: int) -> tuple[Row, Table] | None:
             if row := own((before2, before, token)):
@@ -136,16 +143,17 @@ class RecycleSource:
         text = outcome.text
         root = len(text) - len(outcome.accepted) - 1
         before = text[root - 2] if root > 1 else -1, text[root - 1] if root else -1
-        self.meanwhile()  # had it not been done, later rows would be overwritten by earlier ones
+        self.meanwhile()  # had it not been done, the rows before these would be lost
         self._kept = outcome.tree, before, outcome.top
-        self.memory.keep(*self._kept)
+        self.last.clear()
+        self.last.keep(*self._kept)
 
     def meanwhile(self) -> None:
-        """Share the rows of the last step. In this request its own are asked first, so it need not be sooner."""
+        """The rows of the last step into the large memories. The last ones are asked first, so it need not be sooner."""
         if self._kept is None:
             return
-        self.memory.forget(LIMIT)
-        if self.shared is not None:
-            self.shared.keep(*self._kept)
-            self.shared.forget(LIMIT)
+        for memory in (self.memory, self.shared):
+            if memory is not None:
+                memory.keep(*self._kept)
+                memory.forget(LIMIT)
         self._kept = None
