@@ -17,8 +17,8 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 
 from lookahead import native
-from lookahead.native import calls
-from lookahead.native.calls import Memories, NativeText, Row
+from lookahead.native.calls import Drawn, Memories, NativeText, Row
+from lookahead.tree import TokenTree, WindowLayout
 
 Table = tuple[list[float], list[int]]
 """What the buckets of a row mean: the rate of each, and its origin."""
@@ -88,13 +88,29 @@ class Draft:
         max_depth = min(max_depth, room)
         if max_depth < 1:
             return NO_GUESSES
-        if self.successors is None and native.library() is not None:
-            text = self.before2, self.before, self.root
-            taught = LEARNED if self.memories is not None else 0.0
-            options = room, max_depth, cost, base, taught
-            return Guesses(*calls.grow(self.memories, self.whole, self.rates, text, self._chains, *options))
+        if self._in_c:
+            return Guesses(*self._drawn(room, max_depth, cost, base).grow())
         assert self.whole is None  # sources are in C together, or not at all
         return self._grow(room, max_depth, cost, base)
+
+    def tree(
+        self, layout: WindowLayout, tokens: Sequence[int], room: int, max_depth: int, cost: Sequence[float] | None
+    ) -> TokenTree:
+        """The step's tree: a branch of this layout with these tokens, and behind it the guesses that `grow` takes."""
+        if not self._in_c or min(room, max_depth) < 1:
+            return layout.tree(tokens, self.grow(room, max_depth, cost, layout.size))
+        room = min(room, MOST)
+        drawn = self._drawn(room, min(max_depth, room), cost, layout.size)
+        numbers, taken = drawn.tree(tokens, layout.numbers)
+        return TokenTree.of(numbers, (layout.size + taken, layout.first + taken), layout.size, layout.width)
+
+    @property
+    def _in_c(self) -> bool:
+        return self.successors is None and native.library() is not None
+
+    def _drawn(self, room: int, max_depth: int, cost: Sequence[float] | None, base: int) -> Drawn:
+        text, taught = (self.before2, self.before, self.root), LEARNED if self.memories is not None else 0.0
+        return Drawn(self.memories, self.whole, self.rates, text, self._chains, room, max_depth, cost, base, taught)
 
     def _plant(self) -> None:
         """The trie of the chains: node 0 is the root; chains that share a prefix share nodes.

@@ -88,13 +88,14 @@ class DecodingSequence:
         width = window.width if fits and left > 1 else 0
         layout = window_layout(width, config.ngram)
 
-        guesses, room, deepest = NO_GUESSES, budget - layout.size, min(left - 1, config.deepest)
-        if room > 0 and deepest > 0:
-            draft = Draft(self.tokens, self._warmth.calibration.rates)
-            for source in self._sources:
-                source.propose(self.tokens, draft)
-            guesses = draft.grow(room, deepest, None if shares else config.step_cost, layout.size)
-        return layout.tree([self.tokens[-1], *(window.flat() if width else ())], guesses)
+        branch = [self.tokens[-1], *window.flat()] if width else self.tokens[-1:]
+        room, deepest = budget - layout.size, min(left - 1, config.deepest)
+        if room < 1 or deepest < 1:
+            return layout.tree(branch, NO_GUESSES)
+        draft = Draft(self.tokens, self._warmth.calibration.rates)
+        for source in self._sources:
+            source.propose(self.tokens, draft)
+        return draft.tree(layout, branch, room, deepest, None if shares else config.step_cost)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """One per needed row: that of the output position the row predicts; the window's rows are greedy."""

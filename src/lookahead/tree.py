@@ -34,7 +34,7 @@ class TokenTree:
     `origins` tells for every guess which source proposed it (see `sources.base`).
 
     A tree is lists or `packed` numbers to begin with, and becomes the other when that is asked for; it does not change.
-    `sizes`: how many nodes and needed rows.
+    `sizes`: how many nodes and needed rows. There may be more numbers than the tree has.
     """
 
     tokens: list[int]
@@ -75,7 +75,7 @@ class TokenTree:
         numbers, (nodes, rows) = self._numbers.tolist(), self.sizes
         self.tokens, self.depths = numbers[:nodes], numbers[nodes : 2 * nodes]
         self.parents, numbers = numbers[2 * nodes : 3 * nodes], numbers[3 * nodes :]
-        self.rows, self.origins = numbers[:rows], numbers[rows:]
+        self.rows, self.origins = numbers[:rows], numbers[rows : rows + nodes - self.branch]
 
     def __getattr__(self, name: str) -> list[int]:
         """Python comes here for a field that has no value: for the lists that are not made yet."""
@@ -148,7 +148,10 @@ class Guessed(Protocol):
 
 @dataclass
 class WindowLayout:
-    """Where the lookahead branch of a (W, N) window stands in the tree."""
+    """Where the lookahead branch of a (W, N) window stands in the tree.
+
+    `first` of its rows are needed; `numbers` are its depths, parents and needed rows, as C reads them.
+    """
 
     width: int
     parents: tuple[int, ...]
@@ -159,7 +162,8 @@ class WindowLayout:
         self.size = len(self.parents)
         self._parents, self._depths = array("i", self.parents), array("i", self.depths)
         self._rows = self._needed(0)
-        self._first = len(self._rows)
+        self.first = len(self._rows)
+        self.numbers = self._depths + self._parents + self._rows
 
     def _needed(self, guesses: int) -> array[int]:
         """The root, the newest row (of which the root may be one) and so many guesses."""
@@ -169,7 +173,7 @@ class WindowLayout:
         """The branch with these tokens, the root's first, and the guesses behind it."""
         nodes = array("i", tokens) + guesses.tokens
         parents, depths = self._parents + guesses.parents, self._depths + guesses.depths
-        count, rows = self._first + len(guesses.tokens), self._rows
+        count, rows = self.first + len(guesses.tokens), self._rows
         if count > len(rows):  # read once: requests share a layout, and another thread may set other rows
             self._rows = rows = self._needed(2 * len(guesses.tokens))
         numbers = nodes + depths + parents + rows[:count] + guesses.origins

@@ -30,7 +30,7 @@ from lookahead.sequence import DecodingSequence
 from lookahead.sources import Warmth, build
 from lookahead.sources.base import Calibration, Outcome
 from lookahead.sources.recycle import DictMemory, RecycleSource
-from lookahead.tree import TokenTree
+from lookahead.tree import TokenTree, window_layout
 from toy import steps, toy_model
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -242,11 +242,12 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
         "depth": draw(st.integers(-1, 9) | st.just(2**40)),
         "cost": draw(st.none() | st.lists(st.floats(0.01, 10), min_size=1, max_size=70)),
         "base": draw(st.integers(1, 20)),
+        "window": (draw(st.integers(0, 5)), draw(st.integers(2, 5))),
     }
 
 
-def grown(case: dict[str, Any], kind: type[Any], rates: Calibration) -> Guesses:
-    """What a draft with these rows takes; no rows of its own means no source of rows at all."""
+def drafted(case: dict[str, Any], kind: type[Any], rates: Calibration) -> Draft:
+    """A draft with these rows; no rows of its own means no source of rows at all."""
     draft = Draft(case["text"], rates.rates)
     for chain in case["chains"]:
         draft.chain(*chain)
@@ -261,7 +262,19 @@ def grown(case: dict[str, Any], kind: type[Any], rates: Calibration) -> Guesses:
             shared.update(case["shared"])
         source.propose(case["text"], draft)
         assert (draft.successors is None) == (kind is NativeMemory)
-    return draft.grow(case["room"], case["depth"], case["cost"], case["base"])
+    return draft
+
+
+def grown(case: dict[str, Any], kind: type[Any], rates: Calibration) -> Guesses:
+    """What such a draft takes."""
+    return drafted(case, kind, rates).grow(case["room"], case["depth"], case["cost"], case["base"])
+
+
+def planted(case: dict[str, Any], kind: type[Any], rates: Calibration) -> TokenTree:
+    """The tree of such a draft behind a window."""
+    layout = window_layout(*case["window"])
+    branch = [case["text"][-1], *range(50, 49 + layout.size)]
+    return drafted(case, kind, rates).tree(layout, branch, case["room"], case["depth"], case["cost"])
 
 
 @settings(max_examples=600, deadline=None)
@@ -275,10 +288,13 @@ def test_drafts_are_the_same_bit_for_bit(case: dict[str, Any]) -> None:
     if case["levels"].random() < 0.5:
         for origins in source.origins:
             calibration.rates[origins[0] + case["levels"].randrange(LEVELS)] = case["levels"].choice(case["rates"])
-    ours = grown(case, NativeMemory, calibration)
+    ours, our_tree = grown(case, NativeMemory, calibration), planted(case, NativeMemory, calibration)
     with python():
-        twins = grown(case, DictMemory, calibration)
+        twins, twin_tree = grown(case, DictMemory, calibration), planted(case, DictMemory, calibration)
     assert repr(ours) == repr(twins)
+    used = 4 * len(twin_tree) + len(twin_tree.rows) - twin_tree.branch
+    assert our_tree.packed()[:used] == twin_tree.packed()
+    assert our_tree == twin_tree
 
 
 def test_a_chain_goes_before_a_row_of_the_same_score() -> None:

@@ -76,7 +76,8 @@ def test_newest_wins() -> None:
 # The row of (1, 2, 3) under one key only, of the last step, of the request's steps before, or in the shared memory.
 # Longer than one token goes before one token, and within each the request's own goes before what others left.
 ANSWER_ORDER = [
-    ("last", 3), ("own", 3), ("last", 2), ("own", 2), ("shared", 3), ("shared", 2), ("last", 1), ("own", 1), ("shared", 1),
+    ("last", 3), ("own", 3), ("last", 2), ("own", 2), ("shared", 3), ("shared", 2),
+    ("last", 1), ("own", 1), ("shared", 1),
 ]  # fmt: skip
 
 

@@ -31,7 +31,8 @@ FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
 logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-_DRAWN = [*[_POINTER] * 3, _INT, *[_POINTER] * 2, _INT]  # rows, text and rates
+_ROWS_AND_RATES = [*[_POINTER] * 3, _INT, *[_POINTER] * 2, _INT]
+_DRAFT = [*_ROWS_AND_RATES, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE]
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_new": (_POINTER, []),
     "memory_free": (None, [_POINTER]),
@@ -46,10 +47,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "text_new": (_POINTER, [_POINTER]),
     "text_free": (None, [_POINTER]),
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
-    "draft_grow": (
-        _INT,
-        [*_DRAWN, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE, *[_POINTER] * 2],
-    ),
+    "draft_grow": (_INT, [*_DRAFT, *[_POINTER] * 2]),
+    "draft_tree": (_INT, [*_DRAFT, _POINTER, _INT, _POINTER]),
     "calibration_learn": (_INT, [*[_POINTER] * 2, _INT, _DOUBLE, _POINTER, *[_INT] * 4, _POINTER, _INT]),
     "tree_write": (_INT, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),
 }

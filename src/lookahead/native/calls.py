@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from ctypes import c_int32
+from dataclasses import dataclass
 from struct import Struct, pack
 from typing import Any, Protocol
 
@@ -152,38 +153,57 @@ def _check(code: int) -> None:
         raise MemoryError
 
 
-def grow(
-    memories: Memories | None,
-    whole: NativeText | None,
-    rates: Sequence[float],
-    text: tuple[int, int, int],
-    chains: tuple[list[int], list[int], list[int]],
-    room: int,
-    max_depth: int,
-    cost: Sequence[float] | None,
-    base: int,
-    taught: float,
-) -> Grown:
-    """`Draft._grow`, in C.
+@dataclass(slots=True)
+class Drawn:
+    """What a draft is made from, in C.
 
-    `memories`: the rows of the last step, the request's own, the shared ones, and the first of their origins. `text`: its last three tokens.
-    `chains`: their tokens and origins, one chain after the other, and their lengths. `whole`: a text, for more.
+    `text`: its last three tokens. `chains`: their tokens and origins, one chain after the other, and their lengths.
+    `whole`: a text, for more.
     """
-    *rows, origin = memories or (None, None, None, 0)
-    tokens, origins, lengths = chains
-    handles = [None if memory is None else memory.handle for memory in rows]
-    doubles = rates if isinstance(rates, array) else array("d", rates)
-    size = room + 1
-    out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))
-    taken = native.library().draft_grow(
-        *handles, origin, None if whole is None else whole.handle, doubles.buffer_info()[0], len(doubles),
-        pack(f"{3 + 2 * len(tokens) + len(lengths)}i", *text, *tokens, *origins, *lengths), len(tokens), len(lengths),
-        room, max_depth, None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), base, taught,
-        out.buffer_info()[0], scores.buffer_info()[0],
-    )  # fmt: skip
-    _check(taken)
-    parts = [out[start + 1 : start + 1 + taken] for start in range(0, 4 * size, size)]
-    return parts[0], parts[1], parts[2], parts[3], scores[1 : 1 + taken]
+
+    memories: Memories | None
+    whole: NativeText | None
+    rates: Sequence[float]
+    text: tuple[int, int, int]
+    chains: tuple[list[int], list[int], list[int]]
+    room: int
+    max_depth: int
+    cost: Sequence[float] | None
+    base: int
+    taught: float
+
+    def grow(self) -> Grown:
+        """`Draft._grow`."""
+        size = self.room + 1
+        out, scores = array("i", bytes(16 * size)), array("d", bytes(8 * size))
+        taken = self._call(native.library().draft_grow, (), out.buffer_info()[0], scores.buffer_info()[0])
+        parts = [out[start + 1 : start + 1 + taken] for start in range(0, 4 * size, size)]
+        return parts[0], parts[2], parts[1], parts[3], scores[1 : 1 + taken]
+
+    def tree(self, branch: Sequence[int], layout: array[int]) -> tuple[array[int], int]:
+        """The tree's numbers, which may have room left at their end, and how many guesses it has.
+
+        `branch`: the tokens before the guesses. `layout`: their depths, their parents and their needed rows.
+        """
+        first = len(layout) - 2 * self.base
+        out = array("i", bytes(4 * (len(layout) + self.base + 5 * self.room)))
+        to = layout.buffer_info()[0], first, out.buffer_info()[0]
+        return out, self._call(native.library().draft_tree, branch, *to)
+
+    def _call(self, function: Callable[..., int], branch: Sequence[int], *to: int) -> int:
+        *rows, origin = self.memories or (None, None, None, 0)
+        tokens, origins, lengths = self.chains
+        handles = [None if memory is None else memory.handle for memory in rows]
+        rates, cost, whole = self.rates, self.cost, self.whole
+        doubles = rates if isinstance(rates, array) else array("d", rates)
+        numbers = array("i", [*self.text, *tokens, *origins, *lengths, *branch])
+        taken = function(
+            *handles, origin, None if whole is None else whole.handle, doubles.buffer_info()[0], len(doubles),
+            numbers.buffer_info()[0], len(tokens), len(lengths), self.room, self.max_depth,
+            None if cost is None else pack(f"{len(cost)}d", *cost), len(cost or ()), self.base, self.taught, *to,
+        )  # fmt: skip
+        _check(taken)
+        return taken
 
 
 def learn(

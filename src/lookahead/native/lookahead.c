@@ -2,7 +2,7 @@
 
      memory_*            DictMemory, in sources/recycle.py
      text_*              SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
-     draft_grow          Draft._grow, in draft.py
+     draft_grow, _tree   Draft._grow, in draft.py, and WindowLayout.tree, in tree.py
      calibration_learn   Calibration.learn_step, in sources/base.py
      tree_write          Packet.put_tree, in backends/packet.py
 
@@ -603,7 +603,7 @@ static int32_t worth(
 /* Grow a draft. `text` are its last three tokens and the chains below it: `chain_tokens` tokens, then as many origins,
    then the lengths of `chain_count` chains; `whole`, if it is there, suggests further ones. `origin` is the first of the
    rows' origins. Results, entry 0 being the root:
-   `out` are 1 + room tokens, then as many parents, depths and origins; and the scores. Returns how many guesses were
+   `out` are 1 + room tokens, then as many depths, parents and origins; and the scores. Returns how many guesses were
    taken. `base` tokens, the root among them, stand before the guesses. */
 int32_t draft_grow(
     const Memory *last, const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates, int32_t rate_count,
@@ -617,7 +617,7 @@ int32_t draft_grow(
     if ((last || own || shared) && (origin < 0 || origin + 6 * LEVELS > rate_count)) return -2;
     static const Memory empty;
     const Memory *const memories[MEMORIES] = {last ? last : &empty, own ? own : &empty, shared ? shared : &empty};
-    int32_t *tokens = out, *parents = tokens + room + 1, *depths = parents + room + 1, *origins = depths + room + 1;
+    int32_t *tokens = out, *depths = tokens + room + 1, *parents = depths + room + 1, *origins = parents + room + 1;
     int64_t suggested = whole ? suggest(whole) : 0, suggested_tokens = 0;
     if (suggested < 0) return -1;
     for (int64_t i = 0; i < suggested; i++) {
@@ -713,6 +713,36 @@ int32_t draft_grow(
     free(heap);
     for (int32_t i = 1; i <= node; i++) parents[i] += parents[i] ? base - 1 : 0;
     return (cost ? worth(scores, node + 1, cost, costs, base, taught) : node + 1) - 1;
+}
+
+/* The same as a tree's numbers: the guesses stand behind a branch of `base` tokens, which follow the chains in `text`.
+   Its depths, its parents and its `first` needed rows are the `layout`. */
+int32_t draft_tree(
+    const Memory *last, const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates,
+    int32_t rate_count, const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
+    const double *cost, int32_t costs, int32_t base, double taught, const int32_t *layout, int32_t first, int32_t *out
+) {
+    size_t most = (size_t)room + 1, of_branch = (size_t)base * sizeof *out;
+    double *scores = malloc(most * (sizeof *scores + 4 * sizeof *out));
+    if (!scores) return -1;
+    int32_t *guesses = (int32_t *)(scores + most);
+    int32_t taken = draft_grow(
+        last, own, shared, origin, whole, rates, rate_count, text, chain_tokens, chain_count, room, max_depth,
+        cost, costs, base, taught, guesses, scores
+    );
+    const int32_t *branch[3] = {text + 3 + 2 * (int64_t)chain_tokens + chain_count, layout, layout + base};
+    for (int part = 0; taken >= 0 && part < 3; part++) {
+        memcpy(out, branch[part], of_branch);
+        memcpy(out + base, guesses + part * most + 1, (size_t)taken * sizeof *out);
+        out += base + taken;
+    }
+    if (taken >= 0) {
+        memcpy(out, layout + 2 * (int64_t)base, (size_t)first * sizeof *out);
+        for (int32_t i = 0; i < taken; i++) out[first + i] = base + i;
+        memcpy(out + first + taken, guesses + 3 * most + 1, (size_t)taken * sizeof *out);
+    }
+    free(scores);
+    return taken;
 }
 
 /* 4. How good the guesses of a step were: all those whose parent was accepted. `steps` are these parents, the root

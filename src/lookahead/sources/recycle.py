@@ -149,7 +149,7 @@ class RecycleSource:
         self.last.keep(*self._kept)
 
     def meanwhile(self) -> None:
-        """The rows of the last step into the large memories. The last ones are asked first, so it need not be sooner."""
+        """The last step's rows into the large memories; `last` is asked before them, so it need not be sooner."""
         if self._kept is None:
             return
         for memory in (self.memory, self.shared):
