@@ -39,6 +39,19 @@ def median_ms(run: Callable[[], Any], repeats: int = 30) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in marks)
 
 
+def clock_mhz() -> int | None:
+    """How fast the multiprocessors run right now: by a kernel that waits so many ticks. Without a GPU, nothing."""
+    if not torch.cuda.is_available():
+        return None
+    ticks = 4_000_000
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    torch.cuda._sleep(ticks)
+    end.record()
+    end.synchronize()
+    return round(ticks / begin.elapsed_time(end) / 1e3)
+
+
 def wall_ms(run: Callable[[], Any], repeats: int = 30) -> list[float]:
     walls = []
     for _ in range(repeats):

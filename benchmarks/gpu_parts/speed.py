@@ -10,7 +10,7 @@ import torch
 from batch import decode as decode_batch
 
 from gpu_parts.bench import METHODS, Bench
-from gpu_parts.measure import CountedBackend, decode, replay_ms, summary, warm_up
+from gpu_parts.measure import CountedBackend, clock_mhz, decode, replay_ms, summary, warm_up
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.sources import Warmth
 
@@ -26,9 +26,9 @@ def speed_part(bench: Bench) -> None:
                 warmth = Warmth()
                 backend.forget()
                 done = [decode(backend, prompt, config, bench.stop, warmth) for prompt in prompts]
-                sequences = [one.sequence for one in done]
+                clock, sequences = clock_mhz(), [one.sequence for one in done]
                 bench.keep(name, data, invariant, [s.output for s in sequences], [s.stats.seconds for s in sequences])
-                row = {"method": name, "set": data, "invariant": invariant, **summary(done)}
+                row = {"method": name, "set": data, "invariant": invariant, **summary(done), "sm_mhz": clock}
                 bench.add(row | gap(backend, row["ms_per_step"]))
         del backend
         gc.collect()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gpu_parts.bench import INVARIANT, Bench
-from gpu_parts.measure import CountedBackend, graphed, median_ms, replay_of, step_of, wall_ms
+from gpu_parts.measure import CountedBackend, clock_mhz, graphed, median_ms, replay_of, step_of, wall_ms
 from lookahead.backends.graph import GraphBackend
 from lookahead.backends.shape import SIZES
 
@@ -40,6 +40,7 @@ def step_case(backend: GraphBackend, slot: int, count: int, context: int) -> dic
     """Device time of the step, of its matrix products alone, and wall time with the host's part."""
     item, shape = step_of(backend, slot, count, context)
     device = median_ms(replay_of(shape))
+    clock = clock_mhz()
     w = backend.weights
 
     def products() -> None:
@@ -56,6 +57,7 @@ def step_case(backend: GraphBackend, slot: int, count: int, context: int) -> dic
         "K": count, "bucket": shape.count, "context": context, "device_ms": round(device, 3),
         "products_ms": round(gemm, 3), "step_wall_ms": round(wall, 3),
         "gap_ms": round(wall - device, 3), "gap_percent": round(100 * (wall - device) / wall, 1),
+        "sm_mhz": clock,
     }  # fmt: skip
 
 

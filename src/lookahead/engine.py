@@ -81,7 +81,9 @@ class Engine:
     def step(self) -> list[Accepted]:
         """One decoding step of every running sequence. Finished ones leave."""
         # 1. Propose, and one forward pass: over those that go on together, over each newcomer by itself.
-        cached, others, ran = self.backend.length, list[DecodingSequence](), list[Ran]()
+        cached = self.backend.length
+        others: list[DecodingSequence] = []
+        ran: list[Ran] = []
         for sequence, slot in list(self._slots.items()):
             if cached(slot) < len(sequence.tokens) - 1:
                 ran += self._forward([sequence])

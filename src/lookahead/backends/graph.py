@@ -86,6 +86,7 @@ class GraphBackend:
         self.capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
+        self._room = 1, 0  # rows and tokens of the buffer; a tensor takes microseconds to tell its sizes
         self.cosine, self.sine = w.tables(1)
         self._shapes: dict[tuple[int, int, bool], Shape] = {}
         self._row: dict[int, int] = {}
@@ -115,7 +116,7 @@ class GraphBackend:
 
     def _reserve(self, rows: int, capacity: int) -> None:
         """Room for this many rows and tokens."""
-        if rows > self.cache.size(2) or capacity > self.cache.size(4):
+        if rows > self._room[0] or capacity > self._room[1]:
             self._grow(rows, capacity)
 
     @torch.inference_mode()
@@ -134,6 +135,7 @@ class GraphBackend:
         self._flush()
         self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)
         self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
+        self._room = self.cache.shape[2], size
         self.cosine, self.sine = w.tables(size)
         self._shapes.clear()
         self.pool = self._new_pool()  # the old one ends with the last graph that used it
@@ -170,11 +172,12 @@ class GraphBackend:
         launched = self._ahead.take(inputs, self._length)
         if launched is None:
             launched = self._start(inputs)
-        self._ahead.start(launched, self.cache.size(4))
+        self._ahead.start(launched, self._room[1])
         return launched
 
     def _start(self, inputs: Sequence[StepInput]) -> Launched:
-        taken, longest, most = list[StepInput](), 0, 1
+        taken: list[StepInput] = []
+        longest, most = 0, 1
         for item in inputs:
             if len(item.trail) > TRAIL or not self._length[item.slot]:
                 self._prefill(item)
@@ -184,8 +187,10 @@ class GraphBackend:
             longest, most = max(longest, self._length[item.slot]), max(most, item.tree.sizes[0])
         batch = padded(len(taken))
         count = bucket(most, batch)
-        nobody = max(self._row.values()) + 1  # the row that takes the padding of a batch
-        self._reserve(nobody + 1 if batch > len(taken) else 1, longest + count)
+        nobody = 0  # else the row that takes the padding of a batch
+        if batch > len(taken):
+            nobody = max(self._row.values()) + 1
+        self._reserve(nobody + 1, longest + count)
         shape = self._shape(batch, count, head=True)
         for place, item in enumerate(taken):
             self._fill(shape, place, item)
