@@ -52,7 +52,7 @@ def clock_mhz() -> int | None:
     return round(ticks / begin.elapsed_time(end) / 1e3)
 
 
-def wall_ms(run: Callable[[], Any], repeats: int = 30) -> list[float]:
+def wall_ms(run: Callable[[], Any], repeats: int) -> list[float]:
     walls = []
     for _ in range(repeats):
         begin = time.perf_counter()

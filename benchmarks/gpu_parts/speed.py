@@ -14,6 +14,8 @@ from gpu_parts.measure import CountedBackend, clock_mhz, decode, replay_ms, summ
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.sources import Warmth
 
+BATCHES = (1, 2, 4, 8, 16)
+
 
 def speed_part(bench: Bench) -> None:
     everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
@@ -60,7 +62,7 @@ def batch_part(bench: Bench) -> None:
     rules = StopRules(min(96, bench.args.new_tokens), bench.lm.stop_ids)
     backend = CountedBackend(bench.large)
     longest = max(map(len, prompts)) + rules.max_tokens + 128
-    for batch in (1, 2, 4, 8, 16):
+    for batch in BATCHES:
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
         # A row for the padding when some have ended: a buffer that grows on the way would drop the captured graphs.
         backend._reserve(batch + 1, longest)

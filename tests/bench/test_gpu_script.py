@@ -20,13 +20,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, on a large shape that is small and on contexts that are short."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu
-    from gpu_parts import steps
+    from gpu_parts import speed, steps
 
     from lookahead.bench import inflate
 
     monkeypatch.setitem(inflate.SHAPES, "7b", inflate.Shape(64, 3, 96, 8, 4))
     monkeypatch.setitem(inflate.SHAPES, "1.5b", inflate.Shape(48, 2, 80, 4, 4))
     monkeypatch.setattr(steps, "CONTEXTS", (16, 64))
+    monkeypatch.setattr(speed, "BATCHES", (1, 3))
     return gpu
 
 
@@ -101,6 +102,10 @@ def test_every_part_but_attention(script: ModuleType, report: ModuleType, files:
     steady = made["steady-7b"]["rows"]
     assert len(steady) == 3 * 3
     assert all(row["differ"] == len(row["at"]) == 0 < row["prompts"] for row in steady)
+
+    batches = made["batch-7b"]["rows"]
+    assert [row["batch"] for row in batches] == [1] * 4 + [3] * 4
+    assert all(row["tok_s"] > 0 for row in batches)
 
     drift = made["drift-7b"]["rows"]
     assert len(drift) == 15
