@@ -55,8 +55,7 @@ class Draft:
     """A trie of chains below the root, and a rule that continues any path with a row of likely successors.
 
     `text` ends with the root token. The rule is `successors`, or `memories`, recycled rows that the C code asks by
-    itself (see `sources.recycle`). `whole` is the
-    text in C, which adds chains of its own (see `sources.text`).
+    itself (see `sources.recycle`). `whole` is the text in C, which adds chains of its own (see `sources.text`).
     """
 
     def __init__(self, text: Sequence[int], rates: Sequence[float]) -> None:

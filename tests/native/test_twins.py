@@ -526,6 +526,8 @@ def test_what_points_nowhere_is_refused() -> None:
     draft.memories = None, memory, None, 0
     with pytest.raises(IndexError, match="does not exist"):
         draft.grow(3, 3)
+    with pytest.raises(ValueError, match="a branch of 2 tokens for a layout of 1"):
+        Draft([1], Calibration().rates).tree(window_layout(0, 2), [1, 2], 3, 3, None)
     with pytest.raises(ValueError, match="a chain of 2 tokens with 1 origins"):
         draft.chain([5, 6], [0])
 

@@ -185,6 +185,8 @@ class Drawn:
 
         `branch`: the tokens before the guesses. `layout`: their depths, their parents and their needed rows.
         """
+        if len(branch) != self.base:
+            raise ValueError(f"a branch of {len(branch)} tokens for a layout of {self.base}")
         first = len(layout) - 2 * self.base
         out = array("i", bytes(4 * (len(layout) + self.base + 5 * self.room)))
         to = layout.buffer_info()[0], first, out.buffer_info()[0]

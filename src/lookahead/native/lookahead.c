@@ -606,8 +606,8 @@ static int32_t worth(
    `out` are 1 + room tokens, then as many depths, parents and origins; and the scores. Returns how many guesses were
    taken. `base` tokens, the root among them, stand before the guesses. */
 int32_t draft_grow(
-    const Memory *last, const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates, int32_t rate_count,
-    const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
+    const Memory *last, const Memory *own, const Memory *shared, int32_t origin, Text *whole, const double *rates,
+    int32_t rate_count, const int32_t *text, int32_t chain_tokens, int32_t chain_count, int32_t room, int32_t max_depth,
     const double *cost, int32_t costs, int32_t base, double taught, int32_t *out, double *scores
 ) {
     for (int32_t i = 0; i < chain_tokens; i++) {

@@ -90,7 +90,7 @@ class RecycleSource:
     )
 
     def __init__(self, shared: Memory | None, calibration: Calibration) -> None:
-        # Two of a kind: a draft asks both in C, or both in Python.
+        # All of a kind: a draft asks them in C, or in Python.
         self.memory: Any = new_memory() if shared is None else type(shared)()
         self.shared: Any = shared
         self.last: Any = type(self.memory)()
