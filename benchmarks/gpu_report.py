@@ -184,6 +184,14 @@ def report_lines(results: Results) -> Iterable[Line]:
     target = "step time and memory at 1k, 4k, 16k and 32k tokens of context"
     there = all(c in contexts for c in (1024, 4096, 16384, 32768))
     yield Line(target, f"K = 128: {words}", there, "context-7b") if words else missing(target, "context-7b")
+    target = "memory above autoregressive is the K scratch slots and nothing else"
+    if contexts:
+        most = max(contexts.values(), key=lambda r: r["all_steps_mb"])
+        words = f"beside its K/V slots a step of 128 holds {most['step_mb']:.0f} MB of activations, logits and partial"
+        words += f" results, with all smaller sizes captured {most['all_steps_mb']:.0f} MB, at any context"
+        yield Line(target, words, most["all_steps_mb"] < 1, "context-7b")
+    else:
+        yield missing(target, "context-7b")
     batches = {r["batch"] for r in results.all("batch", "7b")}
     target = "batches of 1 to 16"
     words = "batch " + ", ".join(map(str, sorted(batches)))

@@ -83,14 +83,12 @@ class Draft:
         With `cost` (`cost[k]` is the time of a step of k + 1 tokens) only as many as give the best
         (1 + sum of scores + what they teach) / time. `base` tokens, the root among them, are in the step anyway.
         """
-        room = min(room, MOST)
-        max_depth = min(max_depth, room)
-        if max_depth < 1:
+        if min(room, max_depth) < 1:
             return NO_GUESSES
         if self._in_c:
             return Guesses(*self._drawn(room, max_depth, cost, base).grow())
         assert self.whole is None  # sources are in C together, or not at all
-        return self._grow(room, max_depth, cost, base)
+        return self._grow(min(room, MOST), max_depth, cost, base)
 
     def tree(
         self, layout: WindowLayout, tokens: Sequence[int], room: int, max_depth: int, cost: Sequence[float] | None
@@ -98,9 +96,7 @@ class Draft:
         """The step's tree: a branch of this layout with these tokens, and behind it the guesses that `grow` takes."""
         if not self._in_c or min(room, max_depth) < 1:
             return layout.tree(tokens, self.grow(room, max_depth, cost, layout.size))
-        room = min(room, MOST)
-        drawn = self._drawn(room, min(max_depth, room), cost, layout.size)
-        numbers, taken = drawn.tree(tokens, layout.numbers)
+        numbers, taken = self._drawn(room, max_depth, cost, layout.size).tree(tokens, layout.numbers)
         return TokenTree.of(numbers, (layout.size + taken, layout.first + taken), layout.size, layout.width)
 
     @property
@@ -109,6 +105,8 @@ class Draft:
 
     def _drawn(self, room: int, max_depth: int, cost: Sequence[float] | None, base: int) -> Drawn:
         text, taught = (self.before2, self.before, self.root), LEARNED if self.memories is not None else 0.0
+        room = min(room, MOST)
+        max_depth = min(max_depth, room)  # which fits C's int
         return Drawn(self.memories, self.whole, self.rates, text, self._chains, room, max_depth, cost, base, taught)
 
     def _plant(self) -> None:

@@ -161,23 +161,17 @@ class WindowLayout:
     def __post_init__(self) -> None:
         self.size = len(self.parents)
         self._parents, self._depths = array("i", self.parents), array("i", self.depths)
-        self._rows = self._needed(0)
+        self._rows = array("i", [0, *(node for node in self.newest if node)])  # the root may be one of the newest row
         self.first = len(self._rows)
         self.numbers = self._depths + self._parents + self._rows
-
-    def _needed(self, guesses: int) -> array[int]:
-        """The root, the newest row (of which the root may be one) and so many guesses."""
-        return array("i", [0, *(node for node in self.newest if node), *range(self.size, self.size + guesses)])
 
     def tree(self, tokens: Sequence[int], guesses: Guessed) -> TokenTree:
         """The branch with these tokens, the root's first, and the guesses behind it."""
         nodes = array("i", tokens) + guesses.tokens
         parents, depths = self._parents + guesses.parents, self._depths + guesses.depths
-        count, rows = self.first + len(guesses.tokens), self._rows
-        if count > len(rows):  # read once: requests share a layout, and another thread may set other rows
-            self._rows = rows = self._needed(2 * len(guesses.tokens))
-        numbers = nodes + depths + parents + rows[:count] + guesses.origins
-        return TokenTree.of(numbers, (len(nodes), count), self.size, self.width)
+        rows = self._rows + array("i", range(self.size, len(nodes)))
+        numbers = nodes + depths + parents + rows + guesses.origins
+        return TokenTree.of(numbers, (len(nodes), len(rows)), self.size, self.width)
 
 
 @lru_cache(maxsize=256)
