@@ -30,13 +30,13 @@ import torch
 import transformers
 
 import lookahead
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources.recycle import DictMemory
+from lookahead.algorithm.verify import Verdict
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine import Engine
+from lookahead.engine.engine import Engine
 from lookahead.generate import LookaheadModel
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
-from lookahead.sources.recycle import DictMemory
-from lookahead.verify import Verdict
 
 Make = Callable[..., DecodingSequence]
 

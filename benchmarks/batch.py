@@ -20,10 +20,10 @@ from time import perf_counter
 from typing import Any
 
 import lookahead
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
+from lookahead.engine.engine import Engine
 from lookahead.stats import Stats
 
 TURNS = 3

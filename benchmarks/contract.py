@@ -21,8 +21,8 @@ import transformers
 
 import lookahead
 from lookahead.config import LookaheadConfig
-from lookahead.cost import processor
 from lookahead.generate import LookaheadModel
+from lookahead.loading.step_cost import processor
 
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number, with a docstring and three tests.",

@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead import native
-from lookahead.backends.graph import GraphBackend
-from lookahead.backends.shape import Shape
+from lookahead.algorithm.native import build as native
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.captured import Shape
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
+from lookahead.engine.engine import Engine
 
 VOCABULARY = 49152
 PROMPT, OUTPUT = 200, 192
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
     if native.library() is None:
-        print("no C library: both lines of a pair are Python (see lookahead.native)")
+        print("no C library: both lines of a pair are Python (see lookahead.algorithm.native.build)")
     print(f"{'':36s}" + "".join(f"{part:>9s}" for part in PARTS) + f"{'p90 host':>10s}")
     for name, config in {
         "default": LookaheadConfig(),

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import lookahead
-from lookahead import cost as costs
-from lookahead import draft
+from lookahead.algorithm import draft
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.cost import StepCost, suited
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
+from lookahead.engine.engine import Engine
+from lookahead.loading import step_cost as costs
+from lookahead.loading.step_cost import StepCost, suited
 
 SIZES, TIMES = (1, 16, 32, 64, 128), (4.10, 4.46, 4.53, 4.75, 5.35)
 CPU = StepCost(

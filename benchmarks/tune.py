@@ -21,10 +21,10 @@ import torch
 import transformers
 
 import lookahead
+from lookahead.algorithm.sources import Warmth
 from lookahead.bench.costs import in_shape
 from lookahead.bench.inflate import SHAPES
-from lookahead.cost import processor
-from lookahead.sources import Warmth
+from lookahead.loading.step_cost import processor
 from lookahead.tune.candidates import Candidate
 from lookahead.tune.prompts import PROMPTS
 from lookahead.tune.tuner import Tuner, row

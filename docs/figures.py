@@ -1,6 +1,6 @@
 """Draw the figures of how-it-works.md from the code: `python docs/figures.py`, or `--check` to compare only.
 
-Every position, edge and mask entry comes from `lookahead.window`, `lookahead.tree` and a real first step, so
+Every position, edge and mask entry comes from `algorithm.window`, `algorithm.tree` and a real first step, so
 a change of the layout changes the figures, and `--check` tells when the files were not drawn anew.
 """
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import TokenTree, dense_visibility, window_layout
+from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig
-from lookahead.sequence import DecodingSequence
-from lookahead.tree import TokenTree, dense_visibility, window_layout
-from lookahead.window import Window
 
 IMAGES = Path(__file__).parent / "img"
 W, N, G = 5, 4, 2

@@ -23,7 +23,7 @@ from lookahead.cli.answer import COLOURS, RESET, summary
 from lookahead.cli.common import Host
 from lookahead.cli.settings import parse_sources, unescape
 from lookahead.config import LookaheadConfig
-from lookahead.models import EMBEDDED, EMBEDDED_MODELS, MANIFEST, ModelError
+from lookahead.loading.embedded import EMBEDDED, EMBEDDED_MODELS, MANIFEST, ModelError
 from lookahead.stats import Stats
 
 WORDS = ("Once", " upon", " a", " time", ",", " there", " was", " a", " mouse", ".")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lookahead.algorithm.tree import window_layout
 from lookahead.config import METHODS, SCOPES, SOURCES, LookaheadConfig, SamplingParams, StopRules
-from lookahead.tree import window_layout
 
 CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"window": -1}, "window=-1 must be a whole number of at least 0"),

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import lookahead
-from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece, cost
+from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
 from lookahead.config import METHODS
+from lookahead.loading import step_cost as cost
 
 Plain = Callable[[Any, list[int], int], list[int]]
 

@@ -27,13 +27,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from lookahead.backends import eager
-from lookahead.backends.eager import EagerBackend
-from lookahead.backends.kv import KVBuffer
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
+from lookahead.backends.eager import backend as eager
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.eager.kv import KVBuffer
 from lookahead.config import SOURCES, LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
+from lookahead.engine.engine import Engine
 
 VOCABULARY = 61
 NEW_TOKENS = 24

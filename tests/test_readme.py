@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lookahead.models import EMBEDDED, resolve
+from lookahead.loading.embedded import EMBEDDED, resolve
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

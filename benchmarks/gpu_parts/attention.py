@@ -11,8 +11,8 @@ import triton
 
 from gpu_parts.bench import Bench
 from gpu_parts.measure import graphed, median_ms, tree_of
-from lookahead.kernels import attention, depths, tiles
-from lookahead.tree import packed_visibility
+from lookahead.algorithm.tree import packed_visibility
+from lookahead.backends.graph.kernels import attention, depths, tiles
 
 DEVICE = torch.device("cuda")
 SWEEP = [

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import lookahead
-from lookahead.backends.graph import GraphBackend
+from lookahead.backends.graph.backend import GraphBackend
 from lookahead.bench.inflate import SHAPES, inflate
 from lookahead.config import LookaheadConfig, StopRules
 

@@ -13,9 +13,9 @@ import torch
 from gpu_parts.bench import METHODS, Bench, prompt_key
 from gpu_parts.measure import CountedBackend, Decoded, decode, summary, warm_up
 from gpu_parts.stock import NAMES
-from lookahead.backends.eager import EagerBackend
+from lookahead.algorithm.sources import Warmth
+from lookahead.backends.eager.backend import EagerBackend
 from lookahead.config import SamplingParams
-from lookahead.sources import Warmth
 
 FP32 = "fp32"
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from gpu_parts.bench import INVARIANT
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph import GraphBackend
-from lookahead.backends.shape import bucket
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import bucket
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.cost import bush
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
-from lookahead.tree import TokenTree
+from lookahead.engine.engine import Engine
+from lookahead.loading.step_cost import bush
 
 
 def median_ms(run: Callable[[], Any], repeats: int = 30) -> float:

@@ -11,8 +11,8 @@ from batch import decode as decode_batch
 
 from gpu_parts.bench import METHODS, Bench
 from gpu_parts.measure import CountedBackend, clock_mhz, decode, replay_ms, summary, warm_up
+from lookahead.algorithm.sources import Warmth
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.sources import Warmth
 
 BATCHES = (1, 2, 4, 8, 16)
 

@@ -10,8 +10,8 @@ import torch
 
 from gpu_parts.bench import INVARIANT, Bench
 from gpu_parts.measure import CountedBackend, clock_mhz, graphed, median_ms, replay_of, step_of, wall_ms
-from lookahead.backends.graph import GraphBackend
-from lookahead.backends.shape import SIZES
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import SIZES
 
 CONTEXTS = (1024, 4096, 16384, 32768)
 

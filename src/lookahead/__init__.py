@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lookahead.config import LookaheadConfig
-from lookahead.models import ModelError
+from lookahead.loading.embedded import ModelError
 
 if TYPE_CHECKING:
-    from lookahead.backends.check import UnsupportedModelError
+    from lookahead.backends.support import UnsupportedModelError
     from lookahead.generate import Completion, LookaheadModel, Piece, Stream, load
-    from lookahead.hook import Decoding, decoding
+    from lookahead.transformers_hook import Decoding, decoding
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What needs torch and transformers is imported when it is first asked for, so that the command starts fast."""
     if name in ("Decoding", "decoding"):
-        from lookahead import hook
+        from lookahead import transformers_hook as hook
 
         return getattr(hook, name)
     if name in __all__:

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from lookahead import cost, profiles
-from lookahead.backends.check import UnsupportedModelError
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
 from lookahead.backends.choose import make_backend
+from lookahead.backends.support import UnsupportedModelError
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine import Accepted, Engine
-from lookahead.hf import asked_for, load_pretrained, processors, stop_ids
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
+from lookahead.engine.engine import Accepted, Engine
+from lookahead.engine.processors import Rule, Walks, uniform_draw
+from lookahead.engine.text import TextStream
+from lookahead.loading import profiles
+from lookahead.loading import step_cost as cost
+from lookahead.loading.load import asked_for, load_pretrained, processors, stop_ids
 from lookahead.stats import Stats
-from lookahead.text import TextStream
-from lookahead.walk import Rule, Walks, uniform_draw
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (one user message), token ids, or chat messages."""

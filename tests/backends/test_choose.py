@@ -8,10 +8,10 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lookahead
-from lookahead.backends.check import UnsupportedModelError
 from lookahead.backends.choose import make_backend
-from lookahead.backends.eager import EagerBackend
-from lookahead.backends.graph import GraphBackend
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.support import UnsupportedModelError
 
 
 @pytest.fixture

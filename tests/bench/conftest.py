@@ -1,17 +1,12 @@
-"""A tiny loaded model for the bench, and the helpers of the parallel tests as modules."""
+"""A tiny loaded model for the bench."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-for beside in ("parallel", "backends"):
-    if (folder := str(Path(__file__).parents[1] / beside)) not in sys.path:
-        sys.path.insert(0, folder)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lookahead.backends.eager import EagerBackend
+from lookahead.backends.eager.backend import EagerBackend
 from lookahead.config import LookaheadConfig, StopRules
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"

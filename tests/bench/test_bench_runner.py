@@ -20,7 +20,7 @@ from lookahead.bench.runner import Models, Runner, prompt_ids
 from lookahead.bench.summary import lines
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
-from lookahead.hf import static_generation
+from lookahead.loading.load import static_generation
 
 NAMES = (
     "hf-greedy",

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lookahead import LookaheadConfig
-from lookahead.backends.graph import GraphBackend
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.graph.backend import GraphBackend
 from lookahead.bench.inflate import SHAPES, Shape, inflate
 from lookahead.config import StopRules
-from lookahead.engine import Engine
-from lookahead.sequence import DecodingSequence
+from lookahead.engine.engine import Engine
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from toys import VOCABULARY, ToyBackend, on_ranks
 
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import Warmth
 from lookahead.bench.scaling import (
     NVLINK,
     PAPER,
@@ -22,11 +24,9 @@ from lookahead.bench.scaling import (
     traffic,
 )
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.cost import StepCost
-from lookahead.engine import Engine
+from lookahead.engine.engine import Engine
+from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import ParallelBackend
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import Warmth
 
 RULES = StopRules(40)
 

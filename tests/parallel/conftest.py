@@ -1,18 +1,13 @@
-"""A saved model for worlds to load; and the helpers beside the tests, and beside the backends' tests, as modules."""
+"""A saved model for worlds to load."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-for beside in (Path(__file__).parent, Path(__file__).parents[1] / "backends"):
-    if str(beside) not in sys.path:
-        sys.path.insert(0, str(beside))
 
 
 @pytest.fixture(scope="session")

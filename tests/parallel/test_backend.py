@@ -13,11 +13,11 @@ from tiny import run as run_batch
 from toys import VOCABULARY, ToyBackend, decode, on_ranks
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.config import SamplingParams
 from lookahead.parallel.backend import HEADER, ROWS, ParallelBackend
 from lookahead.parallel.watch import RankError
-from lookahead.tree import TokenTree
 
 
 def summary(sequences: list[Any]) -> list[Any]:
@@ -128,9 +128,9 @@ def test_inputs_that_differ_in_what_they_want() -> None:
     configs = [LookaheadConfig(3, 3, 4, 40), LookaheadConfig.paper(3, 3, 4)]
 
     def work(backend: Any) -> Any:
+        from lookahead.algorithm.sequence import DecodingSequence
         from lookahead.config import StopRules
-        from lookahead.engine import Engine
-        from lookahead.sequence import DecodingSequence
+        from lookahead.engine.engine import Engine
 
         sequences = [DecodingSequence([4, 4, 8, 1], config, rules=StopRules(20)) for config in configs]
         engine = Engine(backend)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.algorithm.tree import TokenTree, window_layout
 from lookahead.parallel.deal import Share, deal
-from lookahead.tree import TokenTree, window_layout
 
 
 @st.composite

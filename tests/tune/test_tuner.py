@@ -12,9 +12,9 @@ import pytest
 import torch
 from scripted import ScriptedBackend, ScriptedModel, curve
 
+from lookahead.algorithm.sources import Warmth
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
-from lookahead.sources import Warmth
 from lookahead.tune import plot
 from lookahead.tune.candidates import BUDGETS, FILLED, FITTED, PAPERS, all_candidates, follow
 from lookahead.tune.predict import Prediction

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lookahead.algorithm.tree import Targets, TokenTree
 from lookahead.config import SamplingParams
-from lookahead.tree import Targets, TokenTree
 
 
 @dataclass(slots=True)

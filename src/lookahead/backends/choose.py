@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lookahead.backends.check import UnsupportedModelError, check_supported, input_device, probe
-from lookahead.backends.eager import EagerBackend
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.support import UnsupportedModelError, check_supported, input_device, probe
 
 BACKENDS = ("auto", "eager", "graph")
 
@@ -45,11 +45,11 @@ def choose(
 
 def graph_backend(model: Any) -> Any:
     """The model's graph backend, probed; UnsupportedModelError where it cannot be."""
-    from lookahead.backends.graph import GraphBackend
+    from lookahead.backends.graph.backend import GraphBackend
 
     if input_device(model).type == "cuda":
         try:
-            import lookahead.kernels.attention  # noqa: F401
+            import lookahead.backends.graph.kernels.attention  # noqa: F401
         except ImportError as error:
             raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from error
     backend = GraphBackend(model)

@@ -14,7 +14,7 @@ PACKAGES = {"lookahead": "lookahead-decoding", "torch": "torch", "transformers":
 
 def about(model: Any) -> dict[str, Any]:
     """The facts of a loaded model and this machine, as `results.begin` wants them."""
-    from lookahead.cost import processor
+    from lookahead.loading.step_cost import processor
 
     device = model.device
     cuda = device.type == "cuda"

@@ -12,7 +12,7 @@ from lookahead.bench.context import Context
 from lookahead.bench.results import key_of
 
 if TYPE_CHECKING:
-    from lookahead.cost import StepCost
+    from lookahead.loading.step_cost import StepCost
 
 LARGE = (192, 256, 384, 512)
 """Sizes beyond those that a default config needs: the steps that several ranks share."""
@@ -27,7 +27,7 @@ def known(run: Context, shape: str = OWN) -> StepCost | None:
     """The curve of the model itself, or inflated to a shape, if it was measured; a file's stands for the model's."""
     if shape == OWN and run.step_cost is not None:
         return read(run.step_cost)
-    from lookahead.cost import StepCost
+    from lookahead.loading.step_cost import StepCost
 
     row = run.results.rows.get(key(shape))
     return None if row is None else StepCost(tuple(row["sizes"]), tuple(row["seconds"]))
@@ -37,7 +37,7 @@ def measured(run: Context, shape: str = OWN) -> StepCost:
     """The same, measured now if need be."""
     if (found := known(run, shape)) is not None:
         return found
-    from lookahead.cost import SIZES, measure
+    from lookahead.loading.step_cost import SIZES, measure
 
     run.say(f"measuring what a step costs: {'this model' if shape == OWN else shape + ' shape'}")
     lm = run.models.own
@@ -79,7 +79,7 @@ def _backend(lm: Any, shape: str, say: Callable[[str], None]) -> Any:
 
 def read(path: Path) -> StepCost:
     """A JSON object with `sizes` and `seconds`, such as a line of results of kind `cost`."""
-    from lookahead.cost import StepCost
+    from lookahead.loading.step_cost import StepCost
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -162,7 +162,7 @@ class Plan:
 def models_of(plan: Plan, lm: Any, load: Load, say: Callable[[str], None]) -> Models:
     """The loaded model, and those that a method may ask for besides."""
     from lookahead.bench.runner import Models
-    from lookahead.hf import load_pretrained
+    from lookahead.loading.load import load_pretrained
 
     def draft() -> Any:
         dtype = str(lm.dtype).removeprefix("torch.")

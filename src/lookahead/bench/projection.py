@@ -13,7 +13,7 @@ from lookahead.bench.sections import Curves, Section, times
 
 if TYPE_CHECKING:
     from lookahead.bench.scaling import Measured, Projected
-    from lookahead.cost import StepCost
+    from lookahead.loading.step_cost import StepCost
 
 FAMILIES = ("ours", "paper")
 

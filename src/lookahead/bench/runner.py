@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lookahead.algorithm.sources import Warmth
 from lookahead.bench.costs import behind
 from lookahead.bench.jobs import Job
 from lookahead.bench.methods import Method, plain
 from lookahead.bench.prompts import Prompt, messages
 from lookahead.bench.results import Results, Row
 from lookahead.bench.stock import Stock
-from lookahead.sources import Warmth
 from lookahead.stats import Stats
 
 WARM_UP = 4

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import TOP, Warmth, wants_top
+from lookahead.algorithm.tree import Targets
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.cost import StepCost
-from lookahead.engine import Engine
+from lookahead.engine.engine import Engine
+from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import HEADER, ROWS
 from lookahead.parallel.deal import Share, deal
-from lookahead.sequence import DecodingSequence
-from lookahead.sources import TOP, Warmth, wants_top
-from lookahead.tree import Targets
 
 RANKS = (1, 2, 4, 8)
 

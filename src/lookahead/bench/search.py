@@ -14,7 +14,7 @@ from lookahead.bench.sections import Curves, Points, Section, comparison, times
 from lookahead.bench.summary import Line
 
 if TYPE_CHECKING:
-    from lookahead.cost import StepCost
+    from lookahead.loading.step_cost import StepCost
 
 TABLE_4 = {"7b": (15, 5), "13b": (10, 5), "34b": (7, 5)}
 """(W, N) with G = W on an A100."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lookahead.hf import static_generation
+from lookahead.loading.load import static_generation
 from lookahead.stats import Stats
 
 PROMPT_LOOKUP = 10

@@ -127,7 +127,7 @@ def _named(preset: str | None, device: str) -> list[str | None]:
         raise ValueError("--preset list stands by itself: name presets, or all of them with `all`")
     chosen = dict.fromkeys(one for name in names for one in (PRESETS if name == "all" else [name]))
     for name in [name for name in chosen if PRESETS[name].cuda]:  # asked before a model is loaded for nothing
-        from lookahead.hf import pick_device
+        from lookahead.loading.load import pick_device
 
         kind = pick_device(device).type
         if name in names:

@@ -13,7 +13,7 @@ import typer
 from lookahead.cli.answer import answer, interrupted, legend, summary
 from lookahead.cli.common import INTERRUPTED, Host, Model, choice
 from lookahead.cli.settings import Settings, takes_settings
-from lookahead.models import ModelError
+from lookahead.loading.embedded import ModelError
 from lookahead.stats import Stats
 
 COMMANDS = {

@@ -111,7 +111,7 @@ class Verbs(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
-        from lookahead.models import ModelError
+        from lookahead.loading.embedded import ModelError
 
         host = ctx.ensure_object(Host)
         try:

@@ -11,7 +11,7 @@ import typer
 
 from lookahead.cache import cache_dir
 from lookahead.cli.common import Host, package_version
-from lookahead.models import EMBEDDED, MANIFEST
+from lookahead.loading.embedded import EMBEDDED, MANIFEST
 
 PACKAGES = {
     "lookahead": "lookahead-decoding",

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lookahead import models
 from lookahead.cli.common import Host
+from lookahead.loading import embedded as models
 
 
 def pull(

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from lookahead.algorithm.tree import Targets
 from lookahead.backends.base import StepInput
 from lookahead.parallel.deal import Share, deal
 from lookahead.parallel.group import Group, Numbers
 from lookahead.parallel.watch import RankError
-from lookahead.tree import Targets
 
 HEADER = 4
 """Integers before a rank's rows: the step's number, a checksum of its inputs, how many rows follow, and a spare one."""

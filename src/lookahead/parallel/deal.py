@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lookahead.tree import TokenTree, visibility
+from lookahead.algorithm.tree import TokenTree, visibility
 
 GRAINS = (1, 2)
 """Subtrees are cut until none is larger than a rank's even share divided by this. Coarse pieces recompute fewer shared

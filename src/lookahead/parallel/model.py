@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from lookahead import cost
+from lookahead.algorithm.sources import Warmth
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.generate import (
@@ -23,11 +23,11 @@ from lookahead.generate import (
     new_seed,
     open_model,
 )
-from lookahead.hf import asked_for
+from lookahead.loading import step_cost as cost
+from lookahead.loading.load import asked_for
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, Group, join
 from lookahead.parallel.handshake import compare, facts_of
-from lookahead.sources import Warmth
 
 
 class ParallelModel(LookaheadModel):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead.config import LookaheadConfig
-from lookahead.cost import StepCost, suited
+from lookahead.loading.step_cost import StepCost, suited
 from lookahead.tune.scaling_law import PAPER, LogLaw
 
 AUTOREGRESSIVE = "autoregressive"

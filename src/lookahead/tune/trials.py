@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from lookahead.algorithm.sources import Warmth
 from lookahead.config import LookaheadConfig
-from lookahead.sources import Warmth
 
 STALL = 3.0
 """A step this many times as slow as the run's median, for its size, was held up by something else and is left out."""

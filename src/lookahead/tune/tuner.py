@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lookahead import profiles
-from lookahead.cost import SIZES, StepCost, measure, processor
-from lookahead.sources import Warmth
+from lookahead.algorithm.sources import Warmth
+from lookahead.loading import profiles
+from lookahead.loading.step_cost import SIZES, StepCost, measure, processor
 from lookahead.tune.candidates import AUTOREGRESSIVE, BUDGETS, FITTED, Candidate, all_candidates
 from lookahead.tune.predict import Laws, Prediction, learn, predict
 from lookahead.tune.trials import Trial, weave

@@ -1,0 +1,121 @@
+"""The host's inner loops in C: recycled rows, what a text suggests, the best-first draft, how good it was, packets.
+
+At batch 1 on a GPU the host's part of a step stands between two runs of the device. `lookahead.c` is compiled at first
+use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels run there is one
+already) and kept in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, the Python twins run instead: the same
+results bit for bit, in more time. They are also the place to read what the C does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lookahead.cache import cache_dir
+
+SOURCE = Path(__file__).with_name("drafter.c")
+FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
+"""No fused multiply-adds: doubles are to be those of Python."""
+
+logger = logging.getLogger(__name__)
+
+_POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+_ROWS_AND_RATES = [*[_POINTER] * 3, _INT, *[_POINTER] * 2, _INT]
+_DRAFT = [*_ROWS_AND_RATES, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE]
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "memory_new": (_POINTER, []),
+    "memory_free": (None, [_POINTER]),
+    "memory_length": (_LONG, [_POINTER]),
+    "memory_clear": (None, [_POINTER]),
+    "memory_set": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
+    "memory_get": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "memory_remove": (_INT, [_POINTER, _POINTER]),
+    "memory_next": (_LONG, [_POINTER, _LONG, _POINTER]),
+    "memory_forget": (None, [_POINTER, _LONG]),
+    "memory_keep": (_INT, [_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT]),
+    "text_new": (_POINTER, [_POINTER]),
+    "text_free": (None, [_POINTER]),
+    "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
+    "draft_grow": (_INT, [*_DRAFT, *[_POINTER] * 2]),
+    "draft_tree": (_INT, [*_DRAFT, _POINTER, _INT, _POINTER]),
+    "calibration_learn": (_INT, [*[_POINTER] * 2, _INT, _DOUBLE, _POINTER, *[_INT] * 4, _POINTER, _INT]),
+    "tree_write": (_INT, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),
+}
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The compiled functions, or None where the Python twins have to do.
+
+    They run with the interpreter's lock held (`PyDLL`): a call takes microseconds, and rows may be shared by threads.
+    An interpreter without that lock gets the twins.
+    """
+    if os.environ.get("LOOKAHEAD_NATIVE") == "0":
+        return None
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        logger.info("the Python draft runs in place of the C one: this Python has no global lock")
+        return None
+    try:
+        return load(cache_dir() / "native")
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.info("the Python draft runs in place of the C one: %s", error)
+        return None
+
+
+def load(folder: Path) -> Any:
+    """The library kept in this folder; compiled, if it is not there or does not load."""
+    path = folder / f"{fingerprint()}{'.dll' if sys.platform == 'win32' else '.so'}"
+    if not path.exists() or not ours(path):
+        build(path)
+    try:
+        found = ctypes.PyDLL(str(path))
+    except OSError:
+        build(path)
+        found = ctypes.PyDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+def fingerprint() -> str:
+    """Names the library: what it is made from, and whom it is for."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    parts = (FLAGS, sys.implementation.cache_tag, sysconfig.get_platform(), user)
+    return hashlib.sha256(SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:24]
+
+
+def ours(path: Path) -> bool:
+    """Nobody else could have put it there: loading a library is running it."""
+    if not hasattr(os, "getuid"):
+        return True
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def build(path: Path) -> None:
+    """Compile into a folder beside the target and move the result into place, so that nobody sees half of it."""
+    compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
+    if not compiler:
+        raise RuntimeError("no C compiler was found (cc, gcc or clang, or the one that CC names)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+        if ran.returncode or not made.exists():
+            said = (ran.stderr.decode(errors="replace").strip() or f"exit code {ran.returncode}").splitlines()[0]
+            raise RuntimeError(f"{compiler[0]} did not compile {SOURCE.name}: {said}")
+        made.chmod(0o755)
+        os.replace(made, path)

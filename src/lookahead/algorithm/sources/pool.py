@@ -1,0 +1,86 @@
+"""The paper's n-gram pool and its two feeders: `jacobi` (the window) and `prompt` ('prompt as reference')."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.sources.calibration import Calibration, Outcome
+
+
+class NGramPool:
+    """First token -> n-grams, newest first, at most G per first token, no duplicates. Remembers who fed each."""
+
+    def __init__(self, guesses: int) -> None:
+        self.guesses = guesses
+        self._entries: dict[int, dict[tuple[int, ...], str]] = {}
+
+    def add(self, ngram: tuple[int, ...], feeder: str) -> None:
+        if not self.guesses:
+            return
+        entries = self._entries.setdefault(ngram[0], {})
+        rest = ngram[1:]
+        entries.pop(rest, None)
+        entries[rest] = feeder
+        if len(entries) > self.guesses:
+            del entries[next(iter(entries))]
+
+    def lookup(self, first: int, feeder: str | None = None) -> list[tuple[int, ...]]:
+        """What follows `first`, newest n-gram first; of one feeder, or of all."""
+        entries = self._entries.get(first)
+        if entries is None:
+            return []
+        return [rest for rest, who in reversed(entries.items()) if feeder is None or who == feeder]
+
+
+class PoolSource:
+    """Proposes the n-grams that its feeder put into the pool."""
+
+    feeder: str
+    # By depth, given that the parent was right. Starting guesses; the calibration moves them.
+    PRIORS = (0.12, 0.35, 0.45, 0.5)
+
+    def __init__(self, pool: NGramPool, calibration: Calibration, ngram: int) -> None:
+        self.pool = pool
+        self.ngram = ngram
+        self.origin, last = calibration.prior(self.feeder, self.PRIORS), len(self.PRIORS) - 1
+        self.origins = [self.origin + min(depth, last) for depth in range(ngram - 1)]
+
+    def start(self, prompt: Sequence[int]) -> None:
+        pass
+
+    def propose(self, text: list[int], draft: Draft) -> None:
+        for ngram in self.pool.lookup(text[-1], self.feeder):
+            draft.chain(ngram, self.origins)
+
+    def absorb(self, outcome: Outcome) -> None:
+        self.feed(outcome.ngrams)
+
+    def meanwhile(self) -> None:
+        pass
+
+    def feed(self, ngrams: Iterable[tuple[int, ...]]) -> None:
+        for ngram in ngrams:
+            self.pool.add(ngram, self.feeder)
+
+
+class JacobiSource(PoolSource):
+    """The window's n-grams: column j's tokens, oldest to newest, and the new target."""
+
+    feeder = "jacobi"
+
+
+class PromptSource(PoolSource):
+    """Every n-gram of the prompt, and of the output as it grows."""
+
+    feeder = "prompt"
+
+    def start(self, prompt: Sequence[int]) -> None:
+        self._feed_text(prompt, 0)
+
+    def absorb(self, outcome: Outcome) -> None:
+        self._feed_text(outcome.text, len(outcome.text) - len(outcome.accepted) - self.ngram + 1)
+
+    def _feed_text(self, text: Sequence[int], start: int) -> None:
+        for i in range(max(0, start), len(text) - self.ngram + 1):
+            self.pool.add(tuple(text[i : i + self.ngram]), self.feeder)

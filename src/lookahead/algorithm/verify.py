@@ -1,0 +1,59 @@
+"""Verification: follow the targets down the tree (Algorithms 3 and 4 share it; only the target rule differs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lookahead.algorithm.tree import TokenTree
+from lookahead.config import StopRules
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a step gives a sequence: the accepted guesses' nodes, the accepted tokens, and why it ends, if it does.
+
+    The last accepted token is the new root; it has no node yet, so there is one node fewer than tokens.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    finish_reason: str | None = None
+
+
+def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:
+    """From the root, follow the guess that equals the target, as far as there is one.
+
+    `targets` aligns with `tree.rows`. Returns the accepted guesses' nodes and the accepted tokens: those guesses
+    and the target after the last of them, so one token more than nodes, and never fewer than one.
+    """
+    path: list[int] = []
+    tokens = [targets[0]]
+    guesses = tree.guesses()
+    node = guesses.get((0, tokens[0]))
+    while node is not None:
+        path.append(node)
+        tokens.append(targets[tree.row(node)])
+        node = guesses.get((node, tokens[-1]))
+    return path, tokens
+
+
+def cut(
+    tokens: Sequence[int],
+    generated: int,
+    room: int,
+    rules: StopRules,
+    ends: Callable[[int], bool] | None = None,
+) -> tuple[int, str | None]:
+    """How many of these accepted tokens stand, and why the sequence ends there, if it does.
+
+    Every token is tested in turn, as autoregressive decoding would: EOS, then `ends` (stop strings), then length.
+    """
+    for count, token in enumerate(tokens, start=1):
+        if token in rules.eos_ids:
+            return count, "eos"
+        if ends is not None and ends(token):
+            return count, "stop"
+        if generated + count >= room:
+            return count, "length"
+    return len(tokens), None

@@ -1,0 +1,323 @@
+"""Attention of a step's tree over a long cached prefix: FlashAttention, split over the keys, masked by the tree's bits.
+
+A dense mask over the context would be as long as the context, and nearly all ones. Here the prefix needs no mask: a
+token sees all of it. Only the K tokens of the step need one, K x K bits packed into words, 2 KB at K = 128.
+
+    keys      | prefix block 0 | 1 | 2 | 3 | ... | tree |
+    programs  |  split 0       | 1 | 0 | 1 | ... |  1   |   (two splits)
+
+Each split takes every n-th block of the prefix, so that where a block ends does not depend on the context's length;
+the last one takes the tree as well. A long context has more splits from some block on (`tiles.FAR`). The last split
+waits for the others and joins all of them by their log-sum-exp. The prefix's length is read on the device, so that one
+captured graph serves all lengths.
+
+The same row decoded alone finds the tree's part of its keys in the prefix. Sums are rounded, so it would not get the
+same bits, and in half precision soon another text. An *invariant* step (`Tiles.reach`) adds up every row in one order:
+
+    keys      | prefix block 0 | 1 | ... | up to 16 to 31 keys before the row | the rest of the prefix, the tree |
+    programs  |  split 0       | 1 | ... |                                    |  one more, a key at a time       |
+
+Where the first part ends depends on the row's position alone, in whole sixteens, which is how the matrix units add; a
+guess is never further from the root than that. The rest goes one key at a time, by position: it does not matter whether
+a key stands in the prefix or somewhere in the tree.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead.backends.graph.kernels.depths import by_depth, new_slots
+from lookahead.backends.graph.kernels.tiles import FAR, MOST, Tiles, tiles_for
+
+LOG2E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e6)
+"""Below every score, in powers of two: where a maximum starts, so that it is finite if a row sees nothing."""
+
+
+@triton.jit
+def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """Scores of a block of keys as probabilities [M, N] below a new maximum [M], and what shrinks the ones before.
+
+    The maximum is a whole power of two. Which maximum a key meets depends on how the keys are grouped; so scaled, its
+    probability has the same digits whatever the group, and rounds the same. With EXACT to the last one: scores are
+    taken to a grid of 2 ** -16 (coarser above 64), on which they lose nothing when a maximum is taken off.
+    `scale` includes log2(e).
+    """
+    lift: tl.constexpr = 192.0 if EXACT else 0.0
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + lift
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
+    p = tl.exp2(scores - (new + lift)[:, None])
+    if k.dtype == tl.float16:  # which has few small numbers
+        p *= 32768.0
+    return new, p.to(k.dtype), tl.exp2(top - new)
+
+
+@triton.jit
+def _add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 8], all columns equal."""
+    top, p, shrink = _weigh(q, k, scale, seen, top, MASKED, EXACT)
+    total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def _alone(p, i: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """p [M, 16] as [M, N], N / 16 sixteens: the first has column i and zeros, the next column i + 1, and so on.
+
+    (Made with `tl.join`, the sixteens would be mixed: to Triton it means numbers of half the width, and it then takes
+    the keys of two sixteens into one step of the matrix units.)
+    """
+    column = i + tl.arange(0, N // 16)[None, :, None]
+    alone = tl.where(tl.arange(0, 16)[None, None, :] == column, p[:, None, :], 0.0).to(p.dtype)
+    return tl.reshape(alone, [M, N])
+
+
+@triton.jit
+def _add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N: tl.constexpr):
+    """The same for 16 keys, one after the other: v [N, D] has all of them N / 16 times.
+
+    The matrix units add the products of 16 keys at once and one sixteen after the other. So a key gets a sixteen of its
+    own, N / 16 keys in one product: a row's sum depends on its keys and their order, not on where they stand.
+    """
+    top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
+    total = total * shrink[:, None]
+    acc = acc * shrink[:, None]
+    for i in tl.static_range(0, 16, N // 16):
+        alone = _alone(p, i, M, N)
+        total = tl.dot(alone, ones, total, input_precision="ieee")
+        acc = tl.dot(alone, v, acc, input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def _join(top, mass, acc, its_top, its_mass, its_acc):
+    """Two parts of a row's sum as one: maximum [M], sum of probabilities [M], sum of values [M, D]."""
+    new = tl.maximum(top, its_top)
+    mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
+    return new, mass * mine + its_mass * its, acc * mine[:, None] + its_acc * its[:, None]
+
+
+@triton.jit
+def _block(i, split, near, splits, near_splits, FAR: tl.constexpr):
+    """The i-th block of a split: every `near_splits`-th, `near` of them, up to FAR; from there every `splits`-th."""
+    return tl.where(i < near, split + i * near_splits, FAR + split + (i - near) * splits)
+
+
+@triton.jit
+def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
+    """How many blocks of a split stand before block `end`."""
+    far = tl.cdiv(tl.maximum(end - FAR - split, 0), splits)
+    return tl.minimum(tl.cdiv(tl.maximum(end - split, 0), near_splits), near) + far
+
+
+# One kernel for all K, batches and capacities of a cut: compiled for particular numbers it is hardly shorter (4% for
+# one token, nothing for 128), and each would take seconds to compile, 13 in fp32.
+@triton.jit(do_not_specialize=["count", "capacity", "kv_heads", "splits", "near_splits", "words", "slots_size"])
+def _attend(
+    q, keys, values, rows, lengths, positions, bits, slots, out, part, part_top, arrived,
+    scale, count, capacity, kv_heads, splits, near_splits, words, slots_size,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch x kv_heads, blocks of count x GROUP rows, splits; with REACH one more)."""
+    batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    split = tl.program_id(2)
+    length = tl.load(lengths + batch)
+    # 1. The queries: row r is token r // GROUP of the step, head r % GROUP of the group that shares these keys.
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    real = token < count
+    token = tl.minimum(token, count - 1)
+    position = tl.load(positions + batch * count + token)
+    # The keys before `border` go in blocks, those from it on one by one. It is a matter of the row's position alone.
+    border = tl.zeros([BLOCK_M], tl.int32) + length
+    if REACH > 0:
+        border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, length // 16 * 16)
+    blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
+    live = tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
+    if REACH == 0:
+        live = tl.maximum(live, 1)
+    if (split >= live) & (split < splits):
+        return
+    dim = tl.arange(0, DIM)
+    whole = dim < HEAD
+    place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
+    base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
+    own_slots = slots + (batch * tl.num_programs(1) + tl.program_id(1)) * slots_size
+    used = tl.load(own_slots)
+    query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M, 8], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
+    if split < splits:
+        # 2. This split's blocks of the prefix. Whole blocks need no mask, unless a window ends in them.
+        near = tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
+        whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
+        first = _blocks_below(whole_blocks, split, near, splits, near_splits, FAR)
+        for i in range(0, first):
+            block = _block(i, split, near, splits, near_splits, FAR)
+            at = (base + block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
+            if HEAD == DIM:
+                k = tl.load(keys + at)
+                v = tl.load(values + at)
+            else:
+                k = tl.load(keys + at, mask=whole[None, :], other=0.0)
+                v = tl.load(values + at, mask=whole[None, :], other=0.0)
+            top, total, acc = _add(query, k, v, ones, scale, True, top, total, acc, False, REACH > 0)
+        for i in range(first, _blocks_below(blocks, split, near, splits, near_splits, FAR)):
+            block = _block(i, split, near, splits, near_splits, FAR)
+            key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            at = (base + key)[:, None] * HEAD + dim[None, :]
+            k = tl.load(keys + at, mask=(key < length)[:, None] & whole[None, :], other=0.0)
+            v = tl.load(values + at, mask=(key < length)[:, None] & whole[None, :], other=0.0)
+            seen = key[None, :] < border[:, None]
+            if WINDOW > 0:
+                seen = seen & (position[:, None] - key[None, :] < WINDOW)
+            top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, REACH > 0)
+    # 3. The tree: its keys stand behind the prefix, its bits say who sees whom. Without REACH a word at a time.
+    if REACH == 0:
+        if split == live - 1:
+            word_ones = tl.full([TREE_N, 8], 1.0, values.dtype.element_ty)
+            for word in range(0, words):
+                node = word * TREE_N + tl.arange(0, TREE_N)
+                there = node < count
+                at = (base + length + node)[:, None] * HEAD + dim[None, :]
+                k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+                v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+                its_bits = tl.load(bits + (batch * count + token) * words + word)
+                seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
+                if WINDOW > 0:
+                    other = tl.load(positions + batch * count + node, mask=there, other=0)
+                    seen = seen & (position[:, None] - other[None, :] < WINDOW)
+                top, total, acc = _add(query, k, v, word_ones, scale, seen, top, total, acc, True, False)
+    elif split == splits:
+        # With it the rest of the prefix, and then the tree's nodes by depth, each sixteen of one depth: see `depths`.
+        lane = tl.arange(0, BLOCK_N)
+        for key0 in range(tl.min(border, 0), length, 16):
+            key = key0 + tl.arange(0, 16)
+            there = key < length
+            at = (base + key)[:, None] * HEAD + dim[None, :]
+            k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+            key_again = key0 + lane % 16
+            at = (base + key_again)[:, None] * HEAD + dim[None, :]
+            v = tl.load(values + at, mask=(key_again < length)[:, None] & whole[None, :], other=0.0)
+            seen = there[None, :] & (key[None, :] >= border[:, None])
+            if WINDOW > 0:
+                seen = seen & (position[:, None] - key[None, :] < WINDOW)
+            top, total, acc = _add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
+        # A token's sight is a byte for each sixteen, 1 more than the place of the one node there that it sees.
+        sights = own_slots + 1 + 16 * count + (token - tl.program_id(1) * BLOCK_M // GROUP) * (count // 4 + 1)
+        turn, place_there = 8 * (lane // 16), lane % 16 + 1
+        next_sight = tl.load(sights)
+        for slot0 in range(0, used, BLOCK_N):
+            sight = next_sight >> (slot0 % 64 // 2)
+            next_sight = tl.load(sights + (slot0 + BLOCK_N) // 64)
+            node = tl.load(own_slots + 1 + slot0 + lane, mask=slot0 + lane < used, other=-1)
+            there = node >= 0
+            at = (base + length + node)[:, None] * HEAD + dim[None, :]
+            k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+            v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+            seen = ((sight[:, None] >> turn[None, :]) & 255) == place_there[None, :]
+            if WINDOW > 0:
+                other = tl.load(positions + batch * count + node, mask=there, other=0)
+                seen = seen & (position[:, None] - other[None, :] < WINDOW)
+            top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, True)
+    mass = tl.max(total, 1)
+    # 4. All but the last leave their part. The last one, whose program is the last to start, waits for them and adds
+    # them up, in the splits' order. (Were it to start before them, and fill the device, it would wait for ever.)
+    others = live if REACH > 0 else live - 1
+    slot = place * tl.num_programs(2)
+    counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if split < others:
+        tl.store(part + (slot + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
+        tl.store(part_top + (slot + split) * 2, top, mask=real)
+        tl.store(part_top + (slot + split) * 2 + 1, mass, mask=real)
+        tl.debug_barrier()
+        tl.atomic_add(counter, 1, sem="release")
+        return
+    if others > 0:
+        while tl.atomic_add(counter, 0, sem="acquire") < others:
+            pass
+        tl.store(counter, 0)
+        all_top = tl.full([BLOCK_M], LOWEST, tl.float32)
+        all_mass = tl.zeros([BLOCK_M], tl.float32)
+        all_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+        for i in tl.range(0, others, loop_unroll_factor=2):
+            # Past the first-level cache, which may hold what stood there before.
+            its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg")
+            its_mass = tl.load(part_top + (slot + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+            at = (slot + i)[:, None] * DIM + dim[None, :]
+            its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+            all_top, all_mass, all_acc = _join(all_top, all_mass, all_acc, its_top, its_mass, its_acc)
+        top, mass, acc = _join(all_top, all_mass, all_acc, top, mass, acc)
+    acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    inside = real[:, None] & whole[None, :]
+    tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+class Workspace:
+    """The splits' partial results, for the largest step it was asked for. One serves all layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.part = torch.empty(0, dtype=torch.float32, device=device)
+        self.top = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def reserve(self, rows: int, splits: int, dim: int, blocks: int) -> None:
+        """Room for this many rows (batch x tokens x heads), and for a counter per block of them."""
+        if splits > 1 and self.part.numel() < rows * splits * dim:
+            self.part = self.part.new_empty(rows * splits * dim)
+            self.top = self.top.new_empty(rows * splits * 2)
+        if self.arrived.numel() < blocks:
+            self.arrived = self.arrived.new_zeros(blocks)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    bits: torch.Tensor,
+    out: torch.Tensor,
+    work: Workspace,
+    *,
+    scale: float,
+    window: int = 0,
+    tiles: Tiles | None = None,
+    slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q, out [B, K, H, D]; keys, values [R, Hkv, capacity, D], of which batch row b uses row rows[b].
+
+    lengths [B] int32: tokens of each prefix; the step's K tokens follow it in keys and values. positions [B, K] int32;
+    bits [B, K, ceil(K/32)] int32, see `tree.packed_visibility`. `window` 0 is none. Bits beyond K are zero.
+    slots: see `by_depth`; only tiles with a reach need them.
+    """
+    batch, count, heads, dim = q.shape
+    _, kv_heads, capacity, _ = keys.shape
+    group, padded = heads // kv_heads, max(16, triton.next_power_of_2(dim))  # a product needs 16 at least
+    tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
+    if tiles.reach and slots is None:
+        assert count <= MOST, f"an invariant step has at most {MOST} tokens, not {count}"
+        slots = new_slots(batch, count, tiles, group, q.device)
+        by_depth(positions, lengths, bits, slots, tiles, group)
+    parts = tiles.splits + (tiles.reach > 0)
+    grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), parts)
+    work.reserve(batch * count * heads, parts, padded, grid[0] * grid[1])
+    _attend[grid](
+        q, keys, values, rows, lengths, positions, bits, bits if slots is None else slots, out,
+        work.part, work.top, work.arrived,
+        scale * LOG2E, count, capacity, kv_heads, tiles.splits, tiles.near_splits or tiles.splits, bits.shape[2],
+        0 if slots is None else slots.shape[2],
+        GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,135 @@
+"""The kernels' slow twins: the same functions in PyTorch's own operations, on any device, for tests and for CPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from lookahead.algorithm.sampling import top_rows
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    bits: torch.Tensor,
+    out: torch.Tensor | None = None,
+    work: object = None,
+    *,
+    scale: float,
+    window: int = 0,
+    tiles: object = None,
+    slots: object = None,
+) -> torch.Tensor:
+    """As `attention.attend`, with a dense mask, in the dtype of `q`. How the kernel cuts the work does not matter."""
+    batch, count, heads, _ = q.shape
+    group = heads // keys.shape[1]
+    out = torch.empty_like(q) if out is None else out
+    for b in range(batch):
+        length = int(lengths[b])
+        k = keys[rows[b], :, : length + count].repeat_interleave(group, dim=0)
+        v = values[rows[b], :, : length + count].repeat_interleave(group, dim=0)
+        node = torch.arange(count, device=q.device)
+        seen = (bits[b][:, node // 32] >> (node % 32)) & 1 == 1
+        seen = torch.cat([torch.ones(count, length, dtype=torch.bool, device=q.device), seen], dim=1)
+        if window:
+            places = torch.cat([torch.arange(length, device=q.device), positions[b].long()])
+            seen &= positions[b].long()[:, None] - places[None, :] < window
+        scores = torch.einsum("khd,hnd->hkn", q[b], k) * scale
+        scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        out[b] = torch.einsum("hkn,hnd->khd", scores, v)
+    return out
+
+
+def carry(source: torch.Tensor, target: torch.Tensor) -> None:
+    """See `fused`."""
+    target.copy_(source)
+
+
+def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """See `fused`."""
+    return torch.index_select(table, 0, tokens, out=out)
+
+
+def add_norm(
+    stream: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `fused`."""
+    if rows is not None:
+        stream = stream[rows.long()]
+        delta = delta if delta is None else delta[rows.long()]
+        stream = stream if delta is None else stream + delta
+    else:
+        stream, delta = stream[: len(out)], delta if delta is None else delta[: len(out)]
+        if delta is not None:
+            stream += delta
+    wide = stream.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return out.copy_(normed.to(stream.dtype) * weight)
+
+
+def rotate_write(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    norms: torch.Tensor | None,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    eps: float = 1e-6,
+) -> None:
+    """See `fused`."""
+    batch, count, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    x = qkv[: batch * count] if bias is None else qkv[: batch * count] + bias
+    x = x.view(batch, count, heads + 2 * kv_heads, dim)
+    parts = list(x.split([heads, kv_heads, kv_heads], dim=2))
+    cos, sin = cosine[positions.long()][:, :, None], sine[positions.long()][:, :, None]
+    for i in (0, 1):
+        part = parts[i].float()
+        if norms is not None:
+            part = part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + eps)
+            part = (part.to(qkv.dtype) * norms[i]).float()
+        first, second = part.chunk(2, dim=-1)
+        parts[i] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+    q.copy_(parts[0])
+    for b in range(batch):
+        place = slice(int(lengths[b]), int(lengths[b]) + count)
+        keys[rows[b], :, place] = parts[1][b].transpose(0, 1)
+        values[rows[b], :, place] = parts[2][b].transpose(0, 1)
+
+
+def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """See `fused`."""
+    first, up = x[: len(out)].chunk(2, dim=-1)
+    return out.copy_(torch.nn.functional.silu(first) * up)
+
+
+def keep(
+    cache: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """See `fused`."""
+    for row, length, path, count in zip(rows.tolist(), lengths.tolist(), paths, counts.tolist(), strict=True):
+        source = length + path[:count].long()
+        cache[:, :, row, :, length + 1 : length + 1 + count] = cache[:, :, row].index_select(3, source)
+
+
+def top_tokens(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """As `top.top_tokens`; see `sampling.top_rows`."""
+    top = (out.shape[1] - 1) // 2
+    ids, levels = top_rows(logits, top)
+    out[:, 0] = logits.argmax(dim=-1)
+    out[:, 1 : 1 + top] = ids
+    out[:, 1 + top :] = levels
+    return out

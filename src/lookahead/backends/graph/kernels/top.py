@@ -1,0 +1,91 @@
+"""The likeliest tokens of each row of logits, with their probability levels: what `recycle` needs, in two launches.
+
+`torch.topk` over a vocabulary is built for any k; eight maxima over pieces of it, then over the pieces' winners, are
+read in one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead.algorithm.sampling import LEVELS
+
+PIECE = 1024
+"""Logits per program of the first launch: as many as one warp can hold, which finds a maximum without a barrier."""
+
+
+@triton.jit
+def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (rows, pieces). A piece's TOP best, ties by the lower id, and its maximum and sum of exponentials."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = piece * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    at = row * pieces + piece
+    tl.store(sums + at * 2, top)
+    tl.store(sums + at * 2 + 1, tl.sum(tl.exp(x - safe), 0))
+    for i in tl.static_range(TOP):
+        best = tl.max(x, 0)
+        where = tl.min(tl.where(x == best, column, 2147483647), 0)
+        tl.store(values + at * TOP + i, best)
+        tl.store(ids + at * TOP + i, where)
+        x = tl.where(column == where, float("-inf"), x)
+
+
+@triton.jit
+def _join(
+    values, ids, sums, out, pieces,
+    LEVELS: tl.constexpr, TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows). out row: the best token, the TOP best, and their levels."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, P)
+    tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
+    totals = tl.load(sums + (row * pieces + piece) * 2 + 1, mask=piece < pieces, other=0.0)
+    top = tl.max(tops, 0)
+    log_sum = top + tl.log(tl.sum(totals * tl.exp(tops - top), 0))
+    slot = tl.arange(0, B)
+    x = tl.load(values + row * pieces * TOP + slot, mask=slot < pieces * TOP, other=float("-inf"))
+    token = tl.load(ids + row * pieces * TOP + slot, mask=slot < pieces * TOP, other=2147483647)
+    base = out + row * (2 * TOP + 1)
+    for i in tl.static_range(TOP):
+        best = tl.max(x, 0)
+        where = tl.min(tl.where(x == best, token, 2147483647), 0)
+        if i == 0:
+            tl.store(base, where)
+        level = -2 * (best - log_sum) * 1.4426950408889634
+        level = tl.minimum(tl.maximum(level, 0.0), LEVELS - 1)
+        tl.store(base + 1 + i, where)
+        tl.store(base + 1 + TOP + i, level.to(tl.int32))
+        x = tl.where(token == where, float("-inf"), x)
+
+
+class TopWork:
+    """What the first launch leaves to the second, for a fixed number of rows."""
+
+    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
+        self.pieces = triton.cdiv(vocabulary, PIECE)
+        self.values = torch.empty(rows, self.pieces, top, dtype=torch.float32, device=device)
+        self.ids = torch.empty(rows, self.pieces, top, dtype=torch.int32, device=device)
+        self.sums = torch.empty(rows, self.pieces, 2, dtype=torch.float32, device=device)
+
+
+def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork) -> torch.Tensor:
+    """logits [R, V] -> out [R, 1 + 2 n] int32: the argmax, the n best tokens, best first, their levels.
+
+    As `sampling.top_rows`, whose levels these are.
+    """
+    rows, vocabulary = logits.shape
+    top = (out.shape[1] - 1) // 2
+    _pieces[(rows, work.pieces)](
+        logits, work.values, work.ids, work.sums, vocabulary, work.pieces, TOP=top, BLOCK=PIECE, num_warps=1,
+    )  # fmt: skip
+    candidates = triton.next_power_of_2(work.pieces * top)
+    _join[(rows,)](
+        work.values, work.ids, work.sums, out, work.pieces, LEVELS=LEVELS, TOP=top,
+        P=triton.next_power_of_2(work.pieces), B=candidates, num_warps=1 if candidates <= 1024 else 4,
+    )  # fmt: skip
+    return out

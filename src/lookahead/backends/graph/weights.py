@@ -1,0 +1,181 @@
+"""The weights of a Llama-like model, re-laid for few and large matrix products.
+
+q, k and v become one matrix, gate and up another. The model's own parameters turn into views of them, so nothing is
+held twice and the model still runs by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead.backends.support import UnsupportedModelError, position_limit, sliding_windows
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Pre-norm RMSNorm blocks, rotary positions, SiLU gate; Qwen2 adds biases, Qwen3 norms of q and k."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """[out, in] matrices and the small vectors of one block. `norms` [2, D] are those of q and k."""
+
+    before: torch.Tensor
+    qkv: torch.Tensor
+    bias: torch.Tensor | None
+    norms: torch.Tensor | None
+    out: torch.Tensor
+    after: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    window: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole model. cosine, sine [positions, D / 2] in fp32 are made by `rotary`, as far as they are needed."""
+
+    embedding: torch.Tensor
+    layers: tuple[Layer, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+    eps: float
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    rotary: Any
+    limit: int | None
+
+    @torch.no_grad()
+    def follow(self, now: Weights) -> bool:
+        """Take over what a model's weights have become, if that can be done in place.
+
+        Matrices are the model's own memory. What was copied from it is copied again. A weight that was replaced by
+        another tensor cannot be followed.
+        """
+        if self._places() != now._places():
+            return False
+        for old, new in zip(self.layers, now.layers, strict=True):
+            for kept, copied in ((old.bias, new.bias), (old.norms, new.norms)):
+                if kept is not None and copied is not None:
+                    kept.copy_(copied)
+        return True
+
+    def _places(self) -> list[int]:
+        tensors = [self.embedding, self.norm, self.head]
+        for layer in self.layers:
+            tensors += [layer.before, layer.qkv, layer.out, layer.after, layer.gate_up, layer.down]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotary module's own cosines and sines of the first positions.
+
+        Factors that follow the length of the text are those of a short one: it is asked for one position first, and for
+        none beyond the limit, where only nodes stand that cannot count.
+        """
+        wide = torch.zeros(1, device=self.embedding.device, dtype=torch.float32)
+        place = torch.arange(positions, device=self.embedding.device).clamp(max=(self.limit or positions) - 1)[None]
+        self.rotary(wide, place[:, :1])
+        cosine, sine = self.rotary(wide, place)
+        half = self.dim // 2
+        return cosine[0, :, :half].float().contiguous(), sine[0, :, :half].float().contiguous()
+
+
+def check_graph(model: Any) -> None:
+    """Raise UnsupportedModelError, with the reason, for a model that the graph backend does not run."""
+
+    def refuse(reason: str) -> None:
+        raise UnsupportedModelError(f"the graph backend does not run this model: {reason}")
+
+    name, config = type(model).__name__, model.config
+    if name not in FAMILIES:
+        refuse(f"{name} is none of {', '.join(FAMILIES)}")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        refuse(f"its activation is {config.hidden_act!r}")
+    matrices = [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        matrices += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    for module in matrices:
+        if type(module) is not torch.nn.Linear:
+            refuse(f"a {type(module).__name__} is no plain matrix")
+    for module in model.modules():
+        if getattr(module, "_hf_hook", None) is not None:
+            refuse("it is spread over devices")
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
+            refuse(f"a forward hook on its {type(module).__name__} would not be called")
+    plain = [p for p in model.parameters() if type(p.data) is not torch.Tensor]
+    if plain or (getattr(model, "_tp_size", None) or 1) > 1:
+        refuse("its weights are quantised or split between processes")
+    if len({(p.dtype, p.device) for p in model.parameters()}) > 1:
+        refuse("its weights have several dtypes or devices")
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        if attention.o_proj.bias is not None or mlp.down_proj.bias is not None or mlp.gate_proj.bias is not None:
+            refuse("its output projections have biases")
+    if model.lm_head.bias is not None:
+        refuse("its head has a bias")
+
+
+@torch.no_grad()
+def relay(model: Any) -> Weights:
+    """Fuse the projections layer by layer, in place of the model's own, and collect the rest."""
+    config, layers = model.config, []
+    windows = sliding_windows(config)
+    for number, block in enumerate(model.model.layers):
+        attention, mlp = block.self_attn, block.mlp
+        qkv = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        norms = None
+        if hasattr(attention, "q_norm"):
+            norms = torch.stack([attention.q_norm.weight, attention.k_norm.weight]).detach()
+        layers.append(
+            Layer(
+                before=block.input_layernorm.weight.detach(),
+                qkv=qkv,
+                bias=None if biases[0] is None else torch.cat(biases).detach(),
+                norms=norms,
+                out=attention.o_proj.weight.detach(),
+                after=block.post_attention_layernorm.weight.detach(),
+                gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
+                down=mlp.down_proj.weight.detach(),
+                window=windows.get("" if "" in windows else config.layer_types[number]) or 0,
+            )
+        )
+    attention = model.model.layers[0].self_attn
+    return Weights(
+        embedding=model.model.embed_tokens.weight.detach(),
+        layers=tuple(layers),
+        norm=model.model.norm.weight.detach(),
+        head=model.lm_head.weight.detach(),
+        eps=config.rms_norm_eps,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        dim=attention.head_dim,
+        scale=float(attention.scaling),
+        rotary=model.model.rotary_emb,
+        limit=limit.positions if (limit := position_limit(config)).hard else None,
+    )
+
+
+def _fuse(*parts: torch.nn.Linear) -> torch.Tensor:
+    """[sum of outs, in]: the parts below each other. Each part's weight becomes a view of its place."""
+    first = parts[0].weight
+    size, width = sum(p.out_features for p in parts), parts[0].in_features
+    places = [first.data_ptr() + first.element_size() * width * sum(p.out_features for p in parts[:i])
+              for i in range(len(parts))]  # fmt: skip
+    one_piece = len({p.weight.untyped_storage().data_ptr() for p in parts}) == 1
+    if one_piece and [p.weight.data_ptr() for p in parts] == places:  # they are fused already
+        return torch.as_strided(first.detach(), (size, width), (width, 1))
+    whole = first.new_empty(size, width)
+    start = 0
+    for part in parts:
+        view = whole[start : start + part.out_features]
+        view.copy_(part.weight)
+        part.weight = torch.nn.Parameter(view, requires_grad=False)
+        start += part.out_features
+    return whole

@@ -1,0 +1,223 @@
+"""Refuse what the eager backend cannot run exactly, and prove on a few tokens that it runs the rest."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import StepInput
+from lookahead.config import SamplingParams
+
+
+class UnsupportedModelError(ValueError):
+    """A model that cannot be decoded exactly; the message names its type and the reason."""
+
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def check_supported(model: Any) -> None:
+    """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask."""
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    config = model.config.get_text_config(decoder=True)
+
+    def refuse(reason: str) -> None:
+        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
+
+    if getattr(model.config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder; lookahead decodes causal language models")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS):
+        refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        refuse("its local attention counts places in the cache, not positions")
+    if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
+        refuse("its attention is biased by place in the cache (ALiBi), not by position")
+    if getattr(config, "attn_temperature_tuning", False):
+        refuse("its attention is scaled by place in the cache, not by position")
+    if getattr(config, "attention_type", None) == "block_sparse":
+        refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
+    if kind == "git":
+        refuse("its cache holds image tokens that stand nowhere in the prompt")
+    others = sorted(kinds - KNOWN_LAYERS)
+    if others:
+        refuse(f"its {others[0]} layers do not read a K/V cache by position")
+    attention = getattr(config, "_attn_implementation", "eager")
+    if attention not in ("sdpa", "eager"):
+        refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
+
+
+@dataclass(frozen=True)
+class PositionLimit:
+    """The most positions a model can be decoded exactly on, and why; None when nothing limits them.
+
+    A `hard` limit must be known to hold before the first token: beyond it the tokens would differ, not fail.
+    """
+
+    positions: int | None
+    reason: str = ""
+    hard: bool = False
+
+
+def position_limit(config: Any) -> PositionLimit:
+    """Rotary positions go on for ever, and a table of positions has an end.
+
+    Longrope and dynamic rotary factors follow the furthest position of a pass, for all its tokens: one far guess would
+    change the near ones. Below the original context nothing changes, so that is their limit.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    window = getattr(config, "sliding_window", None)
+    if window and doubtful_window(config):
+        return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = part.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = part.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            known = [x for x in (limit, original) if x is not None]
+            return PositionLimit(min(known) if known else None, f"{kind} rotary factors", hard=True)
+    return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
+
+
+def context_length(config: Any) -> int | None:
+    """The context: the most positions the model was made for and can be decoded exactly on, if its config says."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    exact = position_limit(config).positions
+    return limit if exact is None else exact
+
+
+def sliding_windows(config: Any) -> dict[str, int | None]:
+    """Kind of attention layer -> its sliding window, if it has one. A model with one kind of layer has the kind ''."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    uses = getattr(config, "use_sliding_window", True)
+    return {"": window if uses and not doubtful_window(config) else None}
+
+
+def doubtful_window(config: Any) -> bool:
+    """Whether a window that the config names may or may not be applied; below its length it makes no difference.
+
+    Layer types without a sliding one contradict it: some models follow the one, some the other. Moshi names a window,
+    and its decoder has none.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") == "moshi"
+
+
+def input_device(model: Any) -> torch.device:
+    """Where the model takes its tokens. Between passes an offloaded embedding is on no device; its hook knows."""
+    embedding = model.get_input_embeddings()
+    place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return embedding.weight.device if place is None else torch.device(place)
+
+
+@torch.inference_mode()
+def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, keys and values [1, heads, 1, dim] of one token as the model caches them."""
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
+    output = model(input_ids=ids, use_cache=True)
+    cache = getattr(output, "past_key_values", None)
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
+    if not layers:
+        raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: it returns no K/V cache")
+    shapes = []
+    for layer in layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4 or keys.shape[2] != 1:
+            reason = f"a {type(layer).__name__} holds no keys and values per token"
+            raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
+        shapes.append((keys, values))
+    return shapes
+
+
+@torch.inference_mode()
+def probe(backend: Any) -> None:
+    """Run a small tree on the backend and compare its logits with the model's own on each path.
+
+    A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
+    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see. In half precision two sets
+    of kernels may differ by more than a broken mask does: where the model's logits are only near, the same tokens in a
+    row on the backend itself decide.
+    """
+    model, vocab = backend.model, backend.vocab_size
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    *prefix, root, decoy, child, grandchild = [(i + 1) * vocab // 9 for i in range(7)]
+    tree = TokenTree([root, decoy, child, grandchild], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
+    paths = [root], [root, decoy], [root, child], [root, child, grandchild]
+    exact = backend.dtype == torch.float32
+    try:
+        ours = _tree_logits(backend, prefix, tree)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(
+            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens ({reason})"
+        ) from error
+    for node, path in enumerate(paths):
+        ids = prefix + path
+        plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
+        close, distance = TOLERANCE if exact else TOLERANCE_HALF, _relative(ours[node], plain)
+        if not exact and close < distance <= NEAR:
+            row = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
+            distance = _relative(ours[node], row)
+        if not distance <= close:
+            reason = "its attention does not follow the mask or the positions"
+            if not _relative(_one_by_one(model, ids, backend.device), plain) <= close:
+                reason = (
+                    "so do the model's own passes over one token and over several, as with quantised activations "
+                    "or attention that is not causal"
+                )
+            raise UnsupportedModelError(
+                f"model type {kind!r} cannot be decoded exactly: a tree of tokens gives other logits than the tokens "
+                f"in a row (relative error {distance:.2g}); {reason}"
+            )
+
+
+TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
+"""Relative errors that the probe lets pass: in fp32, in half precision, and there between two sets of kernels. The
+graph backend and transformers were apart by up to 0.2 on the embedded model in bf16, on tokens that make no text."""
+
+
+def _alone(token: int) -> TokenTree:
+    return TokenTree([token], [-1], [0], [0])
+
+
+def _tree_logits(backend: Any, prefix: list[int], tree: TokenTree) -> torch.Tensor:
+    """Logits of a tree behind a prefix whose last token is a step of its own: the tree finds it in the cache."""
+    slot = backend.open()
+    try:
+        backend.step([StepInput(slot, prefix[:-1], _alone(prefix[-1]), SamplingParams(), ())])
+        backend.commit([(slot, ())])
+        found: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
+        backend.commit([(slot, ())])
+        return found.float()
+    finally:
+        backend.close(slot)
+
+
+def _inputs(model: Any, ids: list[int], first: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """One row with its positions, which `generate` hands to every model that takes them."""
+    inputs = {"input_ids": torch.tensor([ids], device=device)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = torch.arange(first, first + len(ids), device=device)[None]
+    return inputs
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+
+
+def _one_by_one(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:
+    """[V] logits after `ids` when each is a pass of its own over the model's own cache, as `generate` has it."""
+    cache = None
+    for place, token in enumerate(ids):
+        output = model(**_inputs(model, [token], place, device), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+    return output.logits[0, -1].float()

@@ -1,5 +1,0 @@
-"""Lookahead inside `model.generate`: one argument, and everything else that `generate` takes keeps its meaning."""
-
-from lookahead.hook.entry import Decoding, decoding
-
-__all__ = ["Decoding", "decoding"]

@@ -1,0 +1,154 @@
+"""Loading: the embedded model, a hub name, a folder or a `.gguf` file -> a transformers model and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from lookahead.loading.embedded import EMBEDDED, ModelError, resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """'auto', 'cpu', 'cuda' or 'cuda:N' -> a device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ModelError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ModelError(f"device {name!r} is not there; use cpu, or auto to take what there is")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> Any:
+    """'auto' is float32 on a CPU, where half precision is slow or 20 times slower, and elsewhere the model's own."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_pretrained(
+    name: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    log: Callable[[str], None] | None = None,
+) -> tuple[Any, Any, str]:
+    """Model in eval mode on its device, tokenizer, and the name it goes by.
+
+    `name` is None (the embedded model), a preset, a hub id, a folder or a `.gguf` file.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    label = str(name) if name is not None else EMBEDDED
+    place = pick_device(device)
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype, place)}
+    gguf = Path(label) if label.endswith(".gguf") else None
+    if gguf is not None:
+        if not gguf.is_file():
+            raise ModelError(f"no file {label!r}; give the path of a .gguf file")
+        source, options["gguf_file"] = str(gguf.parent), gguf.name
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        source = resolve(label, log=log)
+    model: Any
+    if log is not None:
+        log(f"loading {label} on {place} ...")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        model.to(place)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"cannot load model {label!r}: {first}") from error
+    if gguf is not None:
+        mend_gguf_tokenizer(tokenizer, model.config, gguf)
+    return model.eval(), tokenizer, label
+
+
+def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
+    """Let a GGUF's own facts win over the tokenizer made from it.
+
+    The tokenizer may carry the BOS as its EOS (transformers 5.17), and may not add a BOS although the file asks for
+    it (without one Gemma writes nonsense). `lookahead_bos` is what `generate.encode` puts in front then.
+    """
+    from gguf import GGUFReader
+
+    eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    if eos is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    fields = GGUFReader(str(path)).fields
+    asks = fields.get("tokenizer.ggml.add_bos_token")
+    bos = fields.get("tokenizer.ggml.bos_token_id")
+    if asks is not None and bos is not None and bool(asks.contents()):
+        tokenizer.lookahead_bos = int(bos.contents())
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The token ids that end an answer: as `generate` has it, the generation config's; else the first others named."""
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(holder, "eos_token_id", None)
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
+    return frozenset()
+
+
+def asked_for(model: Any) -> dict[str, Any]:
+    """Settings of the model's generation config that change greedy output, too, as `generate` orders them."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        "sequence_bias": (None,),
+        "repetition_penalty": (None, 1.0),
+        "no_repeat_ngram_size": (None, 0),
+        "bad_words_ids": (None,),
+        "forced_bos_token_id": (None,),
+        "forced_eos_token_id": (None,),
+        "suppress_tokens": (None,),
+        "begin_suppress_tokens": (None,),
+    }
+    config = getattr(model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in neutral}
+    return {name: value for name, value in found.items() if value not in neutral[name]}
+
+
+def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
+    """The logits processors that `generate` would make of the model's own generation config; None without any."""
+    from transformers import LogitsProcessorList
+    from transformers.generation import logits_process as made
+
+    device = model.get_input_embeddings().weight.device
+    makers: dict[str, Callable[[Any], Any]] = {
+        "sequence_bias": made.SequenceBiasLogitsProcessor,
+        "repetition_penalty": made.RepetitionPenaltyLogitsProcessor,
+        "no_repeat_ngram_size": made.NoRepeatNGramLogitsProcessor,
+        "bad_words_ids": lambda ids: made.NoBadWordsLogitsProcessor(ids, torch.tensor(sorted(stop), device=device)),
+        "forced_bos_token_id": made.ForcedBOSTokenLogitsProcessor,
+        "forced_eos_token_id": lambda ids: made.ForcedEOSTokenLogitsProcessor(prompt_tokens + max_tokens, ids, device),
+        "suppress_tokens": lambda ids: made.SuppressTokensLogitsProcessor(ids, device),
+        "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
+    }
+    return LogitsProcessorList([makers[name](value) for name, value in asked_for(model).items()]) or None
+
+
+def static_generation(model: Any, length: int) -> dict[str, Any]:
+    """What `generate` takes to decode with one static cache of this many tokens and a compiled step.
+
+    One cache for all prompts: a new one might stand elsewhere in memory, and the captured step be made anew.
+    """
+    from transformers import CompileConfig, StaticCache
+
+    mode: Any = "reduce-overhead" if model.device.type == "cuda" else None
+    compiling: Any = CompileConfig(fullgraph=True, mode=mode)
+    compiling._compile_all_devices = True  # on a CPU, too
+    rounded = -(-(length + 1) // 64) * 64
+    return {"past_key_values": StaticCache(config=model.config, max_cache_len=rounded), "compile_config": compiling}

@@ -1,0 +1,71 @@
+"""Profiles: the config that `lookahead tune --save` chose for a model on a machine, kept until `load()` asks for it.
+
+A profile belongs to a model (its name and shape), a device, a dtype and a backend; for any other it is not found. It
+can change the speed of an answer, never its text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lookahead.config import LookaheadConfig
+from lookahead.loading.step_cost import identity_of, key_of, processor, store
+
+FOLDER = "profiles"
+
+
+def save(
+    label: str, backend: Any, config: LookaheadConfig, name: str, measured: Mapping[str, Any], folder: Path
+) -> Path:
+    """Keep a config for this model on this machine, in place of any other. `measured` says what it was chosen by."""
+    facts = _facts(label, backend)
+    path = folder / FOLDER / f"{key_of(facts)}.json"
+    try:
+        store(path, {"of": facts, "name": name, "config": asdict(config), "measured": dict(measured)})
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ValueError(f"cannot save the profile {path}: {why}; set LOOKAHEAD_CACHE to a folder") from error
+    return path
+
+
+def find(label: str, backend: Any, folder: Path, log: Callable[[str], None] | None = None) -> LookaheadConfig | None:
+    """The saved config for this model on this machine, with a line to `log`; None without one.
+
+    The ranks of a tensor-parallel model must plan the same trees, and each might find another profile: they find none.
+    """
+    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+        return None
+    facts = _facts(label, backend)
+    path = folder / FOLDER / f"{key_of(facts)}.json"
+    say = log or (lambda _: None)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["of"] != json.loads(json.dumps(facts)):
+            return None
+        name, config = str(stored["name"]), config_of(stored["config"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        say(f"note: the profile {path} cannot be used ({why:.80}): run `lookahead tune --save` again, or delete it")
+        return None
+    say(f"using the tuned profile: {name}")
+    return config
+
+
+def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
+    """A config from its fields as JSON has them."""
+    times = fields["step_cost"]
+    return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
+
+
+def _facts(label: str, backend: Any) -> dict[str, Any]:
+    """The model's name counts, too: of two models of one shape each has its own acceptance."""
+    named = str(Path(label).resolve()) if Path(label).exists() else label
+    # Version 1 has step costs that were timed with chains.
+    return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count(), "version": 2}

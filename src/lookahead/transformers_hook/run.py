@@ -1,0 +1,220 @@
+"""One call of `generate`, decoded: a sequence per row, the engine's steps, and the output in transformers' terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from threading import RLock
+from typing import Any, cast
+from weakref import WeakKeyDictionary, proxy
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from lookahead.algorithm.sampling import top_rows
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import TOP, Warmth
+from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.backends.base import StepInput
+from lookahead.backends.choose import choose, graph_backend
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.weights import check_graph, relay
+from lookahead.backends.support import UnsupportedModelError, input_device, layer_shapes, position_limit, probe
+from lookahead.cache import cache_dir
+from lookahead.config import LookaheadConfig, StopRules
+from lookahead.engine.engine import Accepted, Engine, Ran
+from lookahead.loading import step_cost as cost
+from lookahead.transformers_hook import caches
+from lookahead.transformers_hook.arguments import Rows
+from lookahead.transformers_hook.rules import Plan
+
+
+@dataclass
+class Known:
+    """What was found out about a model; it holds as long as the model's `state` does.
+
+    `graph` is its graph backend, if one was asked for: captured steps are kept for the next call. Only one call at a
+    time may use it (`turn`).
+    """
+
+    state: tuple[Any, ...]
+    shapes: list[tuple[torch.Tensor, torch.Tensor]]
+    warmth: Warmth = field(default_factory=Warmth)
+    defaults: dict[str, LookaheadConfig] = field(default_factory=dict)
+    graph: GraphBackend | None = None
+    turn: RLock = field(default_factory=RLock)
+
+
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+"""Facts, not settings: `decoding()` is often made anew for every call, and to probe the model again takes 7 passes."""
+_finding_out = RLock()
+"""Two threads that come first, at once, share what one of them finds out."""
+
+
+class Run:
+    """One call of `generate`."""
+
+    def __init__(
+        self, model: Any, rows: Rows, generation_config: Any, model_kwargs: dict[str, Any], backend: str = "eager"
+    ) -> None:
+        self.model, self.rows, self.wants = model, rows, generation_config
+        self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
+        caches.check(self.cache, len(rows.input_ids))
+        self.known = self._know()
+        self.backend = self._backend(backend)
+        self.sequences: list[DecodingSequence] = []
+        self._left: dict[DecodingSequence, caches.Layers] = {}
+
+    def _know(self) -> Known:
+        model = self.model
+        place = model.get_input_embeddings().weight
+        state = (input_device(model), place.dtype, place.shape, model.config._attn_implementation, model.training)
+        with _finding_out:
+            known = _known.get(model)
+            if known is None or known.state != state:
+                known = Known(state, layer_shapes(model))
+                probe(EagerBackend(model, verify=False, shapes=known.shapes))
+                _known[model] = known
+        return known
+
+    def _backend(self, name: str) -> EagerBackend | GraphBackend:
+        """An eager backend of this call's own, or the model's graph backend."""
+        model, shapes, chunk = self.model, self.known.shapes, self.wants.prefill_chunk_size
+
+        def eager() -> EagerBackend:
+            return EagerBackend(model, verify=False, shapes=shapes, prefill_chunk=chunk)
+
+        chosen: EagerBackend | GraphBackend = choose(model, name, self._graph, eager)
+        return chosen
+
+    def _graph(self) -> GraphBackend:
+        """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
+        if self.model.training:
+            raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
+        check_graph(self.model)
+        # What becomes the model's parameters must be fit for training, too.
+        with self.known.turn, torch.inference_mode(False):
+            kept = self.known.graph
+            if kept is None or not kept.weights.follow(relay(self.model)):
+                kept = cast(GraphBackend, graph_backend(self.model))
+                kept.model = proxy(self.model)  # or the model would live as long as what is known about it
+                self.known.graph = kept
+        return kept
+
+    def decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
+        with self.known.turn if isinstance(self.backend, GraphBackend) else nullcontext():
+            return self._decode(config, plan, streamer)
+
+    def _decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
+        ids = self.rows.input_ids
+        keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        # 1. One sequence per row, and the K/V that came along.
+        first = None if self.embeds is None else self._run_embeds(self.embeds)
+        self.sequences = self._sequences(config or self._default(), plan, ids.shape[1])
+        judge = plan.judge(self.sequences, ids)
+        engine = Engine(self.backend, judge, self._leave if keeps_cache else None)
+        try:
+            slots = [self._slot(row, engine) for row in range(len(ids))]
+            if first is not None:
+                self._stream(streamer, engine.settle(self._roots(slots, first), commit=False), plan)
+            # 2. Step until all have ended.
+            while engine.running:
+                self._stream(streamer, engine.step(), plan)
+        finally:
+            engine.clear()
+        # 3. What was asked for.
+        self._check_ends()
+        output = plan.output(self.sequences, ids)
+        if keeps_cache and self.cache is not None:
+            caches.extend(self.cache, self.backend, self.rows, output[:, :-1], [self._left[s] for s in self.sequences])
+        if not self.wants.return_dict_in_generate:
+            return output
+        kept: dict[str, Any] = {
+            name: plan.kept(name) for name in ("scores", "logits") if getattr(self.wants, f"output_{name}")
+        }
+        return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
+
+    def _default(self) -> LookaheadConfig:
+        defaults, kind = self.known.defaults, type(self.backend).__name__
+        if kind not in defaults:
+            defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
+        return defaults[kind]
+
+    def _sequences(self, config: LookaheadConfig, plan: Plan, length: int) -> list[DecodingSequence]:
+        model_config = self.model.config.get_text_config(decoder=True)
+        limit = position_limit(model_config)
+        prompts = [self.rows.tokens(row) for row in range(len(self.rows.input_ids))]
+        room = max(1, plan.max_length - length)
+        if limit.hard and limit.positions is not None:
+            longest = max(map(len, prompts)) + room - 1
+            if longest > limit.positions:
+                raise ValueError(
+                    f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
+                    f"positions ({limit.reason}), and {longest} are asked for; lower max_new_tokens"
+                )
+        rules = StopRules(room, plan.eos_ids, limit.positions, last_is_free=True)
+        return [DecodingSequence(prompt, config, rules=rules, warmth=self.known.warmth) for prompt in prompts]
+
+    def _slot(self, row: int, engine: Engine) -> int:
+        """A row's place, with the K/V that came along; from here on its sequence takes part."""
+        slot = self.backend.open()
+        engine.add(self.sequences[row], slot)
+        if self.rows.past:
+            length = self.rows.cached(row)
+            self.backend.adopt(slot, length, caches.row_of(self.cache, row, self.rows.mask[row, : self.rows.past]))
+        return slot
+
+    @torch.no_grad()
+    def _run_embeds(self, embeds: torch.Tensor) -> torch.Tensor:
+        """Run a prompt that is given as embeddings [B, T, D]. Returns the logits [B, V] after its last one.
+
+        There is no id for the root of a first tree, so the first token comes from these logits alone.
+        """
+        if self.cache is None:
+            raise ValueError("inputs_embeds needs a K/V cache; leave out use_cache=False")
+        mask, past = self.rows.mask, self.rows.past
+        positions = (mask.long().cumsum(dim=-1) - 1).clamp_min(0)
+        output = self.model(
+            inputs_embeds=embeds[:, past:],
+            attention_mask=mask.long(),
+            position_ids=positions[:, past:],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.rows = replace(self.rows, past=mask.shape[1])
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _roots(self, slots: Sequence[int], logits: torch.Tensor) -> list[Ran]:
+        """A step of bare roots that gave these logits [B, V]."""
+        ran = []
+        for sequence, slot, row in zip(self.sequences, slots, logits, strict=True):
+            tree = TokenTree(sequence.tokens[-1:], [-1], [0], [0])
+            item = StepInput(slot, (), tree, sequence.sampling, ())
+            top = [(*ids, *levels) for ids, levels in zip(*(x.tolist() for x in top_rows(row[None], TOP)), strict=True)]
+            ran.append(Ran(sequence, item, Targets([int(row.argmax())], top, row[None])))
+        return ran
+
+    def _leave(self, sequence: DecodingSequence, slot: int) -> None:
+        self._left[sequence] = self.backend.cached(slot)
+
+    def _stream(self, streamer: Any, accepted: Sequence[Accepted], plan: Plan) -> None:
+        """A whole block for one row; for several, which then move together, one tensor [B] per position."""
+        if streamer is None:
+            return
+        if len(self.sequences) == 1:
+            streamer.put(torch.tensor(accepted[0].tokens))
+            return
+        for column in plan.newest(len(accepted[0].tokens)).T.cpu():
+            streamer.put(column)
+
+    def _check_ends(self) -> None:
+        for sequence in self.sequences:
+            rules = sequence.rules
+            if sequence.finish_reason == "length" and sequence.room < rules.max_tokens:
+                raise ValueError(
+                    f"the model's {rules.max_length} positions are full after {sequence.room} of "
+                    f"{rules.max_tokens} tokens; lower max_new_tokens or shorten the prompt"
+                )

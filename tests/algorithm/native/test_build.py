@@ -1,0 +1,121 @@
+"""Compiling and loading the C library: once, safely, and never at the price of an error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lookahead.algorithm.native import build as native
+from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources.recycle import DictMemory
+
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `library` found before a test counts for nothing in it, nor after it."""
+    monkeypatch.delenv("LOOKAHEAD_NATIVE", raising=False)
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def only(folder: Path) -> Path:
+    (found,) = folder.iterdir()
+    return found
+
+
+@needs_compiler
+def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    assert native.library().memory_new() is not None
+    made = only(tmp_path / "native").stat()
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "build", lambda path: pytest.fail("compiled twice"))
+    assert native.library() is not None
+    assert only(tmp_path / "native").stat() == made
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["not a library", "writable by others"])
+def test_a_library_that_cannot_be_trusted_is_compiled_anew(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / f"{native.fingerprint()}.so"
+    path.write_bytes(b"")
+    if damage == "writable by others":
+        path.chmod(0o777)
+    assert native.load(tmp_path).memory_new() is not None
+    assert only(tmp_path).stat().st_size > 1000
+    assert native.ours(only(tmp_path))
+
+
+def test_the_name_follows_source_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [native.fingerprint()]
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
+    names.append(native.fingerprint())
+    other = tmp_path / "other.c"
+    other.write_text(native.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    monkeypatch.setattr(native, "SOURCE", other)
+    names.append(native.fingerprint())
+    assert len(set(names)) == 3
+    assert native.fingerprint() == names[-1]
+
+
+@needs_compiler
+def test_many_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        libraries = list(pool.map(native.load, [tmp_path] * 4))
+    assert all(library.memory_new() is not None for library in libraries)
+    assert only(tmp_path).suffix == ".so"
+
+
+FAILURES = {
+    "no compiler": ({"CC": "", "PATH": ""}, "no C compiler was found"),
+    "CC is missing": ({"CC": "no-such-compiler"}, "no-such-compiler"),
+    "CC fails": ({"CC": f"{sys.executable} -c 'import sys; sys.exit(\"it broke\")'"}, "did not compile .*: it broke"),
+    "CC makes nothing": ({"CC": f"{sys.executable} -c ''"}, "did not compile .*: exit code 0"),
+    "CC makes no library": (
+        {"CC": f'{sys.executable} -c \'import sys; open(sys.argv[sys.argv.index("-o") + 1], "w").close()\''},
+        "in place of the C one: .",
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_without_a_library_python_does_it_and_one_line_says_so(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment, said = FAILURES[failure]
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, "lookahead"):
+        assert isinstance(Warmth().memory, DictMemory)
+        assert isinstance(Warmth().memory, DictMemory)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("the Python draft runs in place of the C one: ")
+    assert "\n" not in caplog.messages[0]
+    caplog.clear()
+    with pytest.raises((OSError, RuntimeError), match=said.removeprefix("in place of the C one: ")):
+        native.load(tmp_path / "again")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "native").write_text("a file where the folder should be", encoding="utf-8")
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    assert native.library() is None
+
+
+def test_it_can_be_turned_off(tmp_path: Path) -> None:
+    code = "from lookahead.algorithm.sources import Warmth; print(type(Warmth().memory).__name__)"
+    environment = {**os.environ, "LOOKAHEAD_NATIVE": "0", "LOOKAHEAD_CACHE": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "DictMemory"
+    assert list(tmp_path.iterdir()) == []

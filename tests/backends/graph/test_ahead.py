@@ -1,0 +1,521 @@
+"""The step ahead: token by token, the same tokens in as many steps, whatever the host asks for next.
+
+`ran` tells what the device was given: prompts, steps, and steps ahead. The latter's number shows that they were used:
+an answer of n tokens is one step and n - 1 of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
+
+from lookahead import LookaheadConfig
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.backends.base import StepInput
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph import ahead
+from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.ops import TopOut
+from lookahead.config import SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.processors import Rule, Walk
+
+Plain = Callable[[Any, Sequence[int], int], list[int]]
+
+AUTOREGRESSIVE = LookaheadConfig.autoregressive()
+SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What runs from here on, in order."""
+    told: list[str] = []
+    step, step_ahead = Shape.run, Shape.run_ahead
+
+    def note_step(shape: Shape) -> None:
+        told.append("step" if shape.head else "prompt")
+        step(shape)
+
+    def note_ahead(shape: Shape, turn: int) -> None:
+        told.append("ahead")
+        step_ahead(shape, turn)
+
+    monkeypatch.setattr(Shape, "run", note_step)
+    monkeypatch.setattr(Shape, "run_ahead", note_ahead)
+    return told
+
+
+def sequence_of(prompt: Sequence[int], count: int = 24, config: LookaheadConfig = AUTOREGRESSIVE) -> DecodingSequence:
+    return DecodingSequence(prompt, config, rules=StopRules(count))
+
+
+def finish(engine: Engine) -> None:
+    while engine.running:
+        engine.step()
+
+
+# Whole answers
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Mistral", {"sliding_window": 7}),
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 16}),
+    ],
+)
+def test_greedy_equals_transformers(
+    kind: str, changes: dict[str, Any], device: str, plain: Plain, ran: list[str]
+) -> None:
+    """Alone and in batches of two, three and four; as many steps as tokens."""
+    model = tiny(kind, device=device, **changes)
+    expected = [plain(model, prompt, 24) for prompt in PROMPTS]
+    assert sum(output[1:] != output[:-1] for output in expected) > 2  # a token late or early would be seen
+    assert len({token for output in expected for token in output}) > 10
+    backend = GraphBackend(tiny(kind, device=device, **changes))
+    for prompt, output in zip(PROMPTS, expected, strict=True):
+        ran.clear()
+        (alone,) = run(backend, [prompt], AUTOREGRESSIVE)
+        assert alone.output == output
+        assert alone.stats.steps == 24
+        assert ran == [*(["prompt"] if len(prompt) > 1 else []), "step", *["ahead"] * 23]
+    for size in (2, 3, 4):
+        ran.clear()
+        together = run(backend, PROMPTS[:size], AUTOREGRESSIVE)
+        assert [sequence.output for sequence in together] == expected[:size]
+        assert [sequence.stats.steps for sequence in together] == [24] * size
+        # Each one's first step is its own, then comes one together, and 22 of the other 22 were ahead.
+        assert ran.count("step") == size + 1
+        assert ran.count("ahead") == 22
+
+
+def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    backend = GraphBackend(tiny("Llama", device=device))
+    found = run(backend, PROMPTS, AUTOREGRESSIVE)
+    assert "ahead" in ran
+    monkeypatch.setattr(DecodingSequence, "goes_on", False)
+    ran.clear()
+    expected = run(backend, PROMPTS, AUTOREGRESSIVE)
+    assert "ahead" not in ran
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.output == theirs.output
+        assert ours.stats.steps == theirs.stats.steps
+        assert ours.stats.step_tokens == theirs.stats.step_tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: list[str]) -> None:
+    """Up to five, of several lengths, each to its own end; the batch is padded now and then, and rows are reused."""
+    rng = random.Random(seed)
+    model = tiny("Llama", device=device)
+    engine = Engine(GraphBackend(tiny("Llama", device=device)))
+    waiting = [sequence_of(rng.choice(PROMPTS), rng.choice([5, 17, 30])) for _ in range(9)]
+    everyone, sizes = list(waiting), set()
+    while waiting or engine.running:
+        if waiting and len(engine.running) < 5 and (not engine.running or rng.random() < 0.3):
+            engine.add(waiting.pop())
+        sizes.add(len(engine.running))
+        engine.step()
+    assert {1, 2, 3} <= sizes
+    assert ran.count("ahead") > 9
+    for sequence in everyone:
+        prompt = sequence.tokens[: sequence.prompt_tokens]
+        assert sequence.output == plain(model, prompt, sequence.rules.max_tokens)
+
+
+@pytest.mark.parametrize("end", [1, 2, 7])
+def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, ran: list[str]) -> None:
+    """The step ahead was for nothing, and those who come next, into the same row, do not notice it."""
+    model = tiny("Llama", device=device)
+    expected = plain(model, PROMPTS[2], 24)
+    stop = expected[end - 1]
+    count = expected.index(stop) + 1
+    backend = GraphBackend(tiny("Llama", device=device))
+    engine = Engine(backend)
+    sequence = DecodingSequence(PROMPTS[2], AUTOREGRESSIVE, rules=StopRules(24, frozenset([stop])))
+    engine.add(sequence)
+    finish(engine)
+    assert sequence.output == expected[:count]
+    assert sequence.stats.steps == count
+    assert ran == ["prompt", "step", *["ahead"] * count]
+    for prompt, config in ((PROMPTS[1], AUTOREGRESSIVE), (PROMPTS[0], LookaheadConfig(window=3, ngram=4, budget=14))):
+        following = sequence_of(prompt, 24, config)
+        engine.add(following)
+        finish(engine)
+        assert following.output == plain(model, prompt, 24)
+
+
+def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> None:
+    """One of three ends with a step ahead on its way for all; a newcomer takes its row while the others go on."""
+    model = tiny("Llama", device=device)
+    expected = [plain(model, prompt, 24) for prompt in PROMPTS]
+    stop = next(token for i, token in enumerate(expected[0]) if i > 3 and token not in expected[0][:i])
+    count = expected[0].index(stop) + 1
+    engine = Engine(GraphBackend(tiny("Llama", device=device)))
+    sequences = [sequence_of(prompt) for prompt in PROMPTS]
+    sequences[0] = DecodingSequence(PROMPTS[0], AUTOREGRESSIVE, rules=StopRules(24, frozenset([stop])))
+    for sequence in sequences[:3]:
+        engine.add(sequence)
+    while sequences[0] in engine.running:
+        engine.step()
+    assert ran[-1] == "ahead"
+    engine.add(sequences[3])
+    finish(engine)
+    assert [sequence.output for sequence in sequences] == [expected[0][:count], *expected[1:]]
+
+
+def test_no_step_ahead_of_the_last_token(device: str, ran: list[str]) -> None:
+    """Nor of a context that is full."""
+    backend = GraphBackend(tiny("Llama", device=device))
+    outputs(backend, [[7]], AUTOREGRESSIVE, 1)
+    assert ran == ["step"]
+    ran.clear()
+    outputs(backend, [[7]], AUTOREGRESSIVE, 2)
+    assert ran == ["step", "ahead"]
+    small = GraphBackend(tiny("Llama", device=device, max_position_embeddings=16))
+    ran.clear()
+    assert len(outputs(small, [[7]], AUTOREGRESSIVE, 24)[0]) == 15
+    assert ran == ["step", *["ahead"] * 14]
+
+
+def test_beside_lookahead(device: str, settings: LookaheadConfig, plain: Plain, ran: list[str]) -> None:
+    """With one in the batch that guesses, the next step is not known; when it has left, it is."""
+    model = tiny("Llama", device=device)
+    engine = Engine(GraphBackend(tiny("Llama", device=device)))
+    guessing = sequence_of(PROMPTS[3], 10, settings)
+    others = [sequence_of(prompt, 40) for prompt in PROMPTS[:2]]
+    for sequence in (*others, guessing):
+        engine.add(sequence)
+    while guessing in engine.running:
+        engine.step()
+    assert "ahead" not in ran
+    finish(engine)
+    assert ran.count("ahead") > 20
+    assert guessing.output == plain(model, PROMPTS[3], 10)
+    assert [sequence.output for sequence in others] == [plain(model, prompt, 40) for prompt in PROMPTS[:2]]
+
+
+def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: list[str]) -> None:
+    """And when one of them is done, the other runs ahead again."""
+    model = tiny("Llama", device=device)
+    backend, sequences, engines = GraphBackend(model), [sequence_of(PROMPTS[i], 12 + 10 * i) for i in (0, 1)], []
+    for sequence in sequences:
+        engines.append(Engine(backend))
+        engines[-1].add(sequence)
+    while engines[0].running:
+        for engine in engines:
+            engine.step()
+    assert ran.count("ahead") == 1
+    finish(engines[1])
+    assert ran.count("ahead") == 1 + 9
+    assert [s.output for s in sequences] == [plain(model, PROMPTS[i], 12 + 10 * i) for i in (0, 1)]
+
+
+class FakeStream:
+    """Writes down what it is told."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def synchronize(self) -> None:
+        self.told.append(f"wait for {self.name}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.told.append(f"{self.name} after {other.name}")
+
+    def record_event(self) -> FakeStream:
+        self.told.append(f"mark {self.name}")
+        return FakeStream(f"mark of {self.name}", self.told)
+
+
+def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    """By a mark where another step runs behind it, and for the stream where none does. Streams may change."""
+    streams = [FakeStream("a", ran), FakeStream("b", ran)]
+    now = [streams[0]]
+    for module in (ahead, graph):
+        monkeypatch.setattr(module, "stream_of", lambda device: now[0])
+    backend = GraphBackend(tiny("Llama"))
+    engine = Engine(backend)
+    engine.add(sequence_of(PROMPTS[0], 4))
+    engine.step()
+    assert ran == ["prompt", "step", "mark a", "ahead", "wait for mark of a"]
+    ran.clear()
+    engine.step()
+    assert ran == ["mark a", "ahead", "wait for mark of a"]
+    ran.clear()
+    now[0] = streams[1]
+    engine.step()
+    assert ran == ["b after a", "mark a", "ahead", "wait for mark of a"]
+    ran.clear()
+    engine.step()
+    assert ran == ["wait for b"]
+    ran.clear()
+    assert len(outputs(backend, PROMPTS[:1], LookaheadConfig(), 3)[0]) == 3
+    assert set(ran) == {"prompt", "step", "wait for b"}
+
+
+def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:
+    """What the next token is, the device does not know: no step is ahead, and the tokens are the eager backend's."""
+    eager, backend = (kind(tiny("Llama", device=device)) for kind in (EagerBackend, GraphBackend))
+    expected = outputs(eager, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING)
+    assert outputs(backend, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING) == expected
+    sequence = sequence_of(PROMPTS[0])
+    engine = Engine(backend, Walk([sequence], torch.tensor([PROMPTS[0]], device=device), Rule()))
+    engine.add(sequence)
+    finish(engine)
+    assert [sequence.output] == outputs(eager, PROMPTS[:1], AUTOREGRESSIVE)
+    assert "ahead" not in ran
+
+
+def test_the_buffer_grows(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    """A step ahead never makes it grow: the step before goes alone, and the next one makes room for both."""
+    monkeypatch.setattr(graph, "GROW", 32)
+    model = tiny("Llama", device=device)
+    backend = GraphBackend(tiny("Llama", device=device))
+    assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 90) == [plain(model, PROMPTS[0], 90)]
+    assert backend.cache.shape[4] > 95
+    # 26 tokens fit behind the six of the prompt, and the last of them had none ahead of it.
+    assert ran == ["prompt", "step", *["ahead"] * 26, "step", *["ahead"] * 62]
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
+    assert outputs(backend, prompts, AUTOREGRESSIVE, 90) == [plain(model, prompt, 90) for prompt in prompts]
+
+
+def test_a_new_row_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
+    """The buffer is made anew, the graphs go, and the step ahead with them."""
+    model = tiny("Llama", device=device)
+    backend = GraphBackend(tiny("Llama", device=device))
+    engine = Engine(backend)
+    sequences = [sequence_of(prompt, 40) for prompt in PROMPTS]
+    for sequence in sequences:
+        assert ran[-1:] in ([], ["ahead"])
+        engine.add(sequence)
+        for _ in range(5):
+            engine.step()
+    finish(engine)
+    assert backend.cache.shape[2] >= 4
+    assert [sequence.output for sequence in sequences] == [plain(model, prompt, 40) for prompt in PROMPTS]
+
+
+def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding go along with a step ahead. In half precision they may overflow, and nobody would know."""
+    fill = TopOut.fill
+
+    def overflow(top: TopOut, logits: torch.Tensor) -> None:
+        fill(top, logits)
+        top.out[3:, 0] = 2**31 - 1
+
+    monkeypatch.setattr(TopOut, "fill", overflow)
+    model = tiny("Llama", device=device)
+    backend = GraphBackend(tiny("Llama", device=device))
+    assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(model, prompt, 24) for prompt in PROMPTS[:3]]
+
+
+class Replayed:
+    """A captured step, as far as a CPU can have one: capturing runs nothing, and a replay is the step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = torch.inference_mode()(step)
+
+
+def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay on top of it would be another token further; the first step of a shape does run twice."""
+    monkeypatch.setattr(GraphBackend, "_new_pool", lambda backend: None)
+    monkeypatch.setattr(Shape, "_captured", lambda shape, step: Replayed(step))
+    backend = GraphBackend(tiny("Llama"), capture=True)
+    assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
+    assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
+    assert {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None} == {1, 4}
+
+
+# Whatever the host asks for next
+
+TEXTS = ([5, 9, 5, 9, 5, 3], [8, 1, 30, 2, 60, 7])
+"""Of one length, so that the two can be taken for one another."""
+
+Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
+
+
+def steps(
+    backend: GraphBackend, ask: Ask, *, hint: bool, commit: bool = True
+) -> tuple[list[Targets], list[torch.Tensor]]:
+    """Three steps of two sequences token by token, the step in question, and the logits of one more of each slot."""
+    slots = [backend.open() for _ in TEXTS]
+    tokens = list[int]()
+    for slot, text in zip(slots, TEXTS, strict=True):
+        tokens.append(backend.step([greedy(slot, text[:-1], root(text[-1]))])[0].targets[0])
+        backend.commit([(slot, ())])
+    for number in range(2):
+        items = [greedy(slot, (), root(token)) for slot, token in zip(slots, tokens, strict=True)]
+        for item in items:
+            item.goes_on = hint
+        tokens = [result.targets[0] for result in backend.step(items)]
+        if commit or not number:
+            backend.commit([(slot, ()) for slot in slots])
+    asked = ask(slots, tokens)
+    found = backend.step(asked)
+    if commit:
+        backend.commit([(item.slot, ()) for item in asked])
+    after = [backend.step([greedy(slot, (), root(1), logits=True)])[0].logits.clone() for slot in slots]
+    for slot in slots:
+        backend.close(slot)
+    return found, after
+
+
+def same(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    return [greedy(slot, (), root(token), 8) for slot, token in zip(slots, tokens, strict=True)]
+
+
+def with_logits(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    return [greedy(slot, (), root(token), 8, logits=True) for slot, token in zip(slots, tokens, strict=True)]
+
+
+def drawn(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    params = SamplingParams(temperature=5.0)
+    return [StepInput(slot, (), root(token), params, [0.8], 8) for slot, token in zip(slots, tokens, strict=True)]
+
+
+def other_root(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    return same(slots, [tokens[0], (tokens[1] + 1) % VOCABULARY])
+
+
+def other_order(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    """The tokens stand where they stood, as if both slots had the other's."""
+    return same(slots[::-1], tokens)
+
+
+def one_of_them(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    return same(slots[1:], tokens[1:])
+
+
+def trees(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    made = []
+    for slot, token in zip(slots, tokens, strict=True):
+        tree = random_tree(9, token)
+        made.append(greedy(slot, (), TokenTree([token, *tree.tokens[1:]], tree.parents, tree.depths, tree.rows), 8))
+    return made
+
+
+def with_trail(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+    """As a rank does it that has yet to run what another one accepted. The roots are still the targets."""
+    return [greedy(slots[0], [3, 4], root(tokens[0]), 8), greedy(slots[1], (), root(tokens[1]), 8)]
+
+
+ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, with_trail)
+
+
+@pytest.mark.parametrize("commit", [True, False])
+@pytest.mark.parametrize("ask", ASKED)
+def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
+    """Results and K/V are those of steps without a hint, bit for bit; without a commit the step is one behind."""
+    backend = GraphBackend(tiny("Llama", device=device))
+    found, after = steps(backend, ask, hint=True, commit=commit)
+    taken = ask is same and commit
+    assert (ran.count("ahead"), ran.count("step")) == (2, 5 + (not taken))
+    expected, wanted = steps(backend, ask, hint=False, commit=commit)
+    assert ran.count("ahead") == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.targets == theirs.targets
+        assert [list(map(int, row)) for row in ours.top] == [list(map(int, row)) for row in theirs.top]
+        assert (ours.logits is None) == (theirs.logits is None)
+        assert ours.logits is None or torch.equal(ours.logits, theirs.logits)
+    assert all(map(torch.equal, after, wanted))
+
+
+@pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_trail])
+def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> None:
+    """Their next token is not the one target, or what is wanted of them would be overwritten."""
+    backend = GraphBackend(tiny("Llama", device=device))
+
+    def hinting(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+        items = ask(slots, tokens)
+        for item in items:
+            item.goes_on = True
+        return items
+
+    found, expected = (steps(backend, one, hint=False) for one in (hinting, ask))
+    assert [result.targets for result in found[0]] == [result.targets for result in expected[0]]
+    assert all(map(torch.equal, found[1], expected[1]))
+    assert "ahead" not in ran
+
+
+def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """One step token by token, committed, with another one ahead of it. Returns the targets."""
+    items = same(slots, tokens)
+    for item in items:
+        item.goes_on = True
+    found = [result.targets[0] for result in backend.step(items)]
+    backend.commit([(slot, ()) for slot in slots])
+    return found
+
+
+def cache_of(model: Any, tokens: Sequence[int], device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    with torch.inference_mode():
+        cache = model(torch.tensor([tokens], device=device), use_cache=True).past_key_values
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
+    """Three sequences go on, padded to four, while a fourth comes with its K/V: its row is not theirs any more."""
+    model = tiny("Llama", device=device)
+    backend, eager = GraphBackend(model), EagerBackend(tiny("Llama", device=device))
+    backend._reserve(5, 1)  # so that no growth forgets the step ahead
+    slots, tokens = [backend.open() for _ in range(3)], [5, 6, 7]
+    for _ in range(3):
+        tokens = hinted(backend, slots, tokens)
+    layers = cache_of(eager.model, PROMPTS[2], device)
+    fourth = {one: one.open() for one in (backend, eager)}
+    assert backend._row[fourth[backend]] == 3
+    tokens = hinted(backend, slots, tokens)
+    for one, slot in fourth.items():
+        one.adopt(slot, len(PROMPTS[2]), layers)
+    for _ in range(3):
+        tokens = hinted(backend, slots, tokens)
+    ours, theirs = (one.step([greedy(slot, (), root(4), logits=True)])[0].logits for one, slot in fourth.items())
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+def test_kv_is_adopted_into_a_slot_with_a_step_ahead(device: str) -> None:
+    """As many tokens as it had, but others: the step ahead has seen the old ones."""
+    backend, eager = (kind(tiny("Llama", device=device)) for kind in (GraphBackend, EagerBackend))
+    slot, tokens = backend.open(), [5]
+    for _ in range(6):
+        tokens = hinted(backend, [slot], tokens)
+    other = eager.open()
+    layers = cache_of(eager.model, TEXTS[1], device)
+    backend.adopt(slot, 6, layers)
+    eager.adopt(other, 6, layers)
+    ours, theirs = (one.step(same([own], tokens))[0] for one, own in ((backend, slot), (eager, other)))
+    assert [int(token) for token in ours.top[0][:8]] == [int(token) for token in theirs.top[0][:8]]
+
+
+def test_the_cache_is_whole_with_a_step_ahead(device: str, plain: Plain) -> None:
+    """It is read when a sequence leaves, by a stop token or before its end, alone and beside another one."""
+    model = tiny("Llama", device=device)
+    expected = plain(model, PROMPTS[0], 24)
+    kept: dict[DecodingSequence, Any] = {}
+    backend = GraphBackend(tiny("Llama", device=device))
+    engine = Engine(backend, leaving=lambda sequence, slot: kept.update({sequence: backend.cached(slot)}))
+    stopped = DecodingSequence(PROMPTS[0], AUTOREGRESSIVE, rules=StopRules(24, frozenset(expected[5:6])))
+    removed = sequence_of(PROMPTS[3])
+    for sequence in (stopped, removed):
+        engine.add(sequence)
+    while stopped in engine.running:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    engine.remove(removed)
+    for sequence, layers in kept.items():
+        wanted = cache_of(model, sequence.tokens[:-1], device)
+        for ours, theirs in zip(layers, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert len(kept) == 2

@@ -1,0 +1,385 @@
+"""On CUDA: the tokens of the model's own `generate`, and sampling equal to autoregressive sampling.
+
+Then the graph backend on a model large enough for several tiles, heads and splits: half precision, captured graphs, and
+what happens to them when the buffer grows or a larger step comes along. `test_graph.py` runs there as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import greedy, outputs, random_tree, root, run
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lookahead
+from lookahead import LookaheadConfig, LookaheadModel
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.choose import make_backend
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.config import METHODS, SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.transformers_hook.run import _known as known
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+PROMPTS = ["the fox", "once more", "a dog and a fox jumps over the naïve café", "end"]
+TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def lm(make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
+    return lookahead.load((make_model().to("cuda"), tokenizer), config=settings)
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Any:
+    """fp32 as such: tf32 would leave ten bits of mantissa, too few to compare tokens."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_greedy_equals_transformers(lm: LookaheadModel, plain: Callable[[Any, Sequence[int], int], list[int]]) -> None:
+    assert lm.device.type == "cuda"
+    expected = [plain(lm.model, lm.encode(p), TOKENS) for p in PROMPTS]
+    alone = [lm.generate(p, max_tokens=TOKENS) for p in PROMPTS]
+    assert [done.token_ids for done in alone] == expected
+    assert all(done.stats.steps < TOKENS for done in alone)
+    assert [done.token_ids for done in lm.generate(PROMPTS, max_tokens=TOKENS)] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampling_equals_autoregressive(lm: LookaheadModel, method: str) -> None:
+    common: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    expected = [lm.generate(p, method="autoregressive", **common).token_ids for p in PROMPTS]
+    assert [lm.generate(p, method=method, **common).token_ids for p in PROMPTS] == expected
+    assert [done.token_ids for done in lm.generate(PROMPTS, method=method, **common)] == expected
+
+
+# The graph backend on a model of some size
+
+AUTOREGRESSIVE = LookaheadConfig.autoregressive()
+
+
+def medium(dtype: torch.dtype, vocabulary: int = 1024) -> Any:
+    """A random Llama of 4 layers and 512 channels; equal weights for equal arguments."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+
+
+def texts(count: int, sizes: Sequence[int], vocabulary: int = 1024) -> list[list[int]]:
+    """Random prompts, of these lengths in turn."""
+    return [random.Random(i).choices(range(vocabulary), k=sizes[i % len(sizes)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype) -> None:
+    """Steps of 1 token and of 128 give the same tokens, although random weights are never sure of one: in half
+    precision the two best logits of one row in twenty are equal or neighbours."""
+    backend = GraphBackend(medium(dtype, 64))
+    for prompt in texts(40, (8, 40, 300), 64):
+        plain = outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0]
+        assert outputs(backend, [prompt], LookaheadConfig(), 40)[0] == plain
+
+
+def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
+    """The root's logits alone, in a tree of 30, of 100, and in a batch, bit for bit."""
+    backend = GraphBackend(medium(torch.bfloat16))
+    slots = [backend.open() for _ in range(3)]
+    for prompt in texts(10, (8, 40, 300, 900)):
+        found = []
+        for sizes in ((1,), (30,), (100,), (1, 10, 5)):
+            items = []
+            for slot, size in zip(slots, sizes, strict=False):
+                tree = random_tree(size, 0)
+                tree.tokens[0] = prompt[-1]
+                items.append(greedy(slot, prompt[:-1], tree, logits=True))
+            found.append(backend.step(items)[0].logits[0].clone())
+            for slot in slots:
+                backend.close(slot)
+            slots = [backend.open() for _ in range(3)]
+        assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capture_changes_nothing(dtype: torch.dtype) -> None:
+    """The same kernels in the same order: the same bits, from the first run on, whatever shape came between.
+
+    The first run of a shape is special: it runs twice, and must move the accepted K/V once.
+    """
+    model = medium(dtype)
+    backends = [GraphBackend(model), GraphBackend(model, capture=False)]
+    prompts = texts(3, (300, 8, 40))
+    slots = [[backend.open() for _ in prompts] for backend in backends]
+    rng = random.Random(0)
+    for step in range(24):
+        members = [0] if step % 3 == 0 else [2, 0] if step % 3 == 1 else [0, 1, 2]
+        trees = {i: random_tree(rng.choice([1, 7, 30, 100]), step) for i in members}
+        paths = {}
+        for i, tree in trees.items():
+            path = [max((n for n in range(len(tree)) if tree.parents[n] == 0), default=0)]
+            paths[i] = path if path[0] else []
+        results = []
+        for backend, own in zip(backends, slots, strict=True):
+            trails = {i: prompts[i] if not backend.length(own[i]) else () for i in members}
+            items = [greedy(own[i], trails[i], trees[i], 8, logits=True) for i in members]
+            results.append([(r.targets, r.logits.clone(), [list(t) for t in r.top]) for r in backend.step(items)])
+            backend.commit([(own[i], paths[i]) for i in members])
+        for captured, plain in zip(*results, strict=True):
+            assert torch.equal(captured[1], plain[1])
+            assert captured[0] == plain[0]
+            assert captured[2] == plain[2]
+    for captured, plain in zip(*slots, strict=True):
+        layers = zip(backends[0].cached(captured), backends[1].cached(plain), strict=True)
+        assert all(torch.equal(a, b) for ours, theirs in layers for a, b in zip(ours, theirs, strict=True))
+    assert all(shape.graph is not None for shape in backends[0]._shapes.values())
+    assert all(shape.graph is None for shape in backends[1]._shapes.values())
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("count", [1, 30, 128])
+@pytest.mark.parametrize("context", [60, 3000])
+def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int, invariant: bool) -> None:
+    """Thousands of times: programs wait for each other, and a race would show here."""
+    backend = GraphBackend(medium(torch.bfloat16), invariant=invariant)
+    backend.step([greedy(backend.open(), texts(1, (context,))[0], random_tree(count, 0), logits=True)])
+    shape = backend._shapes[1, graph.bucket(count), True]
+    assert shape.graph is not None
+    assert shape.logits is not None
+    first, cache = shape.logits[:count].clone(), backend.cache.clone()
+    differed = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(3000):
+        shape.graph.replay()
+        differed += (shape.logits[:count] != first).any()
+    assert int(differed) == 0
+    assert torch.equal(backend.cache, cache)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_graph_equals_eager(invariant: bool) -> None:
+    """fp32, greedy and sampled, steps of up to 200 tokens: the eager backend's tokens, in as many steps or so."""
+    model = medium(torch.float32)
+    backend, eager = GraphBackend(model, invariant=invariant), EagerBackend(model)
+    prompts = texts(6, (300, 8, 1, 700))
+    for sampling in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=3)):
+        expected = [outputs(eager, [prompt], AUTOREGRESSIVE, 40, sampling)[0] for prompt in prompts]
+        for config in (AUTOREGRESSIVE, LookaheadConfig(), LookaheadConfig(budget=200)):
+            assert [outputs(backend, [p], config, 40, sampling)[0] for p in prompts] == expected
+
+
+def test_batches_equal_their_sequences_alone() -> None:
+    """Three and five at once, which are padded; joining while others run; a budget for each."""
+    backend = GraphBackend(medium(torch.float32))
+    prompts = texts(8, (300, 8, 40, 1))
+    expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
+    assert outputs(backend, prompts[:3], LookaheadConfig(), 40) == expected[:3]
+    assert outputs(backend, prompts[:5], LookaheadConfig(), 40) == expected[:5]
+    engine = Engine(backend)
+    budgets = (1, 24, 128, 200)
+    sequences = [
+        DecodingSequence(prompt, LookaheadConfig().adapted(budget=budgets[i % 4]), rules=StopRules(40))
+        for i, prompt in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        engine.add(sequence)
+        engine.step()
+        engine.step()
+    while engine.running:
+        engine.step()
+    assert [sequence.output for sequence in sequences] == expected
+
+
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_half_precision_batches_that_share_equal_their_sequences_alone(count: int) -> None:
+    """A shared budget keeps all rows of a step within a tile, in which a row's bits are its own."""
+    backend = GraphBackend(medium(torch.bfloat16, 64))
+    prompts = texts(count, (300, 8, 40, 1), 64)
+    expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
+    assert outputs(backend, prompts, AUTOREGRESSIVE, 40) == expected
+    assert outputs(backend, prompts, LookaheadConfig(shared=True), 40) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs hold the buffer's address and must go with it. Where keys stand in memory changes no bit of the result."""
+    model, prompts = medium(dtype), texts(3, (100, 8))
+    wide = GraphBackend(model)
+    expected = [run(wide, [prompt], LookaheadConfig(), 900)[0] for prompt in prompts]
+    capacity = wide.cache.shape[4]
+    monkeypatch.setattr(graph, "GROW", 160)
+    backend = GraphBackend(model)
+    found, sizes = [], []
+    for prompt in prompts:
+        found.append(run(backend, [prompt], LookaheadConfig(), 900)[0])
+        sizes.append(backend.cache.shape[4])
+    assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
+    assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
+    assert 160 < sizes[0] < capacity
+    if dtype is torch.float32:  # and with several rows, where growth comes while others' commits wait
+        batch = outputs(GraphBackend(model), prompts, LookaheadConfig(), 300)
+        assert batch == [sequence.output[:300] for sequence in expected]
+
+
+def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
+    """A graph writes to the addresses it was captured with. Were one of them given back when a larger step needed more
+    room, the next owner of that memory would find it changed, and the splits' counters would not start at zero.
+    """
+    model = medium(torch.bfloat16)
+    backend = GraphBackend(model)
+    generator = torch.Generator("cuda").manual_seed(0)
+    layers = [
+        tuple(torch.randn(4, 900, 64, generator=generator, device="cuda").bfloat16() for _ in range(2))
+        for _ in range(4)
+    ]
+    slots = [backend.open(), backend.open()]
+    for slot in slots:
+        backend.adopt(slot, 900, layers)
+
+    def alone() -> torch.Tensor:
+        return backend.step([greedy(slots[0], (), root(5), logits=True)])[0].logits.clone()
+
+    expected = alone()
+    assert torch.equal(alone(), expected)
+    for size in (30, 100, 128, 300):
+        backend.step([greedy(slots[1], (), random_tree(size, 0))])
+        # Whoever takes the memory that was given back: many pieces of every size, all sevens.
+        taken = [
+            torch.full((1 << bits,), 7, dtype=torch.int32, device="cuda") for bits in range(2, 24) for _ in range(8)
+        ]
+        assert torch.equal(alone(), expected)
+        assert all(bool((piece == 7).all()) for piece in taken)
+        del taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured or not, alone and in padded batches: the same tokens, which half precision does not forgive, and the
+    same K/V. The buffer grows on the way.
+    """
+    model, prompts = medium(dtype, 64), texts(5, (300, 8, 1, 40), 64)
+    batches = [prompts[:1], prompts[1:2], prompts[:3], prompts]
+
+    def decoded(**options: Any) -> tuple[GraphBackend, list[list[int]], list[torch.Tensor]]:
+        kept: list[torch.Tensor] = []
+        backend = GraphBackend(model, **options)
+        found = []
+        for batch in batches:
+            engine = Engine(
+                backend, leaving=lambda _, slot: kept.extend(kv for layer in backend.cached(slot) for kv in layer)
+            )
+            sequences = [
+                DecodingSequence(prompt, AUTOREGRESSIVE, rules=StopRules(60 + 9 * i)) for i, prompt in enumerate(batch)
+            ]
+            for sequence in sequences:
+                engine.add(sequence)
+            while engine.running:
+                engine.step()
+            found += [sequence.output for sequence in sequences]
+        return backend, found, kept
+
+    monkeypatch.setattr(graph, "GROW", 320)
+    backend, found, kept = decoded()
+    assert backend.cache.shape[4] > 320
+    ahead = {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None}
+    assert {1, 4} <= ahead
+    for hint, capture in ((True, False), (False, True)):
+        if not hint:
+            monkeypatch.setattr(DecodingSequence, "goes_on", False)
+        other, expected, wanted = decoded(capture=capture)
+        assert found == expected
+        assert len(kept) == len(wanted)
+        assert all(map(torch.equal, kept, wanted))
+        assert all(shape.graph_ahead is None for shape in other._shapes.values())
+
+
+def test_a_step_ahead_that_nobody_waits_for() -> None:
+    """It is still on its way when other work comes: on another stream, of another backend, or none at all."""
+    model, prompts = medium(torch.float32), texts(4, (300, 8))
+    first, *others = (outputs(GraphBackend(model), [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts)
+    stop = [token for i, token in enumerate(first) if token not in first[:i]][-1]
+    backend = GraphBackend(model)
+
+    def stopped(backend: GraphBackend) -> list[int]:
+        sequence = DecodingSequence(prompts[0], AUTOREGRESSIVE, rules=StopRules(40, frozenset([stop])))
+        engine = Engine(backend)
+        engine.add(sequence)
+        while engine.running:
+            engine.step()
+        return sequence.output
+
+    for config in (AUTOREGRESSIVE, LookaheadConfig()):
+        for stream in (torch.cuda.Stream(), torch.cuda.current_stream()):
+            for prompt, expected in zip(prompts[1:], others, strict=True):
+                assert stopped(backend) == first[: first.index(stop) + 1]
+                with torch.cuda.stream(stream):
+                    assert outputs(backend, [prompt], config, 40) == [expected]
+                torch.cuda.synchronize()
+    for _ in range(3):
+        left = GraphBackend(model)
+        stopped(left)
+        del left
+        gc.collect()
+        assert outputs(GraphBackend(model), prompts[1:2], AUTOREGRESSIVE, 40) == others[:1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_graph_backend(dtype: torch.dtype) -> None:
+    """In half precision as well, where its kernels and transformers' are further apart."""
+    said: list[str] = []
+    assert isinstance(make_backend(medium(dtype), "auto", said.append), GraphBackend), said
+
+
+def test_graphs_that_nobody_needs_end_between_captures() -> None:
+    """A backend and its captured steps refer to each other, so that only the collector ends them. It may come at any
+    allocation, and during a capture that would end the process."""
+    before = gc.get_threshold()
+    model, (prompt,) = medium(torch.float32), texts(1, (20,))
+    expected = outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24)
+    for _ in range(3):
+        left = GraphBackend(model)
+        outputs(left, [prompt], LookaheadConfig(), 8)
+        del left
+        gc.set_threshold(1)
+        try:
+            assert outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24) == expected
+        finally:
+            gc.set_threshold(*before)
+
+
+def test_generate_on_the_graph_backend() -> None:
+    """`custom_generate` with backend 'auto': fp32, stock's tokens, captured steps kept from call to call."""
+    model = medium(torch.float32)
+    inputs = [torch.tensor([prompt], device="cuda") for prompt in texts(3, (40, 8, 300))]
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}):
+        for ids in inputs:
+            found = []
+            for hook in ({}, {"custom_generate": lookahead.decoding(backend="auto", window=3, ngram=4)}):
+                torch.manual_seed(1)
+                found.append(model.generate(ids, max_new_tokens=40, **options, **hook).tolist())
+            assert found[0] == found[1]
+    kept = known[model].graph
+    assert kept is not None
+    assert all(shape.graph is not None for shape in kept._shapes.values())

@@ -1,0 +1,142 @@
+"""The graph backend on the real Triton kernels, run by Triton's interpreter: the whole step without a GPU.
+
+`test_graph.py` runs it on the kernels' twins, and tests/kernels compares each kernel with its twin. What is left is how
+the backend calls the kernels: strides, dtypes, which buffer is handed on to whom.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, tiny
+
+pytest.importorskip("triton")
+
+from lookahead import LookaheadConfig
+from lookahead.algorithm.tree import TokenTree
+from lookahead.algorithm.verify import accept
+from lookahead.backends.graph import captured as shape
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.kernels import attention, reference
+from lookahead.backends.graph.kernels.top import TopWork, top_tokens
+from lookahead.backends.graph.ops import Ops, TopOut
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
+
+SETTINGS = LookaheadConfig(window=0, budget=5)
+SIZES = (1, 5, 16)
+"""Small steps, little padding: the interpreter takes a millisecond for a program, and a launch has one per token."""
+PROMPT = [*range(2, 14)]
+
+
+class InterpretedTop(TopOut):
+    """The kernels' top-8 on a CPU."""
+
+    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
+        super().__init__(rows, vocabulary, top, device)
+        self.kernel_work = TopWork(rows, vocabulary, top, device)
+
+    def fill(self, logits: torch.Tensor) -> None:
+        top_tokens(logits, self.out, self.kernel_work)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
+    """A backend on a CPU whose every operation is the Triton kernel. A twin that is called after all raises."""
+
+    def twin(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a twin was called in place of its kernel")
+
+    def make(model: Any, processors: int = 2) -> GraphBackend:
+        monkeypatch.setattr(shape, "TopOut", InterpretedTop)
+        monkeypatch.setattr(shape, "SIZES", SIZES)
+        for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
+            monkeypatch.setattr(reference, name, twin)
+        backend = GraphBackend(model)
+        backend.ops = Ops(backend.device, compiled=True, processors=processors)
+        return backend
+
+    return make
+
+
+def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], int]:
+    """Decode as many tokens as the answer has, by trees that hold its next two tokens, each behind a wrong one.
+
+    Returns the tokens and the number of steps. Every accepted path stands apart, so its K/V rows have to move.
+    """
+    slot, tokens, steps = backend.open(), list(prompt), 0
+    while len(tokens) < len(prompt) + len(answer):
+        nodes = tokens[-1:]
+        for right in answer[len(tokens) - len(prompt) :][:2]:
+            nodes += [(right + 1) % VOCABULARY, right]
+        size = len(nodes)
+        tree = TokenTree(nodes, [-1, 0, 0, 2, 2][:size], [0, 1, 1, 2, 2][:size], list(range(size)))
+        trail = tokens[backend.length(slot) : -1]
+        path, accepted = accept(tree, backend.step([greedy(slot, trail, tree)])[0].targets)
+        backend.commit([(slot, path)])
+        tokens += accepted
+        steps += 1
+    return tokens[len(prompt) :], steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    ],
+)
+def test_greedy_equals_transformers(
+    kind: str,
+    changes: dict[str, Any],
+    interpreted: Callable[[Any], GraphBackend],
+    plain: Callable[[Any, Sequence[int], int], list[int]],
+) -> None:
+    """Twelve tokens in four steps."""
+    model = tiny(kind, **changes)
+    expected = plain(model, PROMPT, 12)
+    assert len(set(expected)) > 4
+    assert told(interpreted(model), PROMPT, expected) == (expected, 4)
+
+
+@pytest.mark.parametrize("config", [SETTINGS, LookaheadConfig.autoregressive()], ids=["guesses", "steps ahead"])
+def test_a_ragged_batch(
+    config: LookaheadConfig,
+    interpreted: Callable[[Any], GraphBackend],
+    plain: Callable[[Any, Sequence[int], int], list[int]],
+) -> None:
+    """Three sequences and a row of padding. Token by token the device goes on with its own targets, after a step."""
+    model = tiny("Llama", num_hidden_layers=1)
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+    expected = [plain(model, prompt, 5) for prompt in prompts]
+    assert outputs(interpreted(model), prompts, config, 5) == expected
+
+
+def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
+    """A captured graph writes to the addresses that it was captured with. A larger step, captured later, must not
+    give them back while the smaller one's graph is there to be replayed.
+    """
+    model = tiny("Llama", num_hidden_layers=1)
+    backend = interpreted(model, processors=132)
+    given: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def noting(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = next(arg for arg in args if isinstance(arg, attention.Workspace))
+        result = attention.attend(q, *args, **kwargs)
+        given[q.shape[1]] = [weakref.ref(x) for x in (work.part, work.top, work.arrived)]
+        return result
+
+    backend.ops.attend = noting
+    slot = backend.open()
+    generator = torch.Generator().manual_seed(0)
+    backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])
+    backend.step([greedy(slot, (), root(3))])
+    backend.step([greedy(slot, (), random_tree(14, 0))])
+    assert set(given) == {1, 16}
+    assert {count for _, count, _ in backend._shapes} == {1, 16}
+    assert all(ref() is not None for refs in given.values() for ref in refs)

@@ -1,0 +1,186 @@
+"""Which rows and kernels a step's products get: bits decide what may be taken, time which of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+
+from lookahead.backends.graph import cublaslt
+from lookahead.backends.graph.products import Product, Products, by_torch, cancelling
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture
+def weights() -> list[torch.Tensor]:
+    return [torch.randn(24, 16) for _ in range(2)]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Products:
+    """As on a GPU without cuBLASLt, but computed here."""
+    made = Products(torch.device("cpu"), torch.float32, invariant=True)
+    monkeypatch.setattr(made, "device", torch.device("cuda"))
+    return made
+
+
+def test_torch_is_given_the_rows_that_make_it_invariant(
+    products: Products, weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a product of fewer than 30 rows, or of 64, adds up in another order; no step may use one."""
+
+    def mm(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        FakeKernel(0, usual=30 <= len(x) != 64)(x, y.t(), out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    rows = [products.plan(weights, size).rows for size in (1, 16, 32, 64, 128, 256)]
+    assert rows == [32, 32, 32, 128, 128, 256]
+    monkeypatch.setattr(products, "invariant", False)
+    assert [products.plan(weights, size).rows for size in (1, 64)] == [1, 64]
+
+
+class FakeKernel:
+    """Takes so long, and adds in the usual order or in another."""
+
+    def __init__(self, milliseconds: float, usual: bool = True) -> None:
+        self.milliseconds, self.usual = milliseconds, usual
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_((x[:, None] * weight).sum(-1) + (not self.usual))
+
+
+Kernels = dict[int, list[FakeKernel]]
+
+
+@pytest.fixture
+def with_kernels(products: Products, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], Products]:
+    def make(kernels: Kernels) -> Products:
+        def time(run: Any, weights: Any, rows: int, times: int) -> float:
+            milliseconds: float = run.milliseconds
+            return milliseconds
+
+        products._fastest.clear()
+        monkeypatch.setattr(products, "library", object())
+        monkeypatch.setattr(products, "_kernels", lambda weight, rows: kernels[rows])
+        monkeypatch.setattr(products, "_time", time)
+        monkeypatch.setattr(cublaslt, "takes", lambda weight: True)
+        return products
+
+    return make
+
+
+def test_the_fastest_kernel_of_the_same_bits_is_taken(
+    with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
+) -> None:
+    slow, other, fast = FakeKernel(3), FakeKernel(1, usual=False), FakeKernel(2)
+    many = [FakeKernel(9), *(FakeKernel(8 - i / 10) for i in range(6)), FakeKernel(5)]
+    products = with_kernels({1: [slow, other, fast], 16: [slow], 32: [other], 64: [], 128: many})
+    assert products.plan(weights, 1) == Product(1, fast)
+    assert products.plan(weights, 16) == Product(16, slow)
+    assert products.plan(weights, 32) == products.plan(weights, 64) == Product(128, many[-1])
+    assert products.plan(weights, 256) == Product(256, by_torch)
+
+
+def test_the_first_kernel_for_a_whole_tile_says_which_bits(
+    with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
+) -> None:
+    usual, other = FakeKernel(1), FakeKernel(2, usual=False)
+    products = with_kernels({1: [usual], 16: [], 32: [], 64: [other], 128: [FakeKernel(9, usual=False), usual]})
+    assert products.plan(weights, 1) == Product(64, other)
+
+
+def test_torch_is_asked_where_there_is_no_kernel(
+    with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = with_kernels({rows: [] for rows in (1, 16, 32, 64, 128)})
+    assert products.plan(weights, 1).run is by_torch
+    products = with_kernels({rows: [FakeKernel(1)] for rows in (1, 16, 32, 64, 128)})
+    monkeypatch.setattr(cublaslt, "takes", lambda weight: weight is not weights[1])
+    assert products.plan(weights[:1], 128).run is not by_torch
+    assert products.plan(weights, 128).run is by_torch
+
+
+@pytest.mark.parametrize("fault", ["other bits from row 96 on", "writes nothing", "refuses"])
+def test_a_kernel_with_a_fault_is_not_taken(
+    fault: str, with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
+) -> None:
+    class Faulty(FakeKernel):
+        calls = 0
+
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            self.calls += 1
+            if fault == "refuses":
+                raise RuntimeError("cublasLtMatmul failed with status 15")
+            if fault != "writes nothing":
+                super().__call__(x, weight, out)
+                out += self.calls == 4
+
+    right = FakeKernel(2)
+    products = with_kernels({1: [Faulty(1), right], 128: [right]})
+    assert products.plan(weights, 1) == Product(1, right)
+
+
+def test_numbers_that_cancel_tell_orders_apart() -> None:
+    """A sum in one go, in halves, and backwards: of bf16 numbers that do not cancel hardly one result would differ."""
+    x, weight = cancelling(torch.empty(64, 576, dtype=torch.bfloat16))
+    terms = x[:, None].float() * weight.float()
+    assert terms.double().sum(-1).abs().max() == 0
+
+    def added(places: Sequence[int]) -> torch.Tensor:
+        return reduce(torch.add, (terms[..., place] for place in places))
+
+    whole = added(range(576)).bfloat16()
+    for other in (added(range(288)) + added(range(288, 576)), added(range(575, -1, -1))):
+        assert (other.bfloat16() != whole).float().mean() > 0.5
+    assert torch.equal(cancelling(torch.empty(64, 576, dtype=torch.bfloat16))[0], x)
+
+
+def test_a_product_computes_its_rows_and_no_more(weights: Sequence[torch.Tensor]) -> None:
+    x, out = torch.randn(5, 16), torch.zeros(5, 24)
+    Product(3, by_torch)(x, weights[0], out)
+    assert torch.equal(out[:3], x[:3] @ weights[0].t())
+    assert not out[3:].any()
+
+
+def test_matrices_that_cublaslt_takes() -> None:
+    memory = torch.zeros(64 * 64 + 512)
+    start = -memory.data_ptr() % 256 // 4
+    matrix = memory[start : start + 64 * 64].view(64, 64)
+    assert cublaslt.takes(matrix)
+    assert not cublaslt.takes(matrix[:, :32])
+    assert not cublaslt.takes(memory[start + 1 : start + 1 + 64 * 64].view(64, 64))
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 11008), (960, 576), (576, 1536), (2048, 512)])
+def test_rows_have_the_same_bits_in_every_size(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    products = Products(torch.device("cuda"), dtype, invariant=True)
+    torch.manual_seed(1)
+    weights = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(3)]
+    x, out = (
+        torch.randn(128, shape[1], dtype=dtype, device="cuda"),
+        torch.zeros(128, shape[0], dtype=dtype, device="cuda"),
+    )
+    state = torch.cuda.get_rng_state()
+    plans = {size: products.plan(weights, size) for size in (1, 2, 16, 32, 64, 128)}
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    exact = x.double() @ weights[0].double().t()
+    plans[128](x, weights[0], out)
+    assert (out - exact).abs().max() <= 2 * (torch.mm(x, weights[0].t()) - exact).abs().max()
+    x, weights[0] = (part[:, torch.arange(shape[1]).flip(0)].contiguous() for part in cancelling(weights[0]))
+    plans[128](x, weights[0], out)
+    whole = out.clone()
+    for size, plan in plans.items():
+        assert size <= plan.rows <= 128
+        for start in range(0, 129 - plan.rows, 13):
+            out.fill_(torch.nan)
+            plan(x[start : start + plan.rows].clone(), weights[0], out)
+            assert torch.equal(out[:size], whole[start : start + size]), (size, start)
+    if products.library is not None:
+        assert all(plan.run is not by_torch for plan in plans.values())

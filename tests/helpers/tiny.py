@@ -1,0 +1,93 @@
+"""Tiny random models of the families that the graph backend runs, and the engine around a backend.
+
+Gains of norms and biases are random, too: as they come from transformers, ones and zeros, a backend that forgot them
+would pass every test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from lookahead import LookaheadConfig
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import Backend, StepInput
+from lookahead.config import SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+
+VOCABULARY = 61
+PROMPTS = ([5, 9, 5, 9, 5, 3], [7], list(range(2, 32)), [4, 4, 8, 1, 4, 4, 8, 1, 4, 4])
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny(kind: str, *, stirred: bool = True, device: str | torch.device = "cpu", **changes: Any) -> Any:
+    """A tiny random model of this family in fp32; equal weights for equal arguments, on every device."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if stirred and "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif stirred and name.endswith("bias"):
+            parameter.data.normal_(0, 0.5, generator=generator)
+    return model.to(device)
+
+
+def run(
+    backend: Backend,
+    prompts: Sequence[Sequence[int]],
+    config: LookaheadConfig,
+    count: int = 24,
+    sampling: SamplingParams | None = None,
+) -> list[DecodingSequence]:
+    """All prompts in one batch, to their ends."""
+    rules = StopRules(count, frozenset(), backend.max_length)
+    sequences = [DecodingSequence(prompt, config, sampling, rules) for prompt in prompts]
+    engine = Engine(backend)
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.running:
+        engine.step()
+    return sequences
+
+
+def outputs(*args: Any, **kwargs: Any) -> list[list[int]]:
+    """As `run`: the new tokens alone."""
+    return [sequence.output for sequence in run(*args, **kwargs)]
+
+
+def greedy(slot: int, trail: Sequence[int], tree: TokenTree, top: int = 0, *, logits: bool = False) -> StepInput:
+    return StepInput(slot, list(trail), tree, SamplingParams(), (), top, logits)
+
+
+def root(token: int) -> TokenTree:
+    return TokenTree([token], [-1], [0], [0])
+
+
+def random_tree(size: int, seed: int, rows: int | None = None) -> TokenTree:
+    """Nodes that hang from one of the nine before them, and logits of all or of `rows` of them."""
+    rng = random.Random(repr((size, seed)))
+    parents = [-1, *(rng.randrange(max(0, i - 9), i) for i in range(1, size))]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    needed = sorted(rng.sample(range(size), size if rows is None else rows))
+    return TokenTree([rng.randrange(VOCABULARY) for _ in range(size)], parents, depths, needed)

@@ -1,0 +1,338 @@
+"""The step-cost curve on a scripted clock: measured, drawn, kept, and what it makes of a config."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.tree import Targets
+from lookahead.backends.base import StepInput
+from lookahead.config import LookaheadConfig
+from lookahead.loading import step_cost as module
+from lookahead.loading.step_cost import BRANCHES, DEPTH, FLAT, HOPELESS, SIZES, StepCost, bush, cached, measure, suited
+
+Times = Callable[[int], float]
+
+
+def flat(size: int) -> float:
+    return 0.01
+
+
+def linear(size: int) -> float:
+    return 0.01 * size
+
+
+class Clock:
+    """Stands still, but for what a fake step takes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+class FakeBackend:
+    """Counts cached tokens, refuses to pass its context, and lets every step take its time."""
+
+    def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
+        self.clock, self.times, self.max_length = clock, times, max_length
+        self.lengths: dict[int, int] = {}
+        self.sizes: list[int] = []
+        self._fed = 0
+
+    def open(self) -> int:
+        self.lengths[0] = 0
+        return 0
+
+    def close(self, slot: int) -> None:
+        del self.lengths[slot]
+
+    def length(self, slot: int) -> int:
+        return self.lengths[slot]
+
+    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+        (item,) = inputs
+        size = len(item.tree)
+        assert item.tree.rows == list(range(size))
+        assert item.tree.depths == [0, *(item.tree.depths[parent] + 1 for parent in item.tree.parents[1:])]
+        assert max(item.tree.depths) <= DEPTH
+        last = self.lengths[item.slot] + len(item.trail) + size
+        if self.max_length is not None and last > self.max_length:
+            raise IndexError(f"{last} tokens in a context of {self.max_length}")
+        self._fed = len(item.trail) + 1
+        self.sizes.append(size)
+        self.clock.now += self.times(size)
+        return [Targets([0] * size)]
+
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot, nodes in accepted:
+            self.lengths[slot] += self._fed + len(nodes)
+
+
+def test_the_tree_that_is_timed_is_as_deep_as_a_guess_may_be() -> None:
+    """Deeper would be dearer than any real step where depths are taken one by one, and flatter too cheap."""
+    assert LookaheadConfig().deepest == DEPTH
+    for size in (1, 2, 9, 10, 128, 129, 512):
+        tree = bush(size)
+        assert len(tree) == size
+        assert max(tree.depths) == min(DEPTH, -(-(size - 1) // BRANCHES))
+
+
+# The curve.
+
+
+def test_a_table_draws_straight_lines_between_the_sizes() -> None:
+    cost = StepCost((1, 2, 4, 8), (1.0, 2.0, 3.0, 3.0))
+    assert cost.table(8) == pytest.approx((1.0, 2.0, 2.5, 3.0, 3.0, 3.0, 3.0, 3.0))
+    assert cost.table(1) == (1.0,)
+
+
+def test_a_table_goes_on_with_the_last_slope() -> None:
+    assert StepCost((1, 2, 4), (1.0, 1.5, 2.5)).table(7)[4:] == pytest.approx((3.0, 3.5, 4.0))
+
+
+def test_one_size_alone_is_scaled() -> None:
+    assert StepCost((1,), (2.0,)).table(3) == pytest.approx((2.0, 4.0, 6.0))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=8, unique=True).map(sorted),
+    st.lists(st.floats(0.01, 5), min_size=8, max_size=8),
+    st.integers(1, 60),
+)
+def test_a_table_never_falls(sizes: list[int], seconds: list[float], budget: int) -> None:
+    """Noise may make a larger step the faster one; a config may rely on positive times in order."""
+    cost = StepCost(tuple(sizes), tuple(seconds[: len(sizes)]))
+    table = cost.table(budget)
+    assert len(table) == budget
+    assert all(before <= after * (1 + 1e-9) for before, after in pairwise(table))
+    rising = StepCost(cost.sizes, tuple(sorted(cost.seconds)))
+    for size, time in zip(rising.sizes, rising.seconds, strict=True):
+        if size <= budget:
+            assert rising.table(budget)[size - 1] == pytest.approx(time)
+    LookaheadConfig(window=0, budget=budget, step_cost=table)
+
+
+# Measuring.
+
+
+@pytest.mark.parametrize("max_length", [None, 2048])
+def test_every_size_is_measured_where_steps_are_cheap(clock: Clock, max_length: int | None) -> None:
+    backend = FakeBackend(clock, lambda size: 0.01 + 1e-4 * size, max_length)
+    cost = measure(backend)
+    assert cost.sizes == SIZES
+    assert cost.seconds == pytest.approx([0.01 + 1e-4 * size for size in SIZES])
+    assert backend.lengths == {}
+
+
+def test_larger_than_hopeless_is_not_in_the_way(clock: Clock) -> None:
+    """Where a token costs a token's time nothing pays; the curve says so whatever was measured last."""
+    table = measure(FakeBackend(clock, linear)).table(128)
+    assert table == pytest.approx([linear(size) for size in range(1, 129)])
+    assert table[-1] > HOPELESS * table[0]
+
+
+def test_a_disturbed_step_does_not_count(clock: Clock) -> None:
+    """Every fifth step is slow, as with a busy neighbour."""
+    steps = 0
+
+    def times(size: int) -> float:
+        nonlocal steps
+        steps += 1
+        return 0.02 if steps % 5 == 0 else 0.01
+
+    assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(SIZES))
+
+
+def test_the_first_step_of_a_size_does_not_count(clock: Clock) -> None:
+    """It may allocate, compile or choose a kernel."""
+    seen: set[int] = set()
+
+    def times(size: int) -> float:
+        first = size not in seen
+        seen.add(size)
+        return 0.01 + 0.09 * first
+
+    assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(SIZES))
+
+
+@pytest.mark.parametrize("times", [flat, linear])
+@pytest.mark.parametrize("max_length", [16, 17, 33, 64, 100])
+def test_a_short_context_is_not_exceeded(clock: Clock, max_length: int, times: Times) -> None:
+    backend = FakeBackend(clock, times, max_length)
+    cost = measure(backend)
+    assert cost.sizes == SIZES[: len(cost.sizes)]
+    assert cost.sizes[0] == 1
+    assert cost.seconds == pytest.approx([times(size) for size in cost.sizes])
+    assert len(cost.table(128)) == 128
+    assert backend.lengths == {}
+
+
+def test_the_slot_is_given_back_when_a_step_fails(clock: Clock) -> None:
+    def times(size: int) -> float:
+        if size > 4:
+            raise RuntimeError("out of memory")
+        return 0.01
+
+    backend = FakeBackend(clock, times)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure(backend)
+    assert backend.lengths == {}
+
+
+# What suits a machine.
+
+DEFAULT = LookaheadConfig()
+
+
+def curve(at_window: float, at_budget: float) -> StepCost:
+    """Times of the default's window (20 tokens) and budget (128), in units of one token's."""
+    return StepCost((1, 20, 128), (1.0, at_window, at_budget))
+
+
+@pytest.mark.parametrize("end", [1.0, 1.1, FLAT])
+def test_with_a_flat_curve_one_sequence_has_the_whole_budget_and_several_share_it(end: float) -> None:
+    config = suited(DEFAULT, curve(1.0, end))
+    assert config == replace(DEFAULT, shared=True)
+    assert [config.share(together) for together in (1, 2, 8, 200)] == [128, 64, 16, 1]
+
+
+def test_a_steep_curve_goes_into_the_config_and_drops_the_window() -> None:
+    cost = StepCost((1, 2, 8), (0.05, 0.1, 0.12))
+    config = suited(DEFAULT, cost)
+    assert (config.window, config.step_cost) == (0, cost.table(DEFAULT.budget))
+    assert config.adapted(window=5, step_cost=None) == DEFAULT
+
+
+@pytest.mark.parametrize(("at_window", "window"), [(1.0, 5), (1.09, 5), (1.11, 0)])
+def test_a_window_that_is_nearly_free_stays(at_window: float, window: int) -> None:
+    config = suited(DEFAULT, curve(at_window, 2.0))
+    assert config.window == window
+    assert config.step_cost is not None
+
+
+def test_a_step_of_one_token_suits_every_machine() -> None:
+    plain = LookaheadConfig.autoregressive()
+    assert suited(plain, StepCost((1, 2), (1.0, 9.0))) == plain
+
+
+def test_the_curve_decides_how_many_guesses_are_taken() -> None:
+    taken = []
+    for slope in (0.001, 0.1, 1.0):
+        config = suited(DEFAULT, StepCost((1, 101), (1.0, 1.0 + 100 * slope)))
+        draft = Draft([1], [0.7])
+        draft.chain([2] * 20, [0] * 20)
+        taken.append(len(draft.grow(60, 60, config.step_cost).tokens))
+    assert taken[0] == 20 > taken[1] > taken[2] == 0
+
+
+def test_guesses_that_teach_are_worth_a_little_more() -> None:
+    """A step that is nearly flat takes guesses with hardly a chance, if later ones are made from their rows."""
+    taken = []
+    for slope in (0.001, 0.1):
+        for row in (None, ([3, 4, 0, 0], ([0.001], [0]))):
+            draft = Draft([1], [0.001])
+            draft.chain([2] * 20, [0] * 20)
+            if row is not None:
+                draft.successors = lambda *text, row=row: row
+            taken.append(len(draft.grow(60, 60, [1 + slope * k for k in range(100)]).tokens))
+    assert taken == [0, 60, 0, 0]
+
+
+# Keeping it.
+
+IDENTITY = {"model": {"hidden_size": 64}, "dtype": "float32", "device": "cpu"}
+
+
+def stored(folder: Path) -> list[Path]:
+    return sorted((folder / "step-cost").iterdir())
+
+
+def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) -> None:
+    backend, said = FakeBackend(clock, linear), []
+    first = cached(backend, IDENTITY, tmp_path, said.append)
+    assert backend.sizes
+    assert len(said) == len(stored(tmp_path)) == 1
+    again = FakeBackend(clock, flat)
+    assert cached(again, dict(reversed(IDENTITY.items())), tmp_path, said.append) == first
+    assert (again.sizes, len(said)) == ([], 1)
+
+
+def test_a_curve_of_chains_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
+    """A step's cost was timed with one long chain before, and kept under this name."""
+    old = {**IDENTITY, "machine": module.processor(), "cores": os.cpu_count(), "version": 1}
+    module.store(tmp_path / "step-cost" / f"{module.key_of(old)}.json", {"sizes": [1], "seconds": [9.0]})
+    backend = FakeBackend(clock)
+    assert len(cached(backend, IDENTITY, tmp_path).sizes) > 1
+    assert backend.sizes
+
+
+def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
+    for changed in ({}, {"dtype": "bfloat16"}, {"device": "cuda"}, {"model": {"hidden_size": 65}}):
+        backend = FakeBackend(clock)
+        cached(backend, {**IDENTITY, **changed}, tmp_path)
+        assert backend.sizes
+    assert len(stored(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe\x00",
+        b'{"sizes": [1, 2]}',
+        b'{"sizes": [1, 2], "seconds": null}',
+        b'{"sizes": ["one"], "seconds": [1.0]}',
+        b'{"sizes": [], "seconds": []}',
+        b'{"sizes": [1, 2, 4], "seconds": [1.0]}',
+        b'{"sizes": [1, 2], "seconds": [0.0, -1.0]}',
+        b'{"sizes": [1, 2], "seconds": [NaN, NaN]}',
+    ],
+)
+def test_a_damaged_file_is_measured_over(clock: Clock, tmp_path: Path, content: bytes) -> None:
+    expected = cached(FakeBackend(clock, linear), IDENTITY, tmp_path)
+    (path,) = stored(tmp_path)
+    path.write_bytes(content)
+    assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).table(8) == pytest.approx(expected.table(8))
+    assert json.loads(path.read_text())["sizes"] == list(expected.sizes)
+    assert stored(tmp_path) == [path]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(clock: Clock, tmp_path: Path) -> None:
+    """A file stands where the folder should be: that stops the superuser too."""
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    for _ in range(2):
+        backend = FakeBackend(clock, linear)
+        assert cached(backend, IDENTITY, taken).sizes[0] == 1
+        assert backend.sizes
+    assert taken.read_text() == ""
+
+
+def test_a_file_that_cannot_be_replaced_is_no_error(clock: Clock, tmp_path: Path) -> None:
+    cached(FakeBackend(clock, linear), IDENTITY, tmp_path)
+    (path,) = stored(tmp_path)
+    path.unlink()
+    path.mkdir()
+    assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).sizes[0] == 1
+    assert path.is_dir()

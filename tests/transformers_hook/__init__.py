@@ -1,0 +1,5 @@
+"""`model.generate` with `custom_generate=lookahead.decoding()` keeps every promise of `model.generate` without it."""
+
+import pytest
+
+pytest.register_assert_rewrite("transformers_hook.pairs")

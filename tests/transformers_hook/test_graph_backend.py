@@ -1,0 +1,201 @@
+"""`lookahead.decoding(backend="graph")`: the same promises on the graph backend, which outlives a call.
+
+On a CPU it runs on the kernels' slow twins. `backends/test_gpu.py` has the same on CUDA.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
+
+import lookahead
+from lookahead.backends import choose
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.support import UnsupportedModelError
+from lookahead.transformers_hook import run
+from transformers_hook.conftest import COMMON, build
+from transformers_hook.pairs import Pair, Recorder, decoding, ids, output_of
+from transformers_hook.test_threads import in_threads
+
+MANY = 24
+Both = Callable[..., Pair]
+
+
+@pytest.fixture
+def model(make_model: Any) -> Any:
+    """One of the test's own: its projections become views."""
+    return make_model(eos_token_id=None)
+
+
+def graph() -> lookahead.Decoding:
+    return decoding(backend="graph")
+
+
+def test_greedy(both: Both, model: Any, inputs: dict[str, Any]) -> None:
+    pair = both(model, inputs, max_new_tokens=MANY, hook=graph()).same()
+    assert pair.compression > 1
+    assert isinstance(run._known[model].graph, GraphBackend)
+
+
+def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
+    for seed in range(3):
+        both(
+            model, inputs, max_new_tokens=MANY, do_sample=True, temperature=0.8, top_p=0.9, seed=seed, hook=graph()
+        ).same()
+
+
+def test_processors_and_what_comes_with_the_tokens(both: Both, model: Any, inputs: dict[str, Any]) -> None:
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    both(model, inputs, max_new_tokens=MANY, repetition_penalty=1.3, hook=graph(), **wanted).same()
+
+
+def test_a_conversation_on_one_cache(both: Both, model: Any, prompt: dict[str, Any]) -> None:
+    """The K/V that a call returns is taken by the next, by stock's and by ours."""
+    made: dict[str, Any] = {}
+    for hook in ({}, {"custom_generate": graph()}):
+        cache = DynamicCache(config=model.config)
+        first = model.generate(**prompt, max_new_tokens=8, do_sample=False, past_key_values=cache, **hook)
+        longer = ids([*first[0].tolist(), 5, 9, 2])
+        made[str(bool(hook))] = model.generate(
+            **longer, max_new_tokens=MANY, do_sample=False, past_key_values=cache, **hook
+        ).tolist()
+        made[f"{bool(hook)} length"] = cache.get_seq_length()
+    assert made["True"] == made["False"]
+    assert made["True length"] == made["False length"]
+
+
+def test_a_streamer(model: Any, prompt: dict[str, Any]) -> None:
+    expected = output_of(prompt, model.generate(**prompt, max_new_tokens=MANY, do_sample=False))
+    recorder = Recorder()
+    model.generate(**prompt, max_new_tokens=MANY, do_sample=False, streamer=recorder, custom_generate=graph())
+    assert [token for put in recorder.puts[1:] for token in put.tolist()] == expected[0]
+
+
+def test_embeddings(model: Any, prompt: dict[str, Any]) -> None:
+    given = {"inputs_embeds": model.get_input_embeddings()(prompt["input_ids"])}
+    expected = model.generate(**given, max_new_tokens=MANY, do_sample=False)
+    assert model.generate(**given, max_new_tokens=MANY, do_sample=False, custom_generate=graph()).equal(expected)
+
+
+def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, Any], batch: dict[str, Any]) -> None:
+    both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    kept = run._known[model].graph
+    both(model, batch, max_new_tokens=MANY, hook=graph()).same()
+    assert run._known[model].graph is kept
+    assert kept is not None
+    assert not kept._row, "every row was given back"
+
+
+def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, Any]) -> None:
+    """In place they are the same memory; a weight that is another tensor now makes another backend."""
+    first = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    kept = run._known[model].graph
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.normal_(std=0.3)
+        model.model.layers[1].mlp.up_proj.weight.normal_(std=0.3)
+    second = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert run._known[model].graph is kept
+    replaced = torch.randn_like(model.model.layers[1].mlp.down_proj.weight) * 0.3
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(replaced)
+    third = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert run._known[model].graph is not kept
+    assert len({str(pair.tokens.tolist()) for pair in (first, second, third)}) == 3
+
+
+def test_biases_that_change_are_seen(both: Both, prompt: dict[str, Any]) -> None:
+    """They are copied into one vector, and so have to be copied again."""
+    model = build(Qwen2ForCausalLM, Qwen2Config(**{**COMMON, "vocab_size": 120}))
+    first = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.bias.normal_(std=2.0)
+    second = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert first.tokens.tolist() != second.tokens.tolist()
+
+
+def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any]) -> None:
+    calls = []
+
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("enough")
+        return scores
+
+    with pytest.raises(RuntimeError, match="enough"):
+        model.generate(**prompt, logits_processor=LogitsProcessorList([fail]), custom_generate=graph())
+    kept = run._known[model].graph
+    assert kept is not None
+    assert not kept._row
+    both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    assert run._known[model].graph is kept
+
+
+def test_threads_take_turns(
+    model: Any, prompt: dict[str, Any], batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first call on: one of them finds out about the model, and makes the backend that all of them use."""
+    probed: list[Any] = []
+    probe = run.probe
+    for module in (run, choose):
+        monkeypatch.setattr(module, "probe", lambda backend: probed.append(type(backend)) or probe(backend))
+    inputs = [prompt, batch] * 2
+    expected = [output_of(one, model.generate(**one, max_new_tokens=MANY, do_sample=False)) for one in inputs]
+
+    def job(one: dict[str, Any]) -> Callable[[], list[list[int]]]:
+        return lambda: output_of(
+            one, model.generate(**one, max_new_tokens=MANY, do_sample=False, custom_generate=graph())
+        )
+
+    assert in_threads([job(one) for one in inputs]) == expected
+    assert probed == [EagerBackend, GraphBackend]
+
+
+def test_the_model_is_not_kept_alive(make_model: Any, prompt: dict[str, Any]) -> None:
+    """Nor is its K/V buffer."""
+
+    def used() -> list[weakref.ref[Any]]:
+        model = make_model(eos_token_id=None)
+        model.generate(**prompt, max_new_tokens=4, do_sample=False, custom_generate=graph())
+        return [weakref.ref(model), weakref.ref(run._known[model].graph)]
+
+    gone = used()
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_the_model_can_still_be_trained(model: Any, prompt: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        model.generate(**prompt, max_new_tokens=4, do_sample=False, custom_generate=graph())
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model(**prompt, labels=prompt["input_ids"]).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_what_it_does_not_run(model: Any, gpt2: Any, prompt: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is none of LlamaForCausalLM"):
+        gpt2.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=4, custom_generate=graph())
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"in training mode; call model\.eval\(\)"):
+        model.generate(**prompt, max_new_tokens=4, do_sample=False, custom_generate=graph())
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose from auto, eager, graph"):
+        lookahead.decoding(backend="fast")
+
+
+def test_auto_is_eager_on_a_cpu(
+    both: Both, model: Any, prompt: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    step = EagerBackend.launch
+    monkeypatch.setattr(EagerBackend, "launch", lambda self, inputs: used.append("eager") or step(self, inputs))
+    both(model, prompt, max_new_tokens=MANY, hook=decoding(backend="auto")).same()
+    assert used
+    assert run._known[model].graph is None

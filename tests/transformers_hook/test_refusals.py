@@ -1,0 +1,111 @@
+"""What lookahead decoding cannot honour is refused: one line that names the argument, and nothing is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from lookahead.transformers_hook.arguments import Dropped, refuse_unsupported
+from transformers_hook.pairs import Recorder, decoding
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "num_beams": ({"num_beams": 3}, "num_beams=3"),
+    "num_beams, sampled": ({"num_beams": 3, "do_sample": True}, "num_beams=3"),
+    "num_beam_groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "num_beam_groups=2"),
+    "constraints": ({"constraints": [], "num_beams": 2}, "constraints"),
+    "force_words_ids": ({"force_words_ids": [[5]], "num_beams": 2}, "force_words_ids"),
+    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+    "dola_layers": ({"dola_layers": "low"}, "dola_layers=low"),
+    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+    "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    "use_mtp": ({"use_mtp": True}, "use_mtp=True"),
+    "use_cache": ({"use_cache": False}, "use_cache=False"),
+    "output_attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
+    "output_hidden_states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    "cache_implementation": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
+    "cache_implementation, static": ({"cache_implementation": "offloaded_static"}, "cache_implementation='offloaded_s"),
+    "synced_gpus": ({"synced_gpus": True}, "synced_gpus=True"),
+}
+"""Argument -> a call with it, and what the message must say."""
+
+
+def refused(model: Any, inputs: dict[str, Any], says: str, **kwargs: Any) -> None:
+    """One line, nothing generated, and a streamer that waits is told."""
+    streamer, hook = Recorder(), decoding()
+    with pytest.raises(ValueError, match=says) as caught:
+        model.generate(**inputs, max_new_tokens=4, **kwargs, streamer=streamer, custom_generate=hook)
+    assert "\n" not in str(caught.value)
+    assert not hook.stats
+    assert len(streamer.puts) <= 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(llama: Any, inputs: dict[str, Any], name: str) -> None:
+    kwargs, says = REFUSED[name]
+    refused(llama, inputs, says, **kwargs)
+
+
+def test_assistant_model(llama: Any, prompt: dict[str, Any]) -> None:
+    refused(llama, prompt, "assistant_model", assistant_model=llama)
+
+
+@pytest.mark.parametrize("name", ["quantized", "offloaded", "offloaded_static", "sliding_window"])
+def test_cache_implementation(name: str) -> None:
+    """`generate` itself wants a package for the first before it ever calls us."""
+    config = GenerationConfig(use_cache=True)
+    config.cache_implementation = name
+    with pytest.raises(ValueError, match=f"cache_implementation='{name}'"):
+        refuse_unsupported(config, Dropped(), {})
+
+
+def test_positions_of_the_users(llama: Any, batch: dict[str, Any], prompt: dict[str, Any]) -> None:
+    """Each token's place in its row is fine, anything else is not."""
+    usual = (batch["attention_mask"].cumsum(dim=-1) - 1).clamp_min(0)
+    expected = llama.generate(**batch, max_new_tokens=8, do_sample=False)
+    output = llama.generate(**batch, position_ids=usual, max_new_tokens=8, do_sample=False, custom_generate=decoding())
+    assert torch.equal(output, expected)
+    refused(llama, batch, "position_ids", position_ids=usual + 1)
+    refused(llama, batch, "position_ids", position_ids=usual[None].repeat(3, 1, 1))
+    refused(llama, prompt, "position_ids", position_ids=torch.arange(prompt["input_ids"].shape[1])[None] * 2)
+
+
+def test_model_arguments(llama: Any, gpt2: Any, prompt: dict[str, Any]) -> None:
+    """Stock hands them to every forward pass; `token_type_ids` even changes what GPT-2 says."""
+    kinds = torch.ones_like(prompt["input_ids"])
+    small = {name: value % 61 for name, value in prompt.items()}
+    refused(gpt2, small, "token_type_ids", token_type_ids=kinds)
+    refused(gpt2, small, "encoder_hidden_states", encoder_hidden_states=torch.zeros(1, 3, 32))
+    with pytest.raises(ValueError, match="windows"):
+        llama.generate(**prompt, windows=3, custom_generate=decoding())
+
+
+def test_model_argument_that_is_none(both: Any, gpt2: Any) -> None:
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    both(gpt2, {**inputs, "token_type_ids": None, "position_ids": None, "past_key_values": None}).same()
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_logits_to_keep(both: Any, llama: Any, prompt: dict[str, Any], keep: int) -> None:
+    """How many rows of logits stock computes of the prompt changes nothing it says."""
+    both(llama, {**prompt, "logits_to_keep": keep}, max_new_tokens=8).same()
+
+
+def test_models_without_a_cache_to_read() -> None:
+    """An encoder-decoder, a recurrent model: the message names the model and the reason."""
+    tiny = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(**tiny, decoder_start_token_id=0)).eval()
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)).eval()
+    for model, says in ((t5, "'t5'.*encoder-decoder"), (mamba, "'mamba'.*recurrent state")):
+        with pytest.raises(ValueError, match=says):
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, custom_generate=decoding())
+
+
+def test_attention_without_a_mask(make_model: Any, prompt: dict[str, Any]) -> None:
+    """Also where it was changed after a call that went well."""
+    model = make_model(eos_token_id=None)
+    model.generate(**prompt, max_new_tokens=4, custom_generate=decoding())
+    model.set_attn_implementation("flex_attention")
+    refused(model, prompt, "flex_attention.*sdpa")
