@@ -31,7 +31,7 @@ import transformers
 
 import lookahead
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.recycle import DictMemory
 from lookahead.algorithm.verify import Verdict
 from lookahead.config import LookaheadConfig, StopRules
@@ -83,10 +83,10 @@ class PromptRefill(ShiftedWindow):
 class PoolRefill(ShiftedWindow):
     refill = "pool"
 
-    def __init__(self, *args: Any, warmth: Warmth, **options: Any) -> None:
-        python = Warmth()  # with sources of Python, whose pool can be looked into
-        python.memory, python.calibration = DictMemory(), warmth.calibration
-        super().__init__(*args, warmth=python, **options)
+    def __init__(self, *args: Any, memory: SharedMemory, **options: Any) -> None:
+        python = SharedMemory()  # with sources of Python, whose pool can be looked into
+        python.memory, python.calibration = DictMemory(), memory.calibration
+        super().__init__(*args, memory=python, **options)
 
 
 class LiteralWindow(ShiftedWindow):
@@ -158,8 +158,8 @@ def run(
     rules: StopRules,
     one_by_one: bool,
 ) -> list[DecodingSequence]:
-    engine, warmth = Engine(model.backend), Warmth()
-    sequences = [make(prompt, config, rules=rules, warmth=warmth) for prompt in prompts]
+    engine, memory = Engine(model.backend), SharedMemory()
+    sequences = [make(prompt, config, rules=rules, memory=memory) for prompt in prompts]
     for sequence in sequences:
         engine.add(sequence)
         while one_by_one and engine.running:

@@ -21,7 +21,7 @@ from typing import Any
 
 import lookahead
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.stats import Stats
@@ -47,8 +47,8 @@ class Run:
 
 
 def decode(backend: Any, prompts: Sequence[Sequence[int]], config: LookaheadConfig, rules: StopRules) -> Run:
-    engine, warmth = Engine(backend), Warmth()
-    sequences = [DecodingSequence(prompt, config, rules=rules, warmth=warmth) for prompt in prompts]
+    engine, memory = Engine(backend), SharedMemory()
+    sequences = [DecodingSequence(prompt, config, rules=rules, memory=memory) for prompt in prompts]
     begin = perf_counter()
     for sequence in sequences:
         engine.add(sequence)

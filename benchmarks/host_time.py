@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lookahead.algorithm.native import build as native
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import Shape
 from lookahead.config import LookaheadConfig, StopRules
@@ -93,7 +93,7 @@ class Asked(DecodingSequence):
     """A sequence none of whose steps runs ahead: token by token, too, the host's time is between two steps."""
 
     @property
-    def goes_on(self) -> bool:
+    def continues_alone(self) -> bool:
         return False
 
 
@@ -125,9 +125,9 @@ class Run:
         for part, name in (("fill", "_fill"), ("read", "collect")):
             self.clock.time(part, self.backend, name)
         self.engine = Engine(self.backend)
-        self.clock.time("later", self.engine, "_meanwhile")
+        self.clock.time("later", self.engine, "_learn_while_running")
         with self._library():
-            self.warmth = Warmth()
+            self.memory = SharedMemory()
         self.times: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -160,7 +160,7 @@ class Run:
             self.engine.remove(sequence)
         for row in range(self.batch):
             tokens, rules = text(self.rng, PROMPT + OUTPUT + 64), StopRules(max_tokens=OUTPUT)
-            sequence = Asked(tokens[:PROMPT], self.config, rules=rules, warmth=self.warmth)
+            sequence = Asked(tokens[:PROMPT], self.config, rules=rules, memory=self.memory)
             for part, name in (
                 ("propose", "propose"),
                 ("propose", "uniforms"),

@@ -46,7 +46,7 @@ def main() -> None:
     results = []
     for name, file, raw in (("mt-bench", "mt_bench.jsonl", False), ("humaneval", "humaneval.jsonl", True)):
         rows = [json.loads(line) for line in (args.data_dir / file).read_text().splitlines()]
-        model.warmth.memory.clear()
+        model.memory.successors.clear()
         runs = []
         for i in range(args.prompts):
             row = rows[i * len(rows) // args.prompts]

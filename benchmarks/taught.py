@@ -20,7 +20,7 @@ from typing import Any
 import lookahead
 from lookahead.algorithm import draft
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.loading import step_cost as costs
@@ -43,10 +43,10 @@ def stairs(ratio: float) -> StepCost:
 
 def run(lm: Any, prompts: list[list[int]], config: LookaheadConfig, table: tuple[float, ...], warm: bool) -> str:
     """All prompts one after another; each forgets the one before, unless `warm`."""
-    tokens, steps, size, taken, warmth = 0, 0, 0, 0.0, Warmth()
+    tokens, steps, size, taken, memory = 0, 0, 0, 0.0, SharedMemory()
     for prompt in prompts:
-        warmth = warmth if warm else Warmth()
-        sequence = DecodingSequence(prompt, config, None, StopRules(96, lm.stop_ids), warmth=warmth)
+        memory = memory if warm else SharedMemory()
+        sequence = DecodingSequence(prompt, config, None, StopRules(96, lm.stop_ids), memory=memory)
         engine = Engine(lm.backend)
         engine.add(sequence)
         while engine.running:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import lookahead
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.costs import in_shape
 from lookahead.bench.inflate import SHAPES
 from lookahead.loading.step_cost import processor
@@ -75,13 +75,13 @@ def main() -> None:
     for one in checked:  # what happens once per shape of a step happens here
         model.generate(PROMPTS[0], config=one.config, max_tokens=min(32, args.new_tokens))
     plain, others = checked[0], checked[1:]
-    warmth = {(one, i): Warmth() for one in others for i in range(args.repeats)}
+    memory = {(one, i): SharedMemory() for one in others for i in range(args.repeats)}
     plain_seconds: dict[int, list[float]] = {}
     relative: dict[tuple[str, int], list[float]] = {}
     counted = {one.name: [0, 0] for one in checked}
 
-    def timed(prompt: str, one: Candidate, memory: Warmth) -> float:
-        model.warmth = memory
+    def timed(prompt: str, one: Candidate, memory: SharedMemory) -> float:
+        model.memory = memory
         stats = model.generate(prompt, config=one.config, max_tokens=args.new_tokens).stats
         counted[one.name][0] += stats.generated_tokens
         counted[one.name][1] += stats.steps
@@ -91,10 +91,10 @@ def main() -> None:
         tuner.round(prompt, anchors)
         for repeat in range(args.repeats):
             turn = (number + repeat) % len(others)
-            before = timed(prompt, plain, Warmth())
+            before = timed(prompt, plain, SharedMemory())
             for one in [*others[turn:], *others[:turn]]:
-                taken = timed(prompt, one, warmth[one, repeat])
-                after = timed(prompt, plain, Warmth())
+                taken = timed(prompt, one, memory[one, repeat])
+                after = timed(prompt, plain, SharedMemory())
                 relative.setdefault((one.name, number), []).append(2 * taken / (before + after))
                 plain_seconds.setdefault(number, []).append(after)
                 before = after

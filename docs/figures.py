@@ -208,7 +208,7 @@ def guess_by_guess(tree: TokenTree) -> TokenTree:
         tokens=[tree.tokens[node] for node in order],
         parents=[place.get(tree.parents[node], -1) for node in order],
         depths=[tree.depths[node] for node in order],
-        rows=tree.rows,
+        needed=tree.needed,
         branch=tree.branch,
         width=tree.width,
     )
@@ -251,7 +251,7 @@ def tree_figure() -> str:
             canvas.path([spots[parent], spots[node]], fills[node], 3, opacity=0.6)
     for node, (x, y) in enumerate(spots):
         wide = 52 if node >= tree.branch else 42
-        canvas.chip(x, y, wide, 30, labels[node], fills[node], ring=node in tree.rows)
+        canvas.chip(x, y, wide, 30, labels[node], fills[node], ring=node in tree.needed)
     side = left + pitch * (N - 1) + 52
     y = top + lane * min(lines) - 6
     canvas.text(side, y, "Verification branch", fill=PURPLE, bold=True, size=16)

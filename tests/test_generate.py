@@ -321,7 +321,7 @@ def test_eos_at_every_offset_of_a_block(
                 continue
             model.generation_config.eos_token_id = [own, token]
             ended = lookahead.load((model, tokenizer), config=settings)
-            ended.warmth = lm.warmth  # for longer blocks
+            ended.memory = lm.memory  # for longer blocks
             stream = ended.stream(prompt, max_tokens=TOKENS)
             pieces = list(stream)
             done = stream.completion

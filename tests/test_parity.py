@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.eager import backend as eager
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.eager.kv import KVBuffer
@@ -115,8 +115,8 @@ batches = st.lists(st.tuples(prompts, configs()), min_size=1, max_size=4)
 @settings(max_examples=25, deadline=None)
 @given(batch=batches)
 def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], LookaheadConfig]]) -> None:
-    rules, warmth = StopRules(NEW_TOKENS, max_length=256), Warmth()
-    sequences = [DecodingSequence(prompt, config, rules=rules, warmth=warmth) for prompt, config in batch]
+    rules, memory = StopRules(NEW_TOKENS, max_length=256), SharedMemory()
+    sequences = [DecodingSequence(prompt, config, rules=rules, memory=memory) for prompt, config in batch]
     assert decode(family, sequences) == [greedy(family, prompt) for prompt, _ in batch]
 
 
@@ -133,8 +133,8 @@ def test_seeded_sampling_equals_autoregressive(
         min_p=data.draw(st.sampled_from([0.0, 0.1])),
         seed=seed,
     )
-    rules, warmth = StopRules(NEW_TOKENS), Warmth()
-    ours = [DecodingSequence(prompt, config, sampling, rules, warmth=warmth) for prompt, config in batch]
+    rules, memory = StopRules(NEW_TOKENS), SharedMemory()
+    ours = [DecodingSequence(prompt, config, sampling, rules, memory=memory) for prompt, config in batch]
     plain = [DecodingSequence(p, LookaheadConfig.autoregressive(), sampling, rules) for p, _ in batch]
     assert decode(family, ours) == [decode(family, [sequence])[0] for sequence in plain]
 

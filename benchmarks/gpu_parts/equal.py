@@ -13,7 +13,7 @@ import torch
 from gpu_parts.bench import METHODS, Bench, prompt_key
 from gpu_parts.measure import CountedBackend, Decoded, decode, summary, warm_up
 from gpu_parts.stock import NAMES
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.config import SamplingParams
 
@@ -64,8 +64,8 @@ def exact_part(bench: Bench) -> None:
 
 def run(bench: Bench, backend: Any, method: str, data: str, sampling: SamplingParams | None = None) -> list[Decoded]:
     """The prompts of a set one after another, on one memory."""
-    warmth = Warmth()
-    return [decode(backend, p, METHODS[method], bench.stop, warmth, sampling) for p in bench.prompts[data]]
+    memory = SharedMemory()
+    return [decode(backend, p, METHODS[method], bench.stop, memory, sampling) for p in bench.prompts[data]]
 
 
 def compression(done: Sequence[Decoded]) -> float:
@@ -177,8 +177,8 @@ def steady_part(bench: Bench) -> None:
         for name, config in METHODS.items():
             if not turn:
                 warm_up(backend, config, everything, bench.stop)
-            warmth = Warmth()
-            done = [decode(backend, prompt, config, bench.stop, warmth) for prompt in everything]
+            memory = SharedMemory()
+            done = [decode(backend, prompt, config, bench.stop, memory) for prompt in everything]
             texts = [one.sequence.output for one in done]
             first = first or texts
             at = [parting(ours, its) for ours, its in zip(texts, first, strict=True) if ours != its]

@@ -14,7 +14,7 @@ import torch
 
 from gpu_parts.bench import INVARIANT
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
@@ -88,7 +88,7 @@ def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
     rows saw 101 places of nodes, counted in fours of one depth; of these trees 16 and 98.
     """
     rng, tree = random.Random(count), bush(count)
-    return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.rows)
+    return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.needed)
 
 
 class CountedBackend(GraphBackend):
@@ -153,11 +153,11 @@ def decode(
     prompt: Sequence[int],
     config: LookaheadConfig,
     rules: StopRules,
-    warmth: Warmth,
+    memory: SharedMemory,
     sampling: SamplingParams | None = None,
 ) -> Decoded:
     """One prompt by itself, from prompt to last token."""
-    sequence = DecodingSequence(prompt, config, sampling, rules, warmth=warmth)
+    sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
     engine, steps = Engine(backend), []
     begin = last = time.perf_counter()
     engine.add(sequence)
@@ -176,7 +176,7 @@ def warm_up(backend: GraphBackend, config: LookaheadConfig, prompts: Sequence[Se
     longest = max(map(len, prompts)) + stop.max_tokens
     backend.prepare(min(longest, backend.max_length or longest), config.budget)
     for prompt in prompts:
-        decode(backend, prompt, config, StopRules(min(8, stop.max_tokens), stop.eos_ids), Warmth())
+        decode(backend, prompt, config, StopRules(min(8, stop.max_tokens), stop.eos_ids), SharedMemory())
 
 
 def summary(done: Sequence[Decoded]) -> dict[str, Any]:

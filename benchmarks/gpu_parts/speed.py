@@ -11,7 +11,7 @@ from batch import decode as decode_batch
 
 from gpu_parts.bench import METHODS, Bench
 from gpu_parts.measure import CountedBackend, clock_mhz, decode, replay_ms, summary, warm_up
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig, StopRules
 
 BATCHES = (1, 2, 4, 8, 16)
@@ -25,9 +25,9 @@ def speed_part(bench: Bench) -> None:
         for name, config in METHODS.items():
             warm_up(backend, config, everything, bench.stop)
             for data, prompts in bench.prompts.items():
-                warmth = Warmth()
+                memory = SharedMemory()
                 backend.forget()
-                done = [decode(backend, prompt, config, bench.stop, warmth) for prompt in prompts]
+                done = [decode(backend, prompt, config, bench.stop, memory) for prompt in prompts]
                 clock, sequences = clock_mhz(), [one.sequence for one in done]
                 bench.keep(name, data, invariant, [s.output for s in sequences], [s.stats.seconds for s in sequences])
                 row = {"method": name, "set": data, "invariant": invariant, **summary(done), "sm_mhz": clock}

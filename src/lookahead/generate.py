@@ -16,7 +16,7 @@ import torch
 from jinja2 import TemplateError
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.cache import cache_dir
@@ -148,7 +148,7 @@ class LookaheadModel:
         self.backend = make_backend(model, backend, log)
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.default_config = config or LookaheadConfig()
-        self.warmth = Warmth()
+        self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
@@ -270,7 +270,7 @@ class LookaheadModel:
             SamplingParams(temperature, top_k, top_p, min_p, new_seed() if seed is None else seed),
             StopRules(max_tokens, self.stop_ids, self.backend.max_length),
             ends=text.push_token,
-            warmth=self.warmth,
+            memory=self.memory,
         )
         return Request(sequence, text, method, begin)
 

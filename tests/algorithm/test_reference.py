@@ -229,7 +229,7 @@ def test_lookahead_with_sample_verification_follows_the_law(on_skip):
 
 def guess_tree() -> TokenTree:
     """The guesses as a trie below the root."""
-    tree = TokenTree(tokens=[PREFIX[-1]], parents=[-1], depths=[0], rows=[0])
+    tree = TokenTree(tokens=[PREFIX[-1]], parents=[-1], depths=[0], needed=[0])
     for guess in GUESSES:
         node = 0
         for token in guess[1:]:
@@ -240,7 +240,7 @@ def guess_tree() -> TokenTree:
                 tree.depths.append(tree.depths[node] + 1)
                 known = [len(tree.tokens) - 1]
             node = known[0]
-    return replace(tree, rows=list(range(len(tree.tokens))))
+    return replace(tree, needed=list(range(len(tree.tokens))))
 
 
 def path(tree: TokenTree, node: int) -> list[int]:
@@ -251,7 +251,7 @@ def path(tree: TokenTree, node: int) -> list[int]:
 def by_tree(bug: str | None = None, temperature: float | None = None) -> list[list[int]]:
     """Many outcomes of `draw` (or of `pick`, given a temperature) and `accept` on the tree of guesses."""
     tree = guess_tree()
-    rows = torch.tensor([MODEL([*PREFIX, *path(tree, node)]) for node in tree.rows], dtype=torch.float64)
+    rows = torch.tensor([MODEL([*PREFIX, *path(tree, node)]) for node in tree.needed], dtype=torch.float64)
 
     def tokens_of(probs: torch.Tensor, uniforms: list[float]) -> list[int]:
         if temperature is not None:
@@ -271,7 +271,7 @@ def by_tree(bug: str | None = None, temperature: float | None = None) -> list[li
         uniforms = [[u[0], u[0], u[2]] for u in uniforms]
     if bug == "uniforms below one half":
         uniforms = [[u / 2 for u in three] for three in uniforms]
-    wanted = [u[tree.depths[node]] for u in uniforms for node in tree.rows]
+    wanted = [u[tree.depths[node]] for u in uniforms for node in tree.needed]
     targets = tokens_of(rows.repeat(DRAWS, 1), wanted)
 
     texts = []

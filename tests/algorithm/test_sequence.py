@@ -12,7 +12,7 @@ from toy import counting_model, decode, settings_of_a_text, steps, toy_model
 from lookahead.algorithm.reference import Model
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.config import SOURCES, LookaheadConfig, SamplingParams, StopRules
 
@@ -80,7 +80,7 @@ def test_any_config_is_autoregressive_and_its_counters_add_up(text, config, eos,
         assert root + max(tree.depths) < rules.max_length
         assert all(parent < node for node, parent in enumerate(tree.parents))
         assert [tree.depths[parent] + 1 for parent in tree.parents[1:]] == tree.depths[1:]
-        assert len(tree.rows) == 1 + (tree.width if config.ngram > 2 else max(0, tree.width - 1)) + len(tree.origins)
+        assert len(tree.needed) == 1 + (tree.width if config.ngram > 2 else max(0, tree.width - 1)) + len(tree.origins)
         trees.append(tree)
         blocks.append(tokens)
     assert ending(sequence) == ending(run(model, prompt, PLAIN, rules, sampling))
@@ -141,7 +141,7 @@ def test_the_last_step_guesses_nothing_that_cannot_count() -> None:
     """With one token left there is nothing to guess, and no window to feed."""
     sequence = DecodingSequence(COUNTED, LONG, rules=StopRules(max_tokens=1))
     tree = sequence.propose()
-    assert (len(tree), tree.width, tree.rows) == (1, 0, [0])
+    assert (len(tree), tree.width, tree.needed) == (1, 0, [0])
     sequence = DecodingSequence([*COUNTED, 0], LONG, rules=StopRules(max_tokens=3))
     tree = sequence.propose()
     assert tree.width == 3
@@ -230,8 +230,8 @@ def test_uniforms_belong_to_output_positions() -> None:
     """The root predicts the next position, a guess at depth d the d-th after that; the window draws nothing."""
     sequence = DecodingSequence([*COUNTED, 0], LONG, SamplingParams(temperature=0.1), StopRules(max_tokens=40))
     tree = sequence.propose()
-    uniforms = dict(zip(tree.rows, sequence.uniforms(tree), strict=True))
-    window = [node for node in tree.rows if 0 < node < tree.branch]
+    uniforms = dict(zip(tree.needed, sequence.uniforms(tree), strict=True))
+    window = [node for node in tree.needed if 0 < node < tree.branch]
     assert len(window) == 3
     assert all(uniforms.pop(node) == NO_DRAW for node in window)
     by_depth = {tree.depths[node]: u for node, u in uniforms.items()}
@@ -268,20 +268,20 @@ def test_a_share_is_filled_and_has_a_window_where_there_is_room_for_both() -> No
 def test_a_warm_model_takes_fewer_steps_to_the_same_tokens(sources: tuple[str, ...]) -> None:
     """A text without a pattern: only what the first request left behind can speed up the second."""
     model, prompt, rules = toy_model(40, seed=7, order=3), [1, 2, 3], StopRules(max_tokens=40)
-    config, warmth = replace(EVERYTHING, sources=sources), Warmth()
-    cold = run(model, prompt, config, rules, warmth=warmth)
-    warm = run(model, prompt, config, rules, warmth=warmth)
+    config, memory = replace(EVERYTHING, sources=sources), SharedMemory()
+    cold = run(model, prompt, config, rules, memory=memory)
+    warm = run(model, prompt, config, rules, memory=memory)
     assert cold.output == warm.output == run(model, prompt, PLAIN, rules).output
     assert warm.stats.compression > 1.5 * cold.stats.compression
-    assert warmth.memory
+    assert memory.successors
 
 
 def test_scope_request_stays_cold() -> None:
     model, prompt, rules = toy_model(40, seed=7, order=3), [1, 2, 3], StopRules(max_tokens=40)
-    config, warmth = replace(EVERYTHING, recycle_scope="request"), Warmth()
-    first, second = (run(model, prompt, config, rules, warmth=warmth) for _ in range(2))
+    config, memory = replace(EVERYTHING, recycle_scope="request"), SharedMemory()
+    first, second = (run(model, prompt, config, rules, memory=memory) for _ in range(2))
     assert first.stats == second.stats
-    assert (warmth.memory, warmth.calibration.rates) == ({}, Calibration().rates)
+    assert (memory.successors, memory.calibration.rates) == ({}, Calibration().rates)
 
 
 def test_without_warmth_every_request_is_cold() -> None:
@@ -293,12 +293,12 @@ def test_without_warmth_every_request_is_cold() -> None:
 @given(st.lists(st.tuples(settings_of_a_text(), configs(), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4))
 def test_shared_warmth_never_changes_tokens(requests) -> None:
     """Requests of different models and configs leave all kinds of wrong rows and rates to each other."""
-    warmth = Warmth()
+    memory = SharedMemory()
     for (model, prompt, m), config, temperature in requests:
         sampling, rules = SamplingParams(temperature=temperature, seed=1), StopRules(max_tokens=m)
-        sequence = run(model, prompt, config, rules, sampling, warmth=warmth)
+        sequence = run(model, prompt, config, rules, sampling, memory=memory)
         assert sequence.output == run(model, prompt, PLAIN, rules, sampling).output
-        assert all(0 <= rate <= 1 for rate in warmth.calibration.rates)
+        assert all(0 <= rate <= 1 for rate in memory.calibration.rates)
 
 
 # How rates are learned.
@@ -345,15 +345,15 @@ def test_a_guess_is_learned_from_only_if_its_parent_was_accepted() -> None:
     """The prompt counts 0 1 2 3, the model goes 0 1 9: right, wrong, and of the third guess nothing is known."""
     after = {5: 0, 0: 1, 1: 9, 9: 9}
     model: Model = lambda tokens: [float(t == after.get(tokens[-1], 7)) for t in range(10)]  # noqa: E731
-    warmth = Warmth()
+    memory = SharedMemory()
     config = LookaheadConfig(window=0, ngram=4, guesses=2, budget=8, sources=("prompt",))
-    sequence = DecodingSequence([0, 1, 2, 3, 5], config, rules=StopRules(max_tokens=9), warmth=warmth)
+    sequence = DecodingSequence([0, 1, 2, 3, 5], config, rules=StopRules(max_tokens=9), memory=memory)
     stepping = steps(sequence, model)
     next(stepping)
-    before = list(warmth.calibration.rates)
+    before = list(memory.calibration.rates)
     tree, tokens = next(stepping)
     assert (tree.tokens, tokens) == ([0, 1, 2, 3], [1, 9])
-    moved = [warmth.calibration.rates[origin] - before[origin] for origin in tree.origins]
+    moved = [memory.calibration.rates[origin] - before[origin] for origin in tree.origins]
     assert moved[0] > 0 > moved[1]
     assert moved[2] == 0
 
@@ -363,10 +363,10 @@ def test_it_goes_on_where_nothing_guesses_and_nothing_is_drawn() -> None:
     model = counting_model(9)
     for rules in (StopRules(3), StopRules(9, max_length=5)):
         sequence = DecodingSequence([1, 2], PLAIN, rules=rules)
-        said = [sequence.goes_on]
+        said = [sequence.continues_alone]
         for _ in steps(sequence, model):
-            said.append(sequence.goes_on)
+            said.append(sequence.continues_alone)
         assert said == [True, True, False, False]
-    assert not DecodingSequence([1, 2], PLAIN, SamplingParams(temperature=0.5)).goes_on
+    assert not DecodingSequence([1, 2], PLAIN, SamplingParams(temperature=0.5)).continues_alone
     for config in (EVERYTHING, LookaheadConfig.paper(3, 3, 3), LookaheadConfig.jacobi(4), LookaheadConfig(window=0)):
-        assert not DecodingSequence([1, 2], config).goes_on
+        assert not DecodingSequence([1, 2], config).continues_alone

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import (
-    Targets,
+    StepOutput,
     TokenTree,
     below_trail,
     dense_visibility,
@@ -138,7 +138,7 @@ TEXT = [1, 2, 3, 4, 5, 9, 1, 2, 3, 6, 7, 9, 1, 2, 8, 8, 4, 9, 1, 7, 7, 5, 3, 9, 
 def step(sequence: DecodingSequence, target: int = 1) -> None:
     """A step in which the model answers `target` everywhere."""
     tree = sequence.propose()
-    sequence.absorb(tree, Targets([target] * len(tree.rows)))
+    sequence.absorb(tree, StepOutput([target] * len(tree.needed)))
 
 
 def guess_paths(tree: TokenTree) -> dict[int, tuple[int, ...]]:
@@ -183,7 +183,7 @@ def test_proposed_trees(window: int, ngram: int, guesses: int) -> None:
 
         # Needed rows: c, the newest window row (c is its column 0 when there is but one row), the guesses.
         newest = [i for i, place in enumerate(places) if place != ROOT and place[1] == ngram - 2]
-        assert tree.rows == [0, *newest, *range(tree.branch, len(tree))]
+        assert tree.needed == [0, *newest, *range(tree.branch, len(tree))]
         assert len(tree.origins) == len(paths)
         step(sequence)
 
@@ -253,7 +253,7 @@ def test_a_tree_below_a_trail(size: int, count: int) -> None:
     trail = list(range(count))
     joined = below_trail(trail, tree)
     assert joined.tokens == trail + tree.tokens
-    assert [joined.tokens[row] for row in joined.rows] == [tree.tokens[row] for row in tree.rows]
+    assert [joined.tokens[row] for row in joined.needed] == [tree.tokens[row] for row in tree.needed]
     seen = visibility(joined.parents)
     for node, before in enumerate(visibility(tree.parents)):
         assert seen[node + count] == before << count | (1 << count) - 1

@@ -65,8 +65,8 @@ token = st.integers(0, 2)
 )
 def test_accept_equals_a_naive_search(guesses: list[list[int]], size: tuple[int, int], data: st.DataObject) -> None:
     tree = build(guesses, *size)
-    targets = data.draw(st.lists(token, min_size=len(tree.rows), max_size=len(tree.rows)))
-    target_of = dict(zip(tree.rows, targets, strict=True))
+    targets = data.draw(st.lists(token, min_size=len(tree.needed), max_size=len(tree.needed)))
+    target_of = dict(zip(tree.needed, targets, strict=True))
     path, tokens = accept(tree, targets)
     assert tokens == naive(tree, guesses, target_of)
     # The nodes are a path of guesses from the root, and they hold the accepted tokens but the last.
@@ -84,7 +84,7 @@ def test_no_guesses_give_one_token() -> None:
 def test_a_window_token_is_never_accepted() -> None:
     """Every window token equals its parent's target, but only guesses are candidates."""
     tree = build([[5]], 3, 3)
-    path, tokens = accept(tree, [0] * len(tree.rows))
+    path, tokens = accept(tree, [0] * len(tree.needed))
     assert (path, tokens) == ([], [0])
 
 
@@ -103,10 +103,10 @@ def test_of_two_guesses_alike_the_first_is_accepted() -> None:
 
 def test_the_branch_is_switched_where_the_targets_do() -> None:
     tree = build([[1, 2, 3], [1, 4, 5], [6]], 2, 4)
-    target_of = dict.fromkeys(tree.rows, 9)
+    target_of = dict.fromkeys(tree.needed, 9)
     first = tree.branch
     target_of |= {0: 1, first: 4, first + 3: 5}
-    path, tokens = accept(tree, [target_of[row] for row in tree.rows])
+    path, tokens = accept(tree, [target_of[row] for row in tree.needed])
     assert path == [first, first + 3, first + 4]
     assert tokens == [1, 4, 5, 9]
 

@@ -1,4 +1,4 @@
-"""Methods, jobs and rows on a tiny model: identity with greedy, one counter, several turns, warmth."""
+"""Methods, jobs and rows on a tiny model: identity with greedy, one counter, several turns, memory."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 from toys import VOCABULARY, ToyBackend, on_ranks
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.scaling import (
     NVLINK,
     PAPER,
@@ -37,10 +37,10 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def decode(backend: Any, chosen: list[list[int]], config: LookaheadConfig) -> list[list[int]]:
-    """One after another on one warmth, as `measure` does."""
-    warmth, outputs = Warmth(), []
+    """One after another on one memory, as `measure` does."""
+    memory, outputs = SharedMemory(), []
     for prompt in chosen:
-        sequence = DecodingSequence(prompt, config, rules=RULES, warmth=warmth)
+        sequence = DecodingSequence(prompt, config, rules=RULES, memory=memory)
         engine = Engine(backend)
         engine.add(sequence)
         while engine.running:

@@ -15,11 +15,11 @@ from lookahead.algorithm.reference import Model
 from lookahead.algorithm.sampling import top_rows
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import TOP
-from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine.engine import Ran
+from lookahead.engine.engine import StepResult
 from lookahead.engine.processors import Rule, Walk, Walks, uniform_draw
 
 CONFIG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
@@ -32,17 +32,17 @@ def sequence_of(prompt: Sequence[int], count: int, eos: frozenset[int] = frozens
     return DecodingSequence(prompt, CONFIG, rules=StopRules(count, eos))
 
 
-def ran(sequence: DecodingSequence, model: Model) -> Ran:
+def ran(sequence: DecodingSequence, model: Model) -> StepResult:
     """One sequence's part of a step, as the engine has it when a judge is to verify."""
     tree = sequence.propose()
     logits = torch.tensor(rows_of(sequence, tree, model), dtype=torch.float64).log().float()
     ids, levels = top_rows(logits, TOP)
     top = [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)]
     item = StepInput(0, (), tree, SamplingParams(), (), TOP, logits=True)
-    return Ran(sequence, item, Targets(logits.argmax(dim=-1).tolist(), top, logits))
+    return StepResult(sequence, item, StepOutput(logits.argmax(dim=-1).tolist(), top, logits))
 
 
-def run(judge: Callable[[Sequence[Ran]], list[Verdict]], rows: Sequence[DecodingSequence], model: Model) -> int:
+def run(judge: Callable[[Sequence[StepResult]], list[Verdict]], rows: Sequence[DecodingSequence], model: Model) -> int:
     """Step all rows until they have ended. Returns the number of steps."""
     steps = 0
     while running := [sequence for sequence in rows if sequence.finish_reason is None]:
@@ -259,7 +259,7 @@ def test_rows_get_as_many_tokens_each_step() -> None:
     lengths = []
     walk = Walk(rows, padded(prompts), Rule(criteria=Log(lambda ids: ids[:, -1] < 0)))
 
-    def judge(parts: Sequence[Ran]) -> list[Verdict]:
+    def judge(parts: Sequence[StepResult]) -> list[Verdict]:
         verdicts = walk(parts)
         lengths.append({len(verdict.tokens) for verdict in verdicts})
         return verdicts
@@ -328,7 +328,7 @@ def test_each_row_is_judged_by_its_own_walk() -> None:
     walks.add([rows[1]], torch.tensor([prompts[1]]), Rule(processors=lambda ids, scores: -scores))
     walks.add([rows[3]], torch.tensor([prompts[3]]), Rule())
 
-    def shuffled(parts: Sequence[Ran]) -> list[Verdict]:
+    def shuffled(parts: Sequence[StepResult]) -> list[Verdict]:
         return walks(parts[::-1])[::-1]
 
     run(shuffled, rows, model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig
 from lookahead.loading.step_cost import StepCost
 from lookahead.stats import Stats
@@ -35,7 +35,7 @@ class ScriptedModel:
     stalls: float = 0.0
     name: str = "scripted"
     backend: ScriptedBackend = field(default_factory=ScriptedBackend)
-    warmth: Warmth = field(default_factory=Warmth)
+    memory: SharedMemory = field(default_factory=SharedMemory)
     asked: list[tuple[Any, LookaheadConfig, dict[str, Any]]] = field(default_factory=list)
     steps_taken: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(5))

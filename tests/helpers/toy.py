@@ -14,7 +14,7 @@ from lookahead.algorithm.reference import Model, argmax, norm
 from lookahead.algorithm.sampling import pick, top_rows
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import TOP
-from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.algorithm.tree import StepOutput, TokenTree
 
 
 def toy_model(vocabulary: int, seed: int, order: int | None = None, sharpness: float = 1.5) -> Model:
@@ -51,7 +51,7 @@ def settings_of_a_text(draw: st.DrawFn) -> tuple[Model, list[int], int]:
 def rows_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> list[list[float]]:
     """The model's distribution after each needed row: it sees the text and the row's path, nothing else."""
     distributions = []
-    for row in tree.rows:
+    for row in tree.needed:
         path, node = [], row
         while node >= 0:
             path.insert(0, tree.tokens[node])
@@ -61,17 +61,17 @@ def rows_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> list[l
     return distributions
 
 
-def targets_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> Targets:
+def targets_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> StepOutput:
     """What a backend would return for the tree."""
     distributions = rows_of(sequence, tree, model)
     if sequence.sampling.greedy and not sequence.wants_top:
-        return Targets([argmax(P) for P in distributions])
+        return StepOutput([argmax(P) for P in distributions])
     logits = torch.tensor(distributions, dtype=torch.float64).log()
     targets = pick(logits, sequence.sampling, sequence.uniforms(tree)).tolist()
     if not sequence.wants_top:
-        return Targets(targets)
+        return StepOutput(targets)
     ids, levels = top_rows(logits, TOP)
-    return Targets(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
+    return StepOutput(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
 
 
 def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree, list[int]]]:
@@ -79,7 +79,7 @@ def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree,
     while sequence.finish_reason is None:
         tree = sequence.propose()
         assert len(tree) <= sequence.config.budget
-        sequence.meanwhile()
+        sequence.learn_while_running()
         verdict = sequence.absorb(tree, targets_of(sequence, tree, model))
         assert [tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
         yield tree, verdict.tokens

@@ -14,7 +14,7 @@ import torch
 
 from lookahead.algorithm.sampling import pick, top_rows
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import Targets
+from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -54,14 +54,14 @@ class ToyBackend:
     def length(self, slot: int) -> int:
         return len(self.cached[slot])
 
-    def launch(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         self._last.update({item.slot: item for item in inputs})
         return [self._read(item) for item in inputs]
 
-    def collect(self, launched: list[Targets]) -> list[Targets]:
+    def collect(self, launched: list[StepOutput]) -> list[StepOutput]:
         return launched
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -71,10 +71,10 @@ class ToyBackend:
             assert parents == [0, *path][: len(path)], "the accepted nodes are no path"
             self.cached[slot] += [*item.trail, item.tree.tokens[0], *(item.tree.tokens[node] for node in path)]
 
-    def _read(self, item: StepInput) -> Targets:
+    def _read(self, item: StepInput) -> StepOutput:
         tree, rows = item.tree, []
         prefix = [*self.cached[item.slot], *item.trail]
-        for row in tree.rows:
+        for row in tree.needed:
             path, node = [], row
             while node >= 0:
                 assert tree.parents[node] < node
@@ -85,9 +85,9 @@ class ToyBackend:
         logits = torch.tensor(rows)
         targets = pick(logits, item.sampling, item.uniforms).tolist()
         if not item.top:
-            return Targets(targets)
+            return StepOutput(targets)
         ids, levels = top_rows(logits, item.top)
-        return Targets(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
+        return StepOutput(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
 
 
 def decode(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.tree import Targets
+from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import step_cost as module
@@ -67,10 +67,10 @@ class FakeBackend:
     def length(self, slot: int) -> int:
         return self.lengths[slot]
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         (item,) = inputs
         size = len(item.tree)
-        assert item.tree.rows == list(range(size))
+        assert item.tree.needed == list(range(size))
         assert item.tree.depths == [0, *(item.tree.depths[parent] + 1 for parent in item.tree.parents[1:])]
         assert max(item.tree.depths) <= DEPTH
         last = self.lengths[item.slot] + len(item.trail) + size
@@ -79,7 +79,7 @@ class FakeBackend:
         self._fed = len(item.trail) + 1
         self.sizes.append(size)
         self.clock.now += self.times(size)
-        return [Targets([0] * size)]
+        return [StepOutput([0] * size)]
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, nodes in accepted:

@@ -55,15 +55,15 @@ def test_every_needed_row_has_one_owner_who_can_compute_it(tree: TokenTree, rank
     loads = data.draw(st.none() | st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
     shares = deal(tree, ranks, loads)
     assert len(shares) == ranks
-    assert sorted(row for share in shares for row in share.rows) == tree.rows
+    assert sorted(row for share in shares for row in share.needed) == tree.needed
     for share in shares:
         assert share.nodes[0] == 0
         assert share.nodes == sorted(set(share.nodes))
-        assert set(share.rows) <= set(share.nodes)
+        assert set(share.needed) <= set(share.nodes)
         for node in share.nodes:
             assert ancestors(tree, node) <= set(share.nodes)
     # Nobody runs a node that no needed row stands below.
-    needed = set().union(*(ancestors(tree, row) for row in tree.rows))
+    needed = set().union(*(ancestors(tree, row) for row in tree.needed))
     assert set().union(*(share.nodes for share in shares)) == needed
 
 
@@ -77,7 +77,7 @@ def test_a_share_is_a_tree_of_its_own(tree: TokenTree, ranks: int) -> None:
             assert own.tokens[place] == tree.tokens[node]
             assert own.depths[place] == tree.depths[node] == len(ancestors(own, place)) - 1
             assert [share.nodes[i] for i in sorted(ancestors(own, place))] == sorted(ancestors(tree, node))
-        assert [share.nodes[row] for row in own.rows] == (share.rows or [0])
+        assert [share.nodes[row] for row in own.needed] == (share.needed or [0])
 
 
 @given(trees(), st.integers(2, 8))
@@ -107,7 +107,7 @@ def test_a_usual_step_is_cut_well(window: int, ngram: int, guesses: int, ranks: 
         parents += [0, *range(len(parents), len(parents) + 3)]
     shares = deal(window_tree(window, ngram, parents[: guesses + 1]), ranks)
     assert max(len(share.nodes) for share in shares) <= most
-    rows = [len(share.rows) for share in shares]
+    rows = [len(share.needed) for share in shares]
     assert max(rows) < sum(rows)
 
 
@@ -129,7 +129,7 @@ def test_columns_of_the_window_are_dealt() -> None:
     """Two columns to each of two ranks: the last one's rank computes the whole oldest row, as in the paper."""
     tree = window_tree(4, 4, [-1])
     shares = deal(tree, 2)
-    assert sorted(len(share.rows) for share in shares) == [2, 3]
+    assert sorted(len(share.needed) for share in shares) == [2, 3]
     assert max(len(share.nodes) for share in shares) < len(tree)
     oldest = {0, 1, 2, 3}
     assert any(oldest <= set(share.nodes) for share in shares)
@@ -138,7 +138,7 @@ def test_columns_of_the_window_are_dealt() -> None:
 def test_a_rank_without_work_runs_the_root() -> None:
     shares = deal(TokenTree([7], [-1], [0], [0]), 3)
     assert shares == [Share([0], [0]), Share([0], []), Share([0], [])]
-    assert shares[1].tree(TokenTree([7], [-1], [0], [0])).rows == [0]
+    assert shares[1].tree(TokenTree([7], [-1], [0], [0])).needed == [0]
 
 
 def test_a_path_is_kept_as_far_as_the_share_goes() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scripted import ScriptedBackend, ScriptedModel, curve
 
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
 from lookahead.tune import plot
@@ -152,7 +152,7 @@ def test_the_hopeless_are_not_run() -> None:
 
 def test_every_prompt_is_run_by_each_with_its_own_memory() -> None:
     model = ScriptedModel(flat, accepts)
-    before = model.warmth
+    before = model.memory
     tuner = Tuner(model, cost=curve(flat), max_tokens=16, temperature=0.5)
     chosen = tuner.anchors()
     for prompt in PROMPTS:
@@ -164,8 +164,8 @@ def test_every_prompt_is_run_by_each_with_its_own_memory() -> None:
     assert asked == [(prompt, config) for prompt in PROMPTS for config in expected]
     assert len(others) > TOGETHER
     assert all(s == {"max_tokens": 16, "temperature": 0.5, "seed": 0} for _, _, s in model.asked)
-    assert len({id(trial.warmth) for trial in tuner.trials.values()}) == len(chosen)
-    assert model.warmth is before
+    assert len({id(trial.memory) for trial in tuner.trials.values()}) == len(chosen)
+    assert model.memory is before
 
 
 def test_an_answer_of_one_step_is_no_error() -> None:
@@ -177,15 +177,15 @@ def test_steps_are_woven_and_an_error_frees_every_slot(model: Any, tokenizer: An
     """What each config accepts does not depend on the others, and no slot stays open whatever happens."""
     lm = LookaheadModel(model, tokenizer, "tiny", settings)
     configs = [LookaheadConfig.autoregressive(), settings, LookaheadConfig.paper(3, 4, 3)]
-    together = weave(lm, "the fox", [(c, Warmth()) for c in configs], {"max_tokens": 20})
+    together = weave(lm, "the fox", [(c, SharedMemory()) for c in configs], {"max_tokens": 20})
     for config, run in zip(configs, together, strict=True):
-        (alone,) = weave(lm, "the fox", [(config, Warmth())], {"max_tokens": 20})
+        (alone,) = weave(lm, "the fox", [(config, SharedMemory())], {"max_tokens": 20})
         assert (run.sizes, run.tokens, run.steps) == (alone.sizes, alone.tokens, alone.steps)
         assert len(run.sizes) == len(run.seconds) == run.steps - 1
         assert min(run.seconds) > 0
     with pytest.raises(ValueError, match="max_tokens"):
-        weave(lm, "the fox", [(configs[0], Warmth()), (configs[1], Warmth())], {"max_tokens": 0})
-    kept, steps = lm.warmth, 0
+        weave(lm, "the fox", [(configs[0], SharedMemory()), (configs[1], SharedMemory())], {"max_tokens": 0})
+    kept, steps = lm.memory, 0
 
     def failing(inputs: Any) -> Any:
         nonlocal steps
@@ -196,8 +196,8 @@ def test_steps_are_woven_and_an_error_frees_every_slot(model: Any, tokenizer: An
 
     real, lm.backend.launch = lm.backend.launch, failing
     with pytest.raises(RuntimeError, match="out of memory"):
-        weave(lm, "the fox", [(c, Warmth()) for c in configs], {"max_tokens": 20})
-    assert (lm.warmth, lm.backend._row) == (kept, {})
+        weave(lm, "the fox", [(c, SharedMemory()) for c in configs], {"max_tokens": 20})
+    assert (lm.memory, lm.backend._row) == (kept, {})
 
 
 # Candidates.
@@ -268,10 +268,10 @@ def test_the_svg_is_well_formed(tmp_path: Any) -> None:
 def test_tuning_a_real_model_changes_nothing_of_it(model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
     lm = LookaheadModel(model, tokenizer, "tiny", settings)
     expected = lm.generate("the fox", max_tokens=24).token_ids
-    warmth = lm.warmth
+    memory = lm.memory
     result = tune(lm, ["the quick brown", "once more the dog"], cost=curve(mild), max_tokens=12)
     assert {p.basis for p in result.predictions} == {"measured", "law"}
-    assert lm.warmth is warmth
+    assert lm.memory is memory
     assert (lm.default_config, lm.backend._row) == (settings, {})
     for one in result.predictions:
         assert lm.generate("the fox", max_tokens=24, config=one.candidate.config).token_ids == expected

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from lookahead.algorithm.draft import NO_GUESSES, Draft
 from lookahead.algorithm.sampling import NO_DRAW
-from lookahead.algorithm.sources import Outcome, Warmth, build, source_of, wants_top
-from lookahead.algorithm.tree import Targets, TokenTree, window_layout
+from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
+from lookahead.algorithm.tree import StepOutput, TokenTree, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -21,7 +21,7 @@ from lookahead.stats import Stats
 class DecodingSequence:
     """Prompt and output of one request, and all that lookahead decoding remembers about it.
 
-    `ends` is asked after every accepted token and may end the sequence (stop strings live there). `warmth` is shared
+    `ends` is asked after every accepted token and may end the sequence (stop strings live there). `memory` is shared
     state of the loaded model; without it, or with scope 'request', the sequence starts cold.
     """
 
@@ -32,7 +32,7 @@ class DecodingSequence:
         sampling: SamplingParams | None = None,
         rules: StopRules | None = None,
         ends: Callable[[int], bool] | None = None,
-        warmth: Warmth | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self.config = config or LookaheadConfig()
         self.sampling = sampling or SamplingParams()
@@ -51,13 +51,13 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
-        shared = warmth is not None and self.config.recycle_scope == "model"
-        self._warmth = warmth if warmth is not None and shared else Warmth()
+        shared = memory is not None and self.config.recycle_scope == "model"
+        self._memory = memory if memory is not None and shared else SharedMemory()
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
         self._window = Window(width, self.config.ngram, self.tokens)
-        self._sources = build(self.config, self._warmth)
+        self._sources = build(self.config, self._memory)
         for source in self._sources:
             source.start(self.tokens)
 
@@ -66,7 +66,7 @@ class DecodingSequence:
         return self.tokens[self.prompt_tokens :]
 
     @property
-    def goes_on(self) -> bool:
+    def continues_alone(self) -> bool:
         """Whether the next step's target is, unless it ends the sequence, all of the step after it: nothing guesses."""
         left = self.room - self.stats.generated_tokens
         return left > 1 and self.sampling.greedy and not self._sources and not self._window.width
@@ -92,7 +92,7 @@ class DecodingSequence:
         room, deepest = budget - layout.size, min(left - 1, config.deepest)
         if room < 1 or deepest < 1:
             return layout.tree(branch, NO_GUESSES)
-        draft = Draft(self.tokens, self._warmth.calibration.rates)
+        draft = Draft(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.propose(self.tokens, draft)
         return draft.tree(layout, branch, room, deepest, None if shares else config.step_cost)
@@ -105,16 +105,16 @@ class DecodingSequence:
         while len(self._uniforms) <= generated + max(depths, default=0):
             self._uniforms.append(self._random.random())
         left = self._uniforms[generated:]
-        window = len(tree.rows) - 1 - len(depths)
+        window = len(tree.needed) - 1 - len(depths)
         return [left[0], *[NO_DRAW] * window, *[left[depth] for depth in depths]]
 
-    def verify(self, tree: TokenTree, result: Targets) -> Verdict:
+    def verify(self, tree: TokenTree, result: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
         path, tokens = accept(tree, result.targets)
         count, reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
         return Verdict(path[: count - 1], tokens[:count], reason)
 
-    def absorb(self, tree: TokenTree, result: Targets, verdict: Verdict | None = None) -> Verdict:
+    def absorb(self, tree: TokenTree, result: StepOutput, verdict: Verdict | None = None) -> Verdict:
         """Take the accepted tokens, roll the window, learn. Without a verdict the sequence verifies by itself."""
         verdict = verdict or self.verify(tree, result)
         path, tokens = verdict.path, verdict.tokens
@@ -134,13 +134,13 @@ class DecodingSequence:
         self._learn(Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams))
         return verdict
 
-    def meanwhile(self) -> None:
+    def learn_while_running(self) -> None:
         """What can wait until the next step runs."""
         for source in self._sources:
-            source.meanwhile()
+            source.learn_while_running()
 
     def _learn(self, shown: Outcome) -> None:
         """Learn what a step has shown: how good its guesses were, and new ones for the sources."""
-        self._warmth.calibration.learn_step(shown.tree, shown.path, shown.accepted)
+        self._memory.calibration.learn_step(shown.tree, shown.path, shown.accepted)
         for source in self._sources:
             source.absorb(shown)

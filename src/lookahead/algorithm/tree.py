@@ -40,7 +40,7 @@ class TokenTree:
     tokens: list[int]
     parents: list[int]
     depths: list[int]
-    rows: list[int]
+    needed: list[int]
     branch: int = 1
     width: int = 0
     origins: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class TokenTree:
     _guesses: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.sizes = len(self.tokens), len(self.rows)
+        self.sizes = len(self.tokens), len(self.needed)
 
     @classmethod
     def of(cls, numbers: array[int], sizes: tuple[int, int], branch: int, width: int) -> TokenTree:
@@ -63,10 +63,10 @@ class TokenTree:
         """Tokens, depths, parents, rows and origins, one after the other, as the functions in C read them."""
         if self._numbers is None:
             nodes, rows = self.sizes
-            lengths = len(self.tokens), len(self.depths), len(self.parents), len(self.rows)
+            lengths = len(self.tokens), len(self.depths), len(self.parents), len(self.needed)
             if lengths != (nodes, nodes, nodes, rows):
                 raise ValueError(f"a tree of {nodes} nodes and {rows} needed rows has lists of {lengths}")
-            self._numbers = array("i", [*self.tokens, *self.depths, *self.parents, *self.rows, *self.origins])
+            self._numbers = array("i", [*self.tokens, *self.depths, *self.parents, *self.needed, *self.origins])
         return self._numbers
 
     def unpack(self) -> None:
@@ -75,11 +75,11 @@ class TokenTree:
         numbers, (nodes, rows) = self._numbers.tolist(), self.sizes
         self.tokens, self.depths = numbers[:nodes], numbers[nodes : 2 * nodes]
         self.parents, numbers = numbers[2 * nodes : 3 * nodes], numbers[3 * nodes :]
-        self.rows, self.origins = numbers[:rows], numbers[rows : rows + nodes - self.branch]
+        self.needed, self.origins = numbers[:rows], numbers[rows : rows + nodes - self.branch]
 
     def __getattr__(self, name: str) -> list[int]:
         """Python comes here for a field that has no value: for the lists that are not made yet."""
-        if name not in ("tokens", "parents", "depths", "rows", "origins"):
+        if name not in ("tokens", "parents", "depths", "needed", "origins"):
             raise AttributeError(f"a token tree has no {name!r}", name=name, obj=self)
         self.unpack()
         made: list[int] = object.__getattribute__(self, name)
@@ -119,12 +119,12 @@ def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
         tokens=[*trail, *tree.tokens],
         parents=[*range(-1, shift), *[parent + shift for parent in tree.parents[1:]]],
         depths=[*range(shift), *[depth + shift for depth in tree.depths]],
-        rows=[row + shift for row in tree.rows],
+        needed=[row + shift for row in tree.needed],
     )
 
 
 @dataclass(slots=True)
-class Targets:
+class StepOutput:
     """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
 
     A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`); a list of

@@ -24,7 +24,7 @@ class Verdict:
 def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:
     """From the root, follow the guess that equals the target, as far as there is one.
 
-    `targets` aligns with `tree.rows`. Returns the accepted guesses' nodes and the accepted tokens: those guesses
+    `targets` aligns with `tree.needed`. Returns the accepted guesses' nodes and the accepted tokens: those guesses
     and the target after the last of them, so one token more than nodes, and never fewer than one.
     """
     path: list[int] = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.config import SamplingParams
 
 
@@ -15,9 +15,9 @@ class StepInput:
     """One sequence's part of a forward pass.
 
     `trail` are the tokens before the tree's root that are not cached yet: the prompt, on the first step; else nothing.
-    `uniforms` align with `tree.rows` (empty for greedy); `top` is how many likeliest tokens to return per row.
-    With `logits` the result holds the rows' logits, too. `goes_on` is a hint, which may turn out wrong: unless the
-    target ends the sequence, the next step has the same inputs, and of this one the target alone.
+    `uniforms` align with `tree.needed` (empty for greedy); `top` is how many likeliest tokens to return per row.
+    With `logits` the result holds their logits, too. `continues_alone` is a hint: the next step will be a plain
+    one-token step whose input is this step's target.
     """
 
     slot: int
@@ -27,7 +27,7 @@ class StepInput:
     uniforms: Sequence[float]
     top: int = 0
     logits: bool = False
-    goes_on: bool = False
+    continues_alone: bool = False
 
 
 def padded(batch: int) -> int:
@@ -56,11 +56,11 @@ class Backend(Protocol):
         """Start one forward pass over every input's trail and tree; it may still run on return."""
         ...
 
-    def collect(self, launched: Any) -> list[Targets]:
+    def collect(self, launched: Any) -> list[StepOutput]:
         """Wait for it: the needed rows' targets and top rows."""
         ...
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         """Launch and collect."""
         ...
 

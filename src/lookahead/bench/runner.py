@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.costs import behind
 from lookahead.bench.jobs import Job
 from lookahead.bench.methods import Method, plain
@@ -100,7 +100,7 @@ class Runner:
         self.models, self.results, self.warm = models, results, warm
         self._ready: set[Method] = set()
         self._longest: Prompt | None = None
-        self._warmth: dict[Any, Warmth] = {}
+        self._memory: dict[Any, SharedMemory] = {}
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """What has yet to be run. A warm group that was cut short is run from its beginning: it has forgotten."""
@@ -171,7 +171,7 @@ class Runner:
         lm, method = self.models.of(job.method), job.method
         if method not in self._ready:
             self._ready.add(method)
-            lm.warmth = Warmth()
+            lm.memory = SharedMemory()
             prepare = getattr(lm.backend, "prepare", None)
             if prepare is not None and lm.device.type == "cuda" and not method.stock:
                 prepare(min(longest, lm.backend.max_length or longest), (method.config or lm.default_config).budget)
@@ -197,9 +197,9 @@ class Runner:
     def _fresh(self, lm: Any, job: Job) -> None:
         """No method may learn from another, nor from its own earlier repeat of the same answer."""
         if not self.warm:
-            lm.warmth = Warmth()
+            lm.memory = SharedMemory()
             return
-        lm.warmth = self._warmth.setdefault(job.group, Warmth())
+        lm.memory = self._memory.setdefault(job.group, SharedMemory())
 
 
 def answer(models: Models, job: Job, longest: int = 0) -> Answered:

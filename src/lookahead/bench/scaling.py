@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP, Warmth, wants_top
-from lookahead.algorithm.tree import Targets
+from lookahead.algorithm.sources import TOP, SharedMemory, wants_top
+from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
@@ -132,10 +132,10 @@ class Rehearsal:
             self.shares[ranks] += max(loads)
         return self.inner.launch(inputs)
 
-    def collect(self, launched: Any) -> list[Targets]:
+    def collect(self, launched: Any) -> list[StepOutput]:
         return self.inner.collect(launched)
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -156,10 +156,10 @@ def measure(
     """S and shares of every setting, each from cold."""
     found = []
     for name, config in settings.items():
-        rehearsal, warmth = Rehearsal(backend, ranks), Warmth()
+        rehearsal, memory = Rehearsal(backend, ranks), SharedMemory()
         measured = Measured(name, shares=rehearsal.shares, top=TOP if wants_top(config) else 0)
         for prompt in prompts:
-            sequence = DecodingSequence(prompt, config, rules=rules, warmth=warmth)
+            sequence = DecodingSequence(prompt, config, rules=rules, memory=memory)
             engine = Engine(rehearsal)
             engine.add(sequence)
             while engine.running:

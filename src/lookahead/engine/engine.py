@@ -8,7 +8,7 @@ from time import perf_counter
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import TOP
-from lookahead.algorithm.tree import Targets
+from lookahead.algorithm.tree import StepOutput
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput, padded
 from lookahead.config import SamplingParams
@@ -23,15 +23,15 @@ class Accepted:
 
 
 @dataclass(slots=True)
-class Ran:
+class StepResult:
     """One sequence's part of a step that ran: what went in, what came out."""
 
     sequence: DecodingSequence
     item: StepInput
-    result: Targets
+    result: StepOutput
 
 
-Judge = Callable[[Sequence[Ran]], list[Verdict]]
+Judge = Callable[[Sequence[StepResult]], list[Verdict]]
 """Verifies all sequences of a step together, from their logits (see `walk`)."""
 
 
@@ -56,7 +56,9 @@ class Engine:
     ) -> None:
         self.backend, self.judge, self.leaving = backend, judge, leaving
         self._slots: dict[DecodingSequence, int] = {}
-        self._spent: Sequence[Ran] = ()  # the last step, whose many small parts are let go while the next one runs
+        self._spent: Sequence[
+            StepResult
+        ] = ()  # the last step, whose many small parts are let go while the next one runs
 
     def add(self, sequence: DecodingSequence, slot: int | None = None) -> None:
         """Let a sequence take part from the next step on; `slot` may hold the K/V of its first tokens already."""
@@ -83,7 +85,7 @@ class Engine:
         # 1. Propose, and one forward pass: over those that go on together, over each newcomer by itself.
         cached = self.backend.length
         others: list[DecodingSequence] = []
-        ran: list[Ran] = []
+        ran: list[StepResult] = []
         for sequence, slot in list(self._slots.items()):
             if cached(slot) < len(sequence.tokens) - 1:
                 ran += self._forward([sequence])
@@ -93,7 +95,7 @@ class Engine:
             ran += self._forward(others)
         return self.settle(ran)
 
-    def settle(self, ran: Sequence[Ran], *, commit: bool = True) -> list[Accepted]:
+    def settle(self, ran: Sequence[StepResult], *, commit: bool = True) -> list[Accepted]:
         """The rest of a step that ran. Without `commit` it had no guesses, and its root's K/V is in place already."""
         # 2. Verify and absorb: each sequence accepts what it can, and learns.
         begin = perf_counter()
@@ -115,7 +117,7 @@ class Engine:
         self._spent = ran
         return [Accepted(one.sequence, verdict.tokens) for one, verdict in accepted]
 
-    def _forward(self, group: Sequence[DecodingSequence]) -> list[Ran]:
+    def _forward(self, group: Sequence[DecodingSequence]) -> list[StepResult]:
         """Propose each sequence's tree and run all of them in one pass."""
         begin = perf_counter()
         inputs = []
@@ -126,24 +128,24 @@ class Engine:
             top = TOP if sequence.wants_top else 0
             if self.judge is None:
                 item = StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top)
-                item.goes_on = together and sequence.goes_on
+                item.continues_alone = together and sequence.continues_alone
                 inputs.append(item)
             else:
                 inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
         proposed = perf_counter()
         launched = self.backend.launch(inputs)
-        self._meanwhile(group, inputs)
+        self._learn_while_running(group, inputs)
         results = self.backend.collect(launched)
         ran = perf_counter()
         for sequence in group:
             sequence.stats.propose_seconds += (proposed - begin) / len(group)
             sequence.stats.forward_seconds += ran - proposed
-        return [Ran(*parts) for parts in zip(group, inputs, results, strict=True)]
+        return [StepResult(*parts) for parts in zip(group, inputs, results, strict=True)]
 
-    def _meanwhile(self, group: Sequence[DecodingSequence], inputs: Sequence[StepInput]) -> None:
+    def _learn_while_running(self, group: Sequence[DecodingSequence], inputs: Sequence[StepInput]) -> None:
         """What can wait until the device runs: the trees as verification reads them, and what the last step left."""
         self._spent = ()
         for sequence in group:
-            sequence.meanwhile()
+            sequence.learn_while_running()
         for item in inputs:
             item.tree.guesses()

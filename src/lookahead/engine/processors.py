@@ -20,7 +20,7 @@ from lookahead.algorithm.sampling import distribution, draw
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.verify import Verdict, cut
 from lookahead.config import SamplingParams
-from lookahead.engine.engine import Ran
+from lookahead.engine.engine import StepResult
 
 Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(token ids [B, L], scores [B, V]) -> scores [B, V], as transformers' `LogitsProcessorList`."""
@@ -32,7 +32,7 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 """Scores [B, V] -> tokens [B]. It is called once per output position."""
 
 
-Standing = dict[int, tuple[Ran, int]]
+Standing = dict[int, tuple[StepResult, int]]
 """Row -> its part of the step, and the node of the tree that it has reached."""
 
 
@@ -71,7 +71,7 @@ class Walk:
         self._rows = {sequence: row for row, sequence in enumerate(sequences)}
         self._met = torch.zeros(len(sequences), dtype=torch.bool, device=ids.device)
 
-    def __call__(self, ran: Sequence[Ran]) -> list[Verdict]:
+    def __call__(self, ran: Sequence[StepResult]) -> list[Verdict]:
         """Verify one step of the rows that are still running."""
         verdicts = {self._rows[one.sequence]: Verdict([], []) for one in ran}
         at: Standing = {self._rows[one.sequence]: (one, 0) for one in ran}
@@ -81,7 +81,7 @@ class Walk:
             self.ids = torch.cat([self.ids, torch.tensor(tokens, device=self.ids.device)[:, None]], dim=1)
             # 2. Does a row end here?
             ended = self._ended()
-            guesses: dict[int, tuple[Ran, int | None]] = {}
+            guesses: dict[int, tuple[StepResult, int | None]] = {}
             for row, (one, node) in at.items():
                 verdict, sequence = verdicts[row], one.sequence
                 verdict.tokens.append(tokens[row])
@@ -137,8 +137,8 @@ class Walks:
         self._of.update(dict.fromkeys(sequences, walk))
         return walk
 
-    def __call__(self, ran: Sequence[Ran]) -> list[Verdict]:
-        parts: dict[Walk, list[Ran]] = {}
+    def __call__(self, ran: Sequence[StepResult]) -> list[Verdict]:
+        parts: dict[Walk, list[StepResult]] = {}
         for one in ran:
             parts.setdefault(self._of[one.sequence], []).append(one)
         verdicts: dict[DecodingSequence, Verdict] = {}

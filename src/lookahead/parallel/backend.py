@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.algorithm.tree import Targets
+from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.parallel.deal import Share, deal
 from lookahead.parallel.group import Group, Numbers
@@ -129,7 +129,7 @@ class ParallelBackend:
         self._last.update({item.slot: (item, share) for item, share in zip(inputs, shares, strict=True)})
         return Launched(list(inputs), shares, inner)
 
-    def collect(self, launched: Launched) -> list[Targets]:
+    def collect(self, launched: Launched) -> list[StepOutput]:
         """Wait for this rank's share, exchange, and read all results from what was exchanged."""
         with self.group.guarded():
             results = self.inner.collect(launched.inner)
@@ -143,7 +143,7 @@ class ParallelBackend:
             self._state.update(gathered.tobytes())
         return found
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -165,8 +165,8 @@ class ParallelBackend:
         lacks = state.lacks[self.group.share]
         uniforms: Sequence[float] = ()
         if item.uniforms:
-            by_node = dict(zip(item.tree.rows, item.uniforms, strict=True))
-            uniforms = [by_node[node] for node in share.rows or [0]]
+            by_node = dict(zip(item.tree.needed, item.uniforms, strict=True))
+            uniforms = [by_node[node] for node in share.needed or [0]]
         trail = [*(state.path[-lacks:] if lacks else ()), *item.trail]
         return StepInput(state.inner, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
 
@@ -214,17 +214,17 @@ class ParallelBackend:
         return gathered
 
 
-def pack(launched: Launched, results: Sequence[Targets], share: int, step: int, top: int) -> Numbers:
+def pack(launched: Launched, results: Sequence[StepOutput], share: int, step: int, top: int) -> Numbers:
     """[HEADER + rows * (1 + 2 top)] integers: this rank's rows of all inputs, one after the other, then zeros."""
     width = 1 + 2 * top
-    counts = [sum(len(part[rank].rows) for part in launched.shares) for rank in range(len(launched.shares[0]))]
+    counts = [sum(len(part[rank].needed) for part in launched.shares) for rank in range(len(launched.shares[0]))]
     rows = max(ROWS, 1 << (max(counts) - 1).bit_length())
     packed = np.zeros(HEADER + rows * width, dtype=np.int32)
     packed[:3] = step & 0x7FFFFFFF, _checksum(launched.inputs), counts[share]
     body = packed[HEADER:].reshape(rows, width)
     start = 0
     for item, shares, result in zip(launched.inputs, launched.shares, results, strict=True):
-        count = len(shares[share].rows)
+        count = len(shares[share].needed)
         body[start : start + count, 0] = result.targets[:count]
         if item.top and count:
             likely = np.asarray(result.top, dtype=np.int32)[:count]
@@ -233,21 +233,21 @@ def pack(launched: Launched, results: Sequence[Targets], share: int, step: int, 
     return packed
 
 
-def unpack(launched: Launched, gathered: Numbers, top: int, vocabulary: int) -> list[Targets]:
+def unpack(launched: Launched, gathered: Numbers, top: int, vocabulary: int) -> list[StepOutput]:
     """Every input's targets and top rows, each from the rank that owns the row."""
     width = 1 + 2 * top
     bodies = gathered[:, HEADER:].reshape(len(gathered), -1, width)
     starts = [0] * len(gathered)
     found = []
     for item, shares in zip(launched.inputs, launched.shares, strict=True):
-        place = {node: i for i, node in enumerate(item.tree.rows)}
+        place = {node: i for i, node in enumerate(item.tree.needed)}
         rows = np.empty((len(place), width), dtype=np.int32)
         for rank, share in enumerate(shares):
-            count = len(share.rows)
-            rows[[place[node] for node in share.rows]] = bodies[rank, starts[rank] : starts[rank] + count]
+            count = len(share.needed)
+            rows[[place[node] for node in share.needed]] = bodies[rank, starts[rank] : starts[rank] + count]
             starts[rank] += count
         likely: Any = rows[:, 1 : 1 + 2 * len_top(item, vocabulary)] if item.top else []
-        found.append(Targets(rows[:, 0].tolist(), likely))
+        found.append(StepOutput(rows[:, 0].tolist(), likely))
     return found
 
 
@@ -261,6 +261,6 @@ def _checksum(inputs: Sequence[StepInput]) -> int:
     crc = 0
     for item in inputs:
         tree = item.tree
-        crc = zlib.crc32(array("q", [item.slot, *tree.tokens, *tree.parents, *tree.rows]), crc)
+        crc = zlib.crc32(array("q", [item.slot, *tree.tokens, *tree.parents, *tree.needed]), crc)
         crc = zlib.crc32(array("d", item.uniforms), crc)
     return crc & 0x7FFFFFFF

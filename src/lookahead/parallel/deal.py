@@ -28,7 +28,7 @@ class Share:
     `rows` (nodes, too) that this rank answers for. Every needed row has one owner."""
 
     nodes: list[int]
-    rows: list[int]
+    needed: list[int]
 
     def tree(self, whole: TokenTree) -> TokenTree:
         """The share as a tree of its own. A share that answers for nothing still runs its root."""
@@ -37,7 +37,7 @@ class Share:
             tokens=[whole.tokens[node] for node in self.nodes],
             parents=[-1, *[place[whole.parents[node]] for node in self.nodes[1:]]],
             depths=[whole.depths[node] for node in self.nodes],
-            rows=[place[node] for node in self.rows] or [0],
+            needed=[place[node] for node in self.needed] or [0],
         )
 
     def local(self, path: Sequence[int]) -> list[int]:
@@ -59,7 +59,7 @@ def deal(tree: TokenTree, ranks: int, loads: Sequence[int] | None = None) -> lis
     before = list(loads or [0] * ranks)
     needed = _needed(tree)
     if ranks == 1:
-        return [Share(_nodes(needed | 1), list(tree.rows))]
+        return [Share(_nodes(needed | 1), list(tree.needed))]
     above, below = visibility(tree.parents), _below(tree.parents, needed)
     even = -(-(needed.bit_count() - 1 + sum(before)) // ranks)
     best: list[int] | None = None
@@ -77,7 +77,7 @@ def _needed(tree: TokenTree) -> int:
     """The needed rows and their ancestors, as bits."""
     above = visibility(tree.parents)
     bits = 0
-    for node in tree.rows:
+    for node in tree.needed:
         bits |= above[node]
     return bits
 
@@ -147,17 +147,17 @@ def _with_owners(tree: TokenTree, held: list[int]) -> list[Share]:
     for rank, own in enumerate(nodes):
         for node in own:
             owner[node] = rank
-    rows: list[list[int]] = [[] for _ in held]
+    answered: list[list[int]] = [[] for _ in held]
     shared = []
-    for node in tree.rows:
+    for node in tree.needed:
         if twice >> node & 1:
             shared.append(node)
         else:
-            rows[owner[node]].append(node)
+            answered[owner[node]].append(node)
     for node in shared:
         holders = [rank for rank, bits in enumerate(held) if bits >> node & 1]
-        rows[min(holders, key=lambda rank: len(rows[rank]))].append(node)
-    return [Share(own, sorted(needed)) for own, needed in zip(nodes, rows, strict=True)]
+        answered[min(holders, key=lambda rank: len(answered[rank]))].append(node)
+    return [Share(own, sorted(needed)) for own, needed in zip(nodes, answered, strict=True)]
 
 
 def _nodes(bits: int) -> list[int]:

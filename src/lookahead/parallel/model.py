@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.generate import (
@@ -83,7 +83,7 @@ class ParallelModel(LookaheadModel):
     def alone(self) -> LookaheadModel:
         """This rank's model by itself, on the same weights and backend: to compare what several ranks do with."""
         one = LookaheadModel.__new__(LookaheadModel)
-        one.__dict__.update(self.__dict__, backend=self.backend.inner, warmth=Warmth())
+        one.__dict__.update(self.__dict__, backend=self.backend.inner, memory=SharedMemory())
         return one
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.algorithm.sampling import top_rows
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP, Warmth
-from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.algorithm.sources import TOP, SharedMemory
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
@@ -24,7 +24,7 @@ from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, input_device, layer_shapes, position_limit, probe
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine.engine import Accepted, Engine, Ran
+from lookahead.engine.engine import Accepted, Engine, StepResult
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Rows
@@ -32,7 +32,7 @@ from lookahead.transformers_hook.rules import Plan
 
 
 @dataclass
-class Known:
+class ModelFacts:
     """What was found out about a model; it holds as long as the model's `state` does.
 
     `graph` is its graph backend, if one was asked for: captured steps are kept for the next call. Only one call at a
@@ -41,13 +41,13 @@ class Known:
 
     state: tuple[Any, ...]
     shapes: list[tuple[torch.Tensor, torch.Tensor]]
-    warmth: Warmth = field(default_factory=Warmth)
+    memory: SharedMemory = field(default_factory=SharedMemory)
     defaults: dict[str, LookaheadConfig] = field(default_factory=dict)
     graph: GraphBackend | None = None
     turn: RLock = field(default_factory=RLock)
 
 
-_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
 """Facts, not settings: `decoding()` is often made anew for every call, and to probe the model again takes 7 passes."""
 _finding_out = RLock()
 """Two threads that come first, at once, share what one of them finds out."""
@@ -67,14 +67,14 @@ class Run:
         self.sequences: list[DecodingSequence] = []
         self._left: dict[DecodingSequence, caches.Layers] = {}
 
-    def _know(self) -> Known:
+    def _know(self) -> ModelFacts:
         model = self.model
         place = model.get_input_embeddings().weight
         state = (input_device(model), place.dtype, place.shape, model.config._attn_implementation, model.training)
         with _finding_out:
             known = _known.get(model)
             if known is None or known.state != state:
-                known = Known(state, layer_shapes(model))
+                known = ModelFacts(state, layer_shapes(model))
                 probe(EagerBackend(model, verify=False, shapes=known.shapes))
                 _known[model] = known
         return known
@@ -155,7 +155,7 @@ class Run:
                     f"positions ({limit.reason}), and {longest} are asked for; lower max_new_tokens"
                 )
         rules = StopRules(room, plan.eos_ids, limit.positions, last_is_free=True)
-        return [DecodingSequence(prompt, config, rules=rules, warmth=self.known.warmth) for prompt in prompts]
+        return [DecodingSequence(prompt, config, rules=rules, memory=self.known.memory) for prompt in prompts]
 
     def _slot(self, row: int, engine: Engine) -> int:
         """A row's place, with the K/V that came along; from here on its sequence takes part."""
@@ -187,14 +187,14 @@ class Run:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _roots(self, slots: Sequence[int], logits: torch.Tensor) -> list[Ran]:
+    def _roots(self, slots: Sequence[int], logits: torch.Tensor) -> list[StepResult]:
         """A step of bare roots that gave these logits [B, V]."""
         ran = []
         for sequence, slot, row in zip(self.sequences, slots, logits, strict=True):
             tree = TokenTree(sequence.tokens[-1:], [-1], [0], [0])
             item = StepInput(slot, (), tree, sequence.sampling, ())
             top = [(*ids, *levels) for ids, levels in zip(*(x.tolist() for x in top_rows(row[None], TOP)), strict=True)]
-            ran.append(Ran(sequence, item, Targets([int(row.argmax())], top, row[None])))
+            ran.append(StepResult(sequence, item, StepOutput([int(row.argmax())], top, row[None])))
         return ran
 
     def _leave(self, sequence: DecodingSequence, slot: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig
 
 STALL = 3.0
@@ -41,22 +41,22 @@ class Run:
 
 
 def weave(
-    model: Any, prompt: Any, asked: Sequence[tuple[LookaheadConfig, Warmth]], settings: dict[str, Any]
+    model: Any, prompt: Any, asked: Sequence[tuple[LookaheadConfig, SharedMemory]], settings: dict[str, Any]
 ) -> list[Run]:
     """One answer by each config, a step of each in turn, through the model's own path, text and all."""
     runs = [Run() for _ in asked]
-    kept = model.warmth
+    kept = model.memory
     streams: list[Generator[None, None, None]] = []
     try:
-        for run, (config, warmth) in zip(runs, asked, strict=True):
-            model.warmth = warmth  # taken at the first step
+        for run, (config, memory) in zip(runs, asked, strict=True):
+            model.memory = memory  # taken at the first step
             streams.append(_watched(run, model.steps(prompt, config=config, **settings)))
             next(streams[-1], None)
         live = list(streams)
         while live:
             live = [stream for stream in live if next(stream, stream) is None]
     finally:
-        model.warmth = kept
+        model.memory = kept
         for stream in streams:
             stream.close()
     return runs
@@ -81,7 +81,7 @@ def _watched(run: Run, steps: Iterator[Any]) -> Generator[None, None, None]:
 class Trial:
     """A candidate's runs, one per round. `relative` are its factors over those of plain decoding, round by round."""
 
-    warmth: Warmth = field(default_factory=Warmth)
+    memory: SharedMemory = field(default_factory=SharedMemory)
     runs: list[Run] = field(default_factory=list)
     relative: list[float] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.loading import profiles
 from lookahead.loading.step_cost import SIZES, StepCost, measure, processor
 from lookahead.tune.candidates import AUTOREGRESSIVE, BUDGETS, FITTED, Candidate, all_candidates
@@ -152,13 +152,13 @@ class Tuner:
     def warm_up(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
         """What happens once per shape of a step happens here."""
         for group in self._groups(candidates):
-            asked = [(one.config, Warmth()) for one in group]
+            asked = [(one.config, SharedMemory()) for one in group]
             weave(self.model, prompt, asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
 
     def round(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
         """One prompt by each of these, beside plain decoding."""
         for group in self._groups(candidates):
-            asked = [(one.config, self.trials.setdefault(one, Trial()).warmth) for one in group]
+            asked = [(one.config, self.trials.setdefault(one, Trial()).memory) for one in group]
             runs = weave(self.model, prompt, asked, self.settings)
             for one, run in zip(group, runs, strict=True):
                 self.trials[one].add(run, self.table, runs[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lookahead.algorithm.native import build as native
-from lookahead.algorithm.sources import Warmth
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.recycle import DictMemory
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -97,8 +97,8 @@ def test_without_a_library_python_does_it_and_one_line_says_so(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO, "lookahead"):
-        assert isinstance(Warmth().memory, DictMemory)
-        assert isinstance(Warmth().memory, DictMemory)
+        assert isinstance(SharedMemory().memory, DictMemory)
+        assert isinstance(SharedMemory().memory, DictMemory)
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("the Python draft runs in place of the C one: ")
     assert "\n" not in caplog.messages[0]
@@ -114,7 +114,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
-    code = "from lookahead.algorithm.sources import Warmth; print(type(Warmth().memory).__name__)"
+    code = "from lookahead.algorithm.sources import SharedMemory; print(type(SharedMemory().memory).__name__)"
     environment = {**os.environ, "LOOKAHEAD_NATIVE": "0", "LOOKAHEAD_CACHE": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "DictMemory"

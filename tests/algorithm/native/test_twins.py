@@ -25,7 +25,7 @@ from lookahead.algorithm.native import build as native
 from lookahead.algorithm.native.drafter import TOP, NativeMemory, NativeText, Row
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth, build
+from lookahead.algorithm.sources import SharedMemory, build
 from lookahead.algorithm.sources.calibration import Calibration, Outcome
 from lookahead.algorithm.sources.recycle import DictMemory, RecycleSource
 from lookahead.algorithm.tree import TokenTree, window_layout
@@ -80,7 +80,7 @@ def kept(draw: st.DrawFn) -> tuple[str, Any]:
     """A step's rows; all of one step are of one length, and come as tuples or as an array."""
     tree = draw(trees())
     count = draw(st.integers(1, TOP))
-    top: Any = [draw(rows(count)) for _ in tree.rows]
+    top: Any = [draw(rows(count)) for _ in tree.needed]
     if draw(st.booleans()):
         top = np.array(top, dtype=np.int32).reshape(len(top), 2 * count)
     return "keep", (tree, (draw(before), draw(before)), top)
@@ -293,7 +293,7 @@ def test_drafts_are_the_same_bit_for_bit(case: dict[str, Any]) -> None:
     with python():
         twins, twin_tree = grown(case, DictMemory, calibration), planted(case, DictMemory, calibration)
     assert repr(ours) == repr(twins)
-    used = 4 * len(twin_tree) + len(twin_tree.rows) - twin_tree.branch
+    used = 4 * len(twin_tree) + len(twin_tree.needed) - twin_tree.branch
     assert our_tree.packed()[:used] == twin_tree.packed()
     assert our_tree == twin_tree
 
@@ -359,12 +359,12 @@ def told_texts(draw: st.DrawFn) -> dict[str, Any]:
 
 def suggested(case: dict[str, Any]) -> list[str]:
     """What is drafted after the prompt and after every block."""
-    warmth, text, seen = Warmth(), list(case["prompt"]), []
-    sources = build(case["config"], warmth)
+    memory, text, seen = SharedMemory(), list(case["prompt"]), []
+    sources = build(case["config"], memory)
     for source in sources:
         source.start(text)
     for accepted, ngrams in [*case["steps"], ([], [])]:
-        draft = Draft(text, warmth.calibration.rates)
+        draft = Draft(text, memory.calibration.rates)
         for source in sources:
             source.propose(text, draft)
         seen.append(repr(draft.grow(40, 9)))
@@ -397,7 +397,7 @@ def test_a_long_text_suggests_the_same() -> None:
 
 def test_which_sources_c_takes_over() -> None:
     def kinds(**options: Any) -> list[str]:
-        return [type(source).__name__ for source in build(LookaheadConfig(window=0, **options), Warmth())]
+        return [type(source).__name__ for source in build(LookaheadConfig(window=0, **options), SharedMemory())]
 
     assert kinds() == ["TextSource", "RecycleSource"]
     assert kinds(sources=("suffix",)) == ["TextSource"]
@@ -464,7 +464,7 @@ def test_a_tree_is_the_same_from_its_numbers(case: tuple[TokenTree, list[int], l
     whole = case[0]
     for first in ("tokens", "parents", "depths", "rows", "origins"):
         tree = TokenTree.of(whole.packed(), whole.sizes, whole.branch, whole.width)
-        assert (len(tree), tree.sizes) == (len(whole.tokens), (len(whole.tokens), len(whole.rows)))
+        assert (len(tree), tree.sizes) == (len(whole.tokens), (len(whole.tokens), len(whole.needed)))
         assert getattr(tree, first) == getattr(whole, first)
         assert tree == whole
         assert repr(tree) == repr(whole)
@@ -504,7 +504,7 @@ def test_what_points_nowhere_is_refused() -> None:
     memory, tree = NativeMemory(), TokenTree([1, 2], [-1, 0], [0, 1], [0, 1])
     for rows, parents in (([2], [-1, 0]), ([-1], [-1, 0]), ([1], [-1, 1]), ([1], [-1, 7])):
         with pytest.raises(IndexError, match="does not exist"):
-            memory.keep(replace(tree, parents=parents, rows=rows), (-1, -1), [(5, 0)])
+            memory.keep(replace(tree, parents=parents, needed=rows), (-1, -1), [(5, 0)])
     packet = Packet(1, 2, False)
     for short in (replace(tree, parents=[-1]), replace(tree, depths=[0])):
         with pytest.raises(ValueError, match="a tree of 2 nodes and 2 needed rows has lists of"):
@@ -542,12 +542,12 @@ COST = tuple(1 + 0.03 * k for k in range(48))
 
 def told(vocabulary: int, config: LookaheadConfig, sampling: SamplingParams) -> list[Any]:
     """Every tree and block of three requests that share what they learn."""
-    warmth, model, told = Warmth(), toy_model(vocabulary, seed=3, order=2), list[Any]()
+    memory, model, told = SharedMemory(), toy_model(vocabulary, seed=3, order=2), list[Any]()
     for prompt in ([1, 2, 3], [2], [1, 2, 3, 1, 2]):
-        sequence = DecodingSequence(prompt, config, sampling, StopRules(max_tokens=60), warmth=warmth)
+        sequence = DecodingSequence(prompt, config, sampling, StopRules(max_tokens=60), memory=memory)
         told += list(steps(sequence, model))
         told.append(sequence.stats)
-    return [*told, warmth.calibration.rates, list(warmth.memory.items())]
+    return [*told, memory.calibration.rates, list(memory.successors.items())]
 
 
 @pytest.mark.parametrize("vocabulary", [3, 5, 40])
@@ -581,11 +581,11 @@ def test_every_step_of_the_graph_backend_is_the_same(model: Any, temperature: fl
     """A batch of a tiny Llama, with packets and top rows as they go to and come from a device."""
 
     def run() -> list[Any]:
-        engine, warmth, seen = Engine(GraphBackend(copy.deepcopy(model))), Warmth(), list[Any]()
+        engine, memory, seen = Engine(GraphBackend(copy.deepcopy(model))), SharedMemory(), list[Any]()
         config = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40, sources=SOURCES)
         for seed, prompt in enumerate([[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3, 4]]):
             sampling = SamplingParams(temperature=temperature, seed=seed)
-            engine.add(DecodingSequence(prompt, config, sampling, StopRules(max_tokens=40), warmth=warmth))
+            engine.add(DecodingSequence(prompt, config, sampling, StopRules(max_tokens=40), memory=memory))
         forward = engine._forward
         engine._forward = lambda group: seen_in(forward(group))  # type: ignore[method-assign]
 
@@ -595,7 +595,7 @@ def test_every_step_of_the_graph_backend_is_the_same(model: Any, temperature: fl
 
         while engine.running:
             seen += [accepted.tokens for accepted in engine.step()]
-        return [*seen, list(warmth.memory.items())]
+        return [*seen, list(memory.successors.items())]
 
     ours = run()
     with python():

@@ -10,7 +10,7 @@ from lookahead.algorithm.draft import Row, Successors
 from lookahead.algorithm.native import build as native
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import Warmth, build, wants_top
+from lookahead.algorithm.sources import SharedMemory, build, wants_top
 from lookahead.algorithm.sources import recycle as module
 from lookahead.algorithm.sources.calibration import Calibration, Outcome
 from lookahead.algorithm.sources.recycle import Key, Memory, RecycleSource, new_memory
@@ -119,7 +119,7 @@ def test_the_better_of_two_entries_answers(first: tuple[str, int], second: tuple
 
 
 def test_rows_of_a_tree_are_kept_under_their_paths() -> None:
-    """Root 3 after 1 2; guesses 4 -> 5 and 6 below it; the rows come in the order of `tree.rows`."""
+    """Root 3 after 1 2; guesses 4 -> 5 and 6 below it; the rows come in the order of `tree.needed`."""
     tree = TokenTree([3, 4, 6, 5], [-1, 0, 0, 1], [0, 1, 1, 2], [0, 1, 2, 3])
     source = RecycleSource(None, Calibration())
     text = [1, 2, 3, 4, 7]
@@ -164,13 +164,13 @@ def test_rows_are_shared_while_the_next_step_runs() -> None:
     first, second = RecycleSource(shared, Calibration()), RecycleSource(shared, Calibration())
     absorb(first, [1, 2, 3], row(50))
     assert rows_after(second)(1, 2, 3) is None
-    first.meanwhile()
+    first.learn_while_running()
     assert len(shared) == 3
     assert rows_after(second)(1, 2, 3)[0] == row(50)
     absorb(second, [1, 2, 3], row(51))
     assert rows_after(first)(1, 2, 3)[0] == row(50)
-    second.meanwhile()
-    first.meanwhile()
+    second.learn_while_running()
+    first.learn_while_running()
     assert len(shared) == 3
     assert rows_after(RecycleSource(shared, Calibration()))(1, 2, 3)[0] == row(51)
 
@@ -182,8 +182,8 @@ def test_rows_are_shared_in_order() -> None:
     for number in (50, 51):
         absorb(source, [1, 2, 3], row(number))
     assert shared[3] == row(50)
-    source.meanwhile()
-    source.meanwhile()
+    source.learn_while_running()
+    source.learn_while_running()
     assert shared[3] == row(51)
 
 
@@ -193,7 +193,7 @@ def test_own_rows_are_asked_before_shared_ones() -> None:
     source = RecycleSource(shared, Calibration())
     absorb(source, [1, 2, 3], row(50))
     own = rows_after(source)(1, 2, 3)
-    source.meanwhile()
+    source.learn_while_running()
     assert rows_after(source)(1, 2, 3) == own
 
 
@@ -204,7 +204,7 @@ def test_the_oldest_keys_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for token in (1, 2, 3, 1, 4):
         source = RecycleSource(shared, Calibration())
         absorb(source, [token], row(token if len(shared) < 9 else 9))
-        source.meanwhile()
+        source.learn_while_running()
         assert len(source.memory) == 3
     assert list(shared) == [(-1, -1, 2), (-1, 2), 2, (-1, -1, 3), (-1, 3), 3, (-1, -1, 4), (-1, 4), 4]
     assert shared[4] == row(9)
@@ -212,22 +212,22 @@ def test_the_oldest_keys_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scope", ["request", "model"])
 def test_scope_request_neither_reads_nor_leaves_anything(scope: str) -> None:
-    warmth = Warmth()
-    warmth.memory.update(keyed([7, 8, 9], 3))
-    before = dict(warmth.memory)
+    memory = SharedMemory()
+    memory.successors.update(keyed([7, 8, 9], 3))
+    before = dict(memory.successors)
     config = LookaheadConfig(window=0, sources=("recycle",), recycle_scope=scope)
-    (source,) = build(config, warmth)
+    (source,) = build(config, memory)
     assert (rows_after(source)(7, 8, 9) is None) == (scope == "request")
     absorb(source, [1, 2, 3], row(50))
-    source.meanwhile()
-    assert (warmth.memory == before) == (scope == "request")
+    source.learn_while_running()
+    assert (memory.successors == before) == (scope == "request")
 
 
 def test_scope_off_asks_for_no_top_rows() -> None:
     for scope, wanted in (("off", False), ("request", True), ("model", True)):
         config = LookaheadConfig(recycle_scope=scope)
         assert wants_top(config) == DecodingSequence([1], config).wants_top == wanted
-        sources = [type(source) for source in build(config, Warmth())]
+        sources = [type(source) for source in build(config, SharedMemory())]
         assert (RecycleSource in sources) == wanted
         assert len(sources) == (3 if native.library() is None else 1) + wanted
     assert not wants_top(LookaheadConfig(sources=("jacobi", "suffix")))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.sources import Warmth, build
+from lookahead.algorithm.sources import SharedMemory, build
 from lookahead.algorithm.sources.calibration import Calibration, Outcome
 from lookahead.algorithm.sources.suffix import SCAN, SuffixSource
 from lookahead.algorithm.tree import TokenTree
@@ -112,10 +112,10 @@ def lookup(text: list[int], tokens: int, key: int) -> list[int]:
 @example([1, 2, 1, 2], (10, 2), None)
 def test_oldest_is_the_prompt_lookup_of_transformers(text: list[int], size: tuple[int, int], data) -> None:
     tokens, key = size
-    warmth = Warmth()
-    (source,) = build(LookaheadConfig.prompt_lookup(tokens, key), warmth)
+    memory = SharedMemory()
+    (source,) = build(LookaheadConfig.prompt_lookup(tokens, key), memory)
     fed(source, text, data.draw(st.integers(1, len(text))) if data is not None else 1)
-    draft = Draft(text, warmth.calibration.rates)
+    draft = Draft(text, memory.calibration.rates)
     source.propose(text, draft)
     guesses = draft.grow(tokens, 99)
     assert list(guesses.tokens) == lookup(text, tokens, key)

@@ -16,7 +16,7 @@ from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, t
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import ahead
@@ -103,7 +103,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
     backend = GraphBackend(tiny("Llama", device=device))
     found = run(backend, PROMPTS, AUTOREGRESSIVE)
     assert "ahead" in ran
-    monkeypatch.setattr(DecodingSequence, "goes_on", False)
+    monkeypatch.setattr(DecodingSequence, "continues_alone", False)
     ran.clear()
     expected = run(backend, PROMPTS, AUTOREGRESSIVE)
     assert "ahead" not in ran
@@ -347,7 +347,7 @@ Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
 
 def steps(
     backend: GraphBackend, ask: Ask, *, hint: bool, commit: bool = True
-) -> tuple[list[Targets], list[torch.Tensor]]:
+) -> tuple[list[StepOutput], list[torch.Tensor]]:
     """Three steps of two sequences token by token, the step in question, and the logits of one more of each slot."""
     slots = [backend.open() for _ in TEXTS]
     tokens = list[int]()
@@ -357,7 +357,7 @@ def steps(
     for number in range(2):
         items = [greedy(slot, (), root(token)) for slot, token in zip(slots, tokens, strict=True)]
         for item in items:
-            item.goes_on = hint
+            item.continues_alone = hint
         tokens = [result.targets[0] for result in backend.step(items)]
         if commit or not number:
             backend.commit([(slot, ()) for slot in slots])
@@ -401,7 +401,7 @@ def trees(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
     made = []
     for slot, token in zip(slots, tokens, strict=True):
         tree = random_tree(9, token)
-        made.append(greedy(slot, (), TokenTree([token, *tree.tokens[1:]], tree.parents, tree.depths, tree.rows), 8))
+        made.append(greedy(slot, (), TokenTree([token, *tree.tokens[1:]], tree.parents, tree.depths, tree.needed), 8))
     return made
 
 
@@ -439,7 +439,7 @@ def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> N
     def hinting(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
         items = ask(slots, tokens)
         for item in items:
-            item.goes_on = True
+            item.continues_alone = True
         return items
 
     found, expected = (steps(backend, one, hint=False) for one in (hinting, ask))
@@ -452,7 +452,7 @@ def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -
     """One step token by token, committed, with another one ahead of it. Returns the targets."""
     items = same(slots, tokens)
     for item in items:
-        item.goes_on = True
+        item.continues_alone = True
     found = [result.targets[0] for result in backend.step(items)]
     backend.commit([(slot, ()) for slot in slots])
     return found

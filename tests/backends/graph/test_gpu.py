@@ -307,7 +307,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):
         if not hint:
-            monkeypatch.setattr(DecodingSequence, "goes_on", False)
+            monkeypatch.setattr(DecodingSequence, "continues_alone", False)
         other, expected, wanted = decoded(capture=capture)
         assert found == expected
         assert len(kept) == len(wanted)

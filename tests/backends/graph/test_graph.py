@@ -22,7 +22,7 @@ from torch import nn
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import Targets, TokenTree
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
@@ -710,12 +710,12 @@ def test_what_no_backend_runs_is_refused_first() -> None:
 # Results
 
 
-def tops(result: Targets) -> list[tuple[int, ...]]:
+def tops(result: StepOutput) -> list[tuple[int, ...]]:
     """The likeliest tokens and their levels, which come as tuples or as an array."""
     return [tuple(map(int, row)) for row in result.top]
 
 
-def assert_same_results(found: Targets, expected: Targets, top: int) -> None:
+def assert_same_results(found: StepOutput, expected: StepOutput, top: int) -> None:
     """Targets and the best tokens, judged by the eager backend's logits: equal up to ties. Levels within one."""
     logits = expected.logits
     assert len(found.targets) == len(expected.targets) == len(logits)

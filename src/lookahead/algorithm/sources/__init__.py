@@ -15,19 +15,19 @@ from lookahead.algorithm.sources.text import TextSource
 from lookahead.config import LookaheadConfig
 
 
-class Warmth:
+class SharedMemory:
     """What may outlive a request of one loaded model: recycled rows, and how often each kind of guess was right."""
 
     def __init__(self) -> None:
-        self.memory: Memory = new_memory()
+        self.successors: Memory = new_memory()
         self.calibration = Calibration()
 
 
-def build(config: LookaheadConfig, warmth: Warmth) -> list[Source]:
+def build(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
     """The sources a config asks for, surest first."""
     pool = NGramPool(config.guesses)
-    shared = warmth.memory if config.recycle_scope == "model" else None
-    calibration = warmth.calibration
+    shared = memory.successors if config.recycle_scope == "model" else None
+    calibration = memory.calibration
     makers: dict[str, Callable[[], Source]] = {
         "suffix": lambda: SuffixSource(
             calibration, config.suffix_key, config.suffix_branches, config.suffix_length, config.suffix_oldest
@@ -38,7 +38,7 @@ def build(config: LookaheadConfig, warmth: Warmth) -> list[Source]:
         "fixed-point": lambda: FixedPointSource(calibration, config.budget - 1),
     }
     sources = [make() for name, make in makers.items() if name in config.active_sources]
-    return in_c(sources) if isinstance(warmth.memory, NativeMemory) else sources
+    return in_c(sources) if isinstance(memory.successors, NativeMemory) else sources
 
 
 def in_c(sources: list[Source]) -> list[Source]:
@@ -54,4 +54,4 @@ def wants_top(config: LookaheadConfig) -> bool:
     return "recycle" in config.active_sources
 
 
-__all__ = ["TOP", "Calibration", "Outcome", "Source", "Warmth", "build", "source_of", "wants_top"]
+__all__ = ["TOP", "Calibration", "Outcome", "SharedMemory", "Source", "build", "source_of", "wants_top"]

@@ -35,7 +35,7 @@ SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point")
 class Outcome:
     """A finished step as the sources see it.
 
-    `text` is prompt and output, this step's `accepted` tokens included. `targets` and `top` align with `tree.rows`;
+    `text` is prompt and output, this step's `accepted` tokens included. `targets` and `top` align with `tree.needed`;
     `top` is empty when no source asked for it. `ngrams` come from the window.
     """
 
@@ -60,7 +60,7 @@ class Source(Protocol):
 
     def absorb(self, outcome: Outcome) -> None: ...
 
-    def meanwhile(self) -> None: ...
+    def learn_while_running(self) -> None: ...
 
 
 class Calibration:

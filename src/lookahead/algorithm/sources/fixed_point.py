@@ -23,7 +23,7 @@ class FixedPointSource:
         self.filler = prompt[-1]
         self.iterate = [self.filler] * self.block
 
-    def meanwhile(self) -> None:
+    def learn_while_running(self) -> None:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:

@@ -56,7 +56,7 @@ class PoolSource:
     def absorb(self, outcome: Outcome) -> None:
         self.feed(outcome.ngrams)
 
-    def meanwhile(self) -> None:
+    def learn_while_running(self) -> None:
         pass
 
     def feed(self, ngrams: Iterable[tuple[int, ...]]) -> None:

@@ -41,7 +41,7 @@ class DictMemory(dict[Key, Row]):
         """
         top = list(map(tuple, top.tolist())) if isinstance(top, np.ndarray) else top
         tokens, parents = tree.tokens, tree.parents
-        for node, row in zip(tree.rows, top, strict=True):
+        for node, row in zip(tree.needed, top, strict=True):
             token, parent = tokens[node], parents[node]
             if parent > 0:
                 one, two = tokens[parent], tokens[parents[parent]]
@@ -143,12 +143,12 @@ class RecycleSource:
         text = outcome.text
         root = len(text) - len(outcome.accepted) - 1
         before = text[root - 2] if root > 1 else -1, text[root - 1] if root else -1
-        self.meanwhile()  # had it not been done, the rows before these would be lost
+        self.learn_while_running()  # had it not been done, the rows before these would be lost
         self._kept = outcome.tree, before, outcome.top
         self.last.clear()
         self.last.keep(*self._kept)
 
-    def meanwhile(self) -> None:
+    def learn_while_running(self) -> None:
         """The last step's rows into the large memories; `last` is asked before them, so it need not be sooner."""
         if self._kept is None:
             return

@@ -68,7 +68,7 @@ class SuffixSource:
         found.sort(key=lambda match: -match[0])
         return found[: self.branches]
 
-    def meanwhile(self) -> None:
+    def learn_while_running(self) -> None:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:

@@ -48,5 +48,5 @@ class TextSource:
     def absorb(self, outcome: Outcome) -> None:
         self.text.take(outcome.accepted, outcome.ngrams if self.windowed else ())
 
-    def meanwhile(self) -> None:
+    def learn_while_running(self) -> None:
         pass

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.algorithm.sampling import pick, top_rows
-from lookahead.algorithm.tree import Targets, dense_visibility
+from lookahead.algorithm.tree import StepOutput, dense_visibility
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.support import (
@@ -96,10 +96,10 @@ class EagerBackend:
         return [ran[item.slot] for item in inputs]
 
     @torch.inference_mode()
-    def collect(self, launched: list[tuple[StepInput, torch.Tensor, list[int]]]) -> list[Targets]:
+    def collect(self, launched: list[tuple[StepInput, torch.Tensor, list[int]]]) -> list[StepOutput]:
         return [self._read(*one) for one in launched]
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
     @torch.inference_mode()
@@ -170,7 +170,7 @@ class EagerBackend:
             positions[i, trail:size] = np.asarray(tree.depths) + length + trail
             parents = [*range(-1, trail), *[parent + trail for parent in tree.parents[1:]]]
             seen[i, :size, :size] = dense_visibility(parents)
-            rows.update(trail + row for row in tree.rows)
+            rows.update(trail + row for row in tree.needed)
             self._last[item.slot] = start, trail, length
         kept = sorted(rows)
         return self._run(tokens, positions, seen, lengths, first, start, kept), kept
@@ -232,9 +232,9 @@ class EagerBackend:
             masks[kind] = mask
         return masks if len(masks) > 1 or "" not in masks else masks[""]
 
-    def _read(self, item: StepInput, logits: torch.Tensor, rows: list[int]) -> Targets:
+    def _read(self, item: StepInput, logits: torch.Tensor, rows: list[int]) -> StepOutput:
         """[R, V] logits of one input -> its targets and top rows, in one copy to the host."""
-        needed = [len(item.trail) + row for row in item.tree.rows]
+        needed = [len(item.trail) + row for row in item.tree.needed]
         if needed != rows:
             place = {row: i for i, row in enumerate(rows)}
             logits = logits[[place[row] for row in needed]]
@@ -243,4 +243,4 @@ class EagerBackend:
             columns += top_rows(logits, item.top)
         packed = torch.cat(columns, dim=1).tolist()
         top = [tuple(row[1:]) for row in packed] if item.top else []
-        return Targets([row[0] for row in packed], top, logits if item.logits else None)
+        return StepOutput([row[0] for row in packed], top, logits if item.logits else None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lookahead.algorithm.tree import Targets
+from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.captured import Shape
 
@@ -58,7 +58,7 @@ class Ahead:
 
     def start(self, before: Launched, capacity: int) -> None:
         """Start the step after `before`, if it is known and has room. It never makes room: then `before` goes alone."""
-        if self._in_turns or not all(item.goes_on and alone(item) for item in before.inputs):
+        if self._in_turns or not all(item.continues_alone and alone(item) for item in before.inputs):
             return
         if max(before.lengths) + 2 > capacity:
             return
@@ -69,7 +69,7 @@ class Ahead:
         self._step = Launched(before.shape, before.inputs, lengths, turn, stream_of(self._device))
         self._before = before
 
-    def collected(self, launched: Launched, results: Sequence[Targets]) -> None:
+    def collected(self, launched: Launched, results: Sequence[StepOutput]) -> None:
         """The host has read a step: if it is the one before, its targets are what the step ahead took as tokens."""
         if launched is self._before:
             self._roots = [list(result.targets) for result in results]

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from lookahead.algorithm.sampling import pick
-from lookahead.algorithm.tree import Targets, TokenTree, below_trail
+from lookahead.algorithm.tree import StepOutput, TokenTree, below_trail
 from lookahead.backends.base import StepInput, padded
 from lookahead.backends.graph.ahead import Ahead, Launched, stream_of
 from lookahead.backends.graph.captured import Shape
@@ -159,8 +159,10 @@ class GraphBackend:
                 self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
                 self._length[slot] = 0
             for size in sizes_to(budget):
-                goes_on = size == 1  # so its step ahead is captured, too
-                self.step([StepInput(slot, (), chain([0] * size), SamplingParams(), (), goes_on=goes_on)])
+                continues_alone = size == 1  # so its step ahead is captured, too
+                self.step(
+                    [StepInput(slot, (), chain([0] * size), SamplingParams(), (), continues_alone=continues_alone)]
+                )
         finally:
             self._ahead.forget()
             self.close(slot)
@@ -203,7 +205,7 @@ class GraphBackend:
         return Launched(shape, taken, lengths, 0, stream_of(self.device))
 
     @on_its_device
-    def collect(self, launched: Launched) -> list[Targets]:
+    def collect(self, launched: Launched) -> list[StepOutput]:
         """Wait for a step and read its targets and top rows."""
         launched.wait()
         top, count = launched.shape.top, launched.shape.count
@@ -212,7 +214,7 @@ class GraphBackend:
         for place, item in enumerate(launched.inputs):
             start, end = place * count, place * count + item.tree.sizes[1]
             # Later steps write over all of it: what is handed out is copied.
-            result = Targets(rows[start:end, 0].tolist())
+            result = StepOutput(rows[start:end, 0].tolist())
             if item.top:
                 result.top = top.best(rows[start:end], item.top)
             if item.logits or not item.sampling.greedy:
@@ -222,7 +224,7 @@ class GraphBackend:
         return results
 
     @torch.inference_mode()
-    def _read_logits(self, shape: Shape, start: int, end: int, item: StepInput, result: Targets) -> None:
+    def _read_logits(self, shape: Shape, start: int, end: int, item: StepInput, result: StepOutput) -> None:
         """What targets and top rows alone do not tell: draws, and the logits themselves."""
         assert shape.logits is not None
         if not item.sampling.greedy:
@@ -230,7 +232,7 @@ class GraphBackend:
         if item.logits:
             result.logits = shape.logits[start:end].clone()
 
-    def step(self, inputs: Sequence[StepInput]) -> list[Targets]:
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
     @on_its_device

@@ -50,12 +50,12 @@ class Packet:
             sizes = count, words, length, place * count
             calls.write_tree(tree, sizes, self._addresses[place])
             return
-        size, rows = len(tree), len(tree.rows)
+        size, rows = len(tree), len(tree.needed)
         tokens, positions, needed, bits = self._trees[place]
         tokens[:size], tokens[size:] = tree.tokens, 0
         positions[:size], positions[size:] = tree.depths, 0
         positions += length
-        needed[:rows], needed[rows:] = tree.rows, 0
+        needed[:rows], needed[rows:] = tree.needed, 0
         needed += place * count
         bits[:size], bits[size:] = packed_visibility(tree.parents, words).view("<i4"), self._itself[size:]
 
