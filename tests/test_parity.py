@@ -34,6 +34,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.eager.kv import KVBuffer
 from lookahead.config import SOURCES, LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 
 VOCABULARY = 61
 NEW_TOKENS = 24
@@ -83,7 +84,7 @@ def greedy(family: str, prompt: list[int], count: int = NEW_TOKENS) -> list[int]
 def decode(family: str, sequences: list[DecodingSequence]) -> list[list[int]]:
     engine = Engine(backend(family))
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
     while engine.running:
         engine.step()
     return [sequence.output for sequence in sequences]
@@ -163,12 +164,13 @@ def test_sequences_join_and_leave_between_steps(
     everyone = [sequence for _, sequence in waiting]
     dropped = data.draw(st.sampled_from(everyone))
     drop_at = data.draw(st.integers(0, 14))
-    number = 0
+    number, ids = 0, dict[DecodingSequence, int]()
     while waiting or engine.running:
         while waiting and waiting[0][0] <= number:
-            engine.add(waiting.pop(0)[1])
-        if number == drop_at and dropped in engine.running:
-            engine.remove(dropped)
+            sequence = waiting.pop(0)[1]
+            ids[sequence] = engine.submit(Request(sequence))
+        if number == drop_at and dropped in ids:
+            engine.cancel(ids[dropped])
         engine.step()
         number += 1
     for sequence in everyone:

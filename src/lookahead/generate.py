@@ -19,14 +19,13 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.support import UnsupportedModelError
-from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine.engine import Accepted, Engine
-from lookahead.engine.processors import Rule, Walks, uniform_draw
+from lookahead.engine.engine import Engine
+from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
+from lookahead.engine.request import Event, Request
 from lookahead.engine.text import TextStream
-from lookahead.loading import profiles
-from lookahead.loading import step_cost as cost
-from lookahead.loading.load import asked_for, load_pretrained, processors, stop_ids
+from lookahead.loading.default import default_config
+from lookahead.loading.load import asked_for, open_model, processors, stop_ids
 from lookahead.stats import Stats
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -57,11 +56,19 @@ class Piece(str):
         return piece
 
 
-class Request:
-    """One prompt on its way: the sequence, its text, its clock."""
+class Answer:
+    """One prompt on its way: the engine's request, its text, and the method that was asked for."""
 
-    def __init__(self, sequence: DecodingSequence, text: TextStream, method: str, begin: float) -> None:
-        self.sequence, self.text, self.method, self.begin = sequence, text, method, begin
+    def __init__(self, request: Request, text: TextStream, method: str) -> None:
+        self.request, self.text, self.method = request, text, method
+
+    @property
+    def sequence(self) -> DecodingSequence:
+        return self.request.sequence
+
+    @property
+    def finished(self) -> bool:
+        return self.sequence.finish_reason is not None
 
     def completion(self) -> Completion:
         self.text.finish()
@@ -80,9 +87,9 @@ class Request:
 class Stream(Iterator[Piece]):
     """Pieces of one answer as they are accepted, a whole block at a time; then `completion` is there."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._request = request
-        self._pieces = _pieces(engine, request)
+    def __init__(self, engine: Engine, answer: Answer) -> None:
+        self._answer = answer
+        self._pieces = _pieces(engine, answer)
         self._completion: Completion | None = None
 
     def __next__(self) -> Piece:
@@ -94,7 +101,7 @@ class Stream(Iterator[Piece]):
         if getgeneratorstate(self._pieces) != GEN_CLOSED:
             raise RuntimeError("the answer is still being generated; exhaust the stream, or close() it")
         if self._completion is None:
-            self._completion = self._request.completion()
+            self._completion = self._answer.completion()
         return self._completion
 
     def close(self) -> None:
@@ -102,38 +109,32 @@ class Stream(Iterator[Piece]):
         self._pieces.close()
 
 
-def _pieces(engine: Engine, request: Request) -> Generator[Piece, None, None]:
-    """Step one request to its end. Every accepted token is in a piece; the last piece may have no text."""
-    sequence = request.sequence
-    engine.add(sequence)
+def _pieces(engine: Engine, answer: Answer) -> Generator[Piece, None, None]:
+    """Step one answer to its end. Every accepted token is in a piece; the last piece may have no text."""
     waiting: list[int] = []
+    for event in _events(engine, answer):
+        waiting += event.tokens
+        text = answer.text.finish() if event.finish_reason else answer.text.take()
+        if text or event.finish_reason:
+            yield Piece(text, waiting)
+            waiting = []
+
+
+def _events(engine: Engine, answer: Answer) -> Generator[Event, None, None]:
+    """Step one answer to its end, and no other. An answer that is left early is cancelled."""
+    ids = [engine.submit(answer.request)]
     try:
-        while engine.running:
-            for accepted in step(engine, [request]):
-                waiting += accepted.tokens
-                ended = sequence.finish_reason is not None
-                text = request.text.finish() if ended else request.text.take()
-                if text or ended:
-                    yield Piece(text, waiting)
-                    waiting = []
+        while not answer.finished:
+            yield from engine.step(ids)
     finally:
-        engine.clear()
-
-
-def step(engine: Engine, requests: Sequence[Request]) -> list[Accepted]:
-    """One engine step; the clocks of the requests it moved are set."""
-    results = engine.step()
-    now = perf_counter()
-    begins = {request.sequence: request.begin for request in requests}
-    for result in results:
-        stats = result.sequence.stats
-        stats.seconds = now - begins[result.sequence]
-        stats.first_token_seconds = stats.first_token_seconds or stats.seconds
-    return results
+        engine.cancel(answer.request.id)
 
 
 class LookaheadModel:
-    """A causal LM, its tokenizer and a backend. `default_config` is what suits the model on this machine."""
+    """A causal LM, its tokenizer, a backend and an engine that lives as long as the model.
+
+    `default_config` is what suits the model on this machine.
+    """
 
     def __init__(
         self,
@@ -147,6 +148,7 @@ class LookaheadModel:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.backend = make_backend(model, backend, log)
         self.device, self.dtype = self.backend.device, self.backend.dtype
+        self.engine = Engine(self.backend)
         self.default_config = config or LookaheadConfig()
         self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
@@ -162,40 +164,34 @@ class LookaheadModel:
         prompt = as_plain(prompt)
         many = is_batch(prompt)
         prompts: Sequence[Any] = prompt if many else [prompt]
-        completions = self.run([self._request(p, **check_settings(settings)) for p in prompts])
+        completions = self.run([self._answer(p, **check_settings(settings)) for p in prompts])
         return completions if many else completions[0]
 
-    def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Step requests together, to their ends."""
-        engine = self._engine(requests)
+    def run(self, answers: Sequence[Answer]) -> list[Completion]:
+        """Step answers together, to their ends."""
+        ids: list[int] = []
         try:
-            for request in requests:
-                engine.add(request.sequence)
-            while engine.running:
-                step(engine, requests)
+            for answer in answers:
+                ids.append(self.engine.submit(answer.request))
+            while not all(answer.finished for answer in answers):
+                self.engine.step(ids)
         finally:
-            engine.clear()
-        return [request.completion() for request in requests]
+            for id in ids:
+                self.engine.cancel(id)
+        return [answer.completion() for answer in answers]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
         """Text pieces of one answer as they are accepted; settings as for `generate`."""
         prompt = as_plain(prompt)
         if is_batch(prompt):
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        request = self._request(prompt, **check_settings(settings))
-        return Stream(self._engine([request]), request)
+        return Stream(self.engine, self._answer(prompt, **check_settings(settings)))
 
     def steps(self, prompt: Prompt, **settings: Any) -> Iterator[Stats]:
         """The counters of one answer after each of its steps: the same object, ever further on."""
-        request = self._request(as_plain(prompt), **check_settings(settings))
-        engine = self._engine([request])
-        engine.add(request.sequence)
-        try:
-            while engine.running:
-                step(engine, [request])
-                yield request.sequence.stats
-        finally:
-            engine.clear()
+        answer = self._answer(as_plain(prompt), **check_settings(settings))
+        for event in _events(self.engine, answer):
+            yield event.request.sequence.stats
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
@@ -223,19 +219,16 @@ class LookaheadModel:
         bos = getattr(self.tokenizer, "lookahead_bos", None)
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
-    def _engine(self, requests: Sequence[Request]) -> Engine:
-        """An engine for these requests. What the model's generation config asks for is applied token by token."""
+    def _verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
+        """What the model's generation config asks for, applied token by token; None if it asks for nothing."""
         if not asked_for(self.model):
-            return Engine(self.backend)
-        walks = Walks()
-        for request in requests:
-            sequence, sampling = request.sequence, request.sequence.sampling
-            rule = Rule(
-                processors=processors(self.model, len(sequence.tokens), sequence.rules.max_tokens, self.stop_ids),
-                draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling),
-            )
-            walks.add([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
-        return Engine(self.backend, walks)
+            return None
+        sampling = sequence.sampling
+        rule = Rule(
+            processors=processors(self.model, len(sequence.tokens), sequence.rules.max_tokens, self.stop_ids),
+            draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling),
+        )
+        return PathVerifier([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
 
     def _check_ids(self, ids: Sequence[Any]) -> list[int]:
         for token in ids:
@@ -243,7 +236,7 @@ class LookaheadModel:
                 raise ValueError(f"token id {token!r} is not one of the model's 0 to {self.backend.vocab_size - 1}")
         return [int(token) for token in ids]
 
-    def _request(
+    def _answer(
         self,
         prompt: Prompt,
         *,
@@ -257,7 +250,7 @@ class LookaheadModel:
         seed: int | None = None,
         stop: str | Sequence[str] | None = (),
         raw: bool = False,
-    ) -> Request:
+    ) -> Answer:
         begin = perf_counter()
         if config is None:
             config = self.default_config if method == "lookahead" else LookaheadConfig.for_method(method)
@@ -272,7 +265,7 @@ class LookaheadModel:
             ends=text.push_token,
             memory=self.memory,
         )
-        return Request(sequence, text, method, begin)
+        return Answer(Request(sequence, self._verifier(sequence), begin=begin), text, method)
 
 
 def load(
@@ -298,31 +291,13 @@ def load(
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
-        find_default(loaded, log)
+        loaded.default_config = default_config(loaded.name, loaded.backend, log)
     return loaded
 
 
-def find_default(loaded: LookaheadModel, log: Callable[[str], None] | None = None) -> None:
-    """Give a model the config that was tuned for it on this machine, or the default fitted to what a step costs."""
-    tuned = profiles.find(loaded.name, loaded.backend, cache_dir(), log)
-    loaded.default_config = tuned or cost.fitted(loaded.default_config, loaded.backend, cache_dir(), log)
-
-
-def open_model(
-    name: str | Path | tuple[Any, Any] | None, *, dtype: str, device: str, log: Callable[[str], None] | None
-) -> tuple[Any, Any, str]:
-    """What `load` was given -> model, tokenizer and label."""
-    if not isinstance(name, tuple):
-        return load_pretrained(name, dtype=dtype, device=device, log=log)
-    if (dtype, device) != ("auto", "auto"):
-        raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
-    model, tokenizer = name
-    return model.eval(), tokenizer, getattr(model.config, "name_or_path", "") or type(model).__name__
-
-
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, when `_request` takes all of them."""
-    known = signature(LookaheadModel._request).parameters
+    """The settings, when all of them are known."""
+    known = signature(LookaheadModel._answer).parameters
     for name in settings:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)

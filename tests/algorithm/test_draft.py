@@ -4,22 +4,54 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import CHAIN_MASS, LEARNED, Draft, Guesses, Row, Successors, Table
+from lookahead.algorithm.draft import CHAIN_MASS, LEARNED, Draft, Drafter, Limits, PythonDrafter
+from lookahead.algorithm.native import choose_drafter
+from lookahead.algorithm.sampling import LEVELS
+from lookahead.algorithm.successors import Successors, SuccessorTables
+from lookahead.algorithm.tree import Guesses
 
 TEXT = [3, 1, 2]
 VOCABULARY = 4
-ROW_ORIGIN = 10
-"""Origins below belong to chains, those from here on to rows."""
+FIRST_ORIGIN = 10
+"""Origins below belong to chains, those from here on to successors."""
+DRAFTERS = list({type(drafter): drafter for drafter in (PythonDrafter(), choose_drafter())}.values())
+"""The one in Python and, where there is a compiler, the one in C: every test here is of both."""
 
 Path = tuple[int, ...]
 Chain = tuple[list[int], list[int]]
+
+
+@pytest.fixture(params=DRAFTERS, ids=lambda drafter: type(drafter).__name__)
+def drafter(request: pytest.FixtureRequest) -> Drafter:
+    return request.param
+
+
+def draft_of(
+    drafter: Drafter,
+    rates: Sequence[float],
+    chains: Sequence[Chain] = (),
+    likely: dict[Path, Successors] | None = None,
+    text: Sequence[int] = TEXT,
+) -> Draft:
+    """A draft after the text with these chains and successors."""
+    padded = [*rates, *[0.0] * (FIRST_ORIGIN + 6 * LEVELS - len(rates))]
+    draft = Draft.after(text, array("d", padded))
+    for chain in chains:
+        draft.add_chain(*chain)
+    if likely is not None:
+        draft.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, FIRST_ORIGIN)
+        for key, successors in likely.items():
+            draft.tables.own.put(key, successors)
+    return draft
 
 
 def paths_of(guesses: Guesses) -> list[Path]:
@@ -30,35 +62,27 @@ def paths_of(guesses: Guesses) -> list[Path]:
     return paths[1:]
 
 
-def random_rows(seed: int, density: float, rates: Sequence[float]) -> Successors:
-    """A row for some of the last three tokens, its buckets best first; one table for all of them."""
-    table: Table = (list(rates), list(range(ROW_ORIGIN, ROW_ORIGIN + len(rates))))
-
-    def successors(before2: int, before: int, token: int) -> tuple[Row, Table] | None:
-        rng = random.Random(repr((seed, before2, before, token)))
-        if rng.random() > density:
-            return None
-        tokens = rng.sample(range(VOCABULARY), rng.randint(1, VOCABULARY))
-        buckets = sorted(rng.choices(range(len(rates)), k=len(tokens)))
-        return (*tokens, *buckets), table
-
-    return successors
+def random_successors(seed: int, density: float, levels: int) -> dict[Path, Successors]:
+    """Successors for some of all keys of three tokens, their levels best first."""
+    rng = random.Random(seed)
+    found = {}
+    for key in product(range(VOCABULARY), repeat=3):
+        if rng.random() <= density:
+            tokens = rng.sample(range(VOCABULARY), rng.randint(1, VOCABULARY))
+            found[key] = (*tokens, *sorted(rng.choices(range(levels), k=len(tokens))))
+    return found
 
 
 @dataclass
 class Case:
-    """Chains, rows and rates; `rates[ROW_ORIGIN:]` are the rows' own, falling."""
+    """Chains, successors and rates; `rates[FIRST_ORIGIN:]` are the successors' own, falling."""
 
     rates: list[float]
     chains: list[Chain]
-    successors: Successors | None = None
+    successors: dict[Path, Successors] | None = None
 
-    def draft(self) -> Draft:
-        draft = Draft(TEXT, self.rates)
-        for chain in self.chains:
-            draft.chain(*chain)
-        draft.successors = self.successors
-        return draft
+    def grow(self, drafter: Drafter, limits: Limits) -> Guesses:
+        return drafter.grow(draft_of(drafter, self.rates, self.chains, self.successors), limits)
 
     def candidates(self, max_depth: int, path: Path = (), score: float = 1.0) -> dict[Path, tuple[float, float]]:
         """Path -> (score, rate) of every candidate there is, by the definition."""
@@ -69,15 +93,15 @@ class Case:
             if tuple(tokens[: len(path)]) == path and len(tokens) > len(path):
                 token, rate = tokens[len(path)], self.rates[origins[len(path)]]
                 offered[token] = max(rate, offered.get(token, 0.0))
-        row = {}
-        if self.successors is not None and (found := self.successors(*[*TEXT, *path][-3:])):
-            entries, table = found
-            half = len(entries) // 2
-            row = {token: table[0][bucket] for token, bucket in zip(entries[:half], entries[half:], strict=True)}
-        offered = {token: max(rate, row.get(token, 0.0)) for token, rate in offered.items()}
+        likely = {}
+        if found := (self.successors or {}).get(tuple([*TEXT, *path][-3:])):
+            half = len(found) // 2
+            levels = zip(found[:half], found[half:], strict=True)
+            likely = {token: self.rates[FIRST_ORIGIN + level] for token, level in levels}
+        offered = {token: max(rate, likely.get(token, 0.0)) for token, rate in offered.items()}
         left = 1 - min(sum(offered.values()), CHAIN_MASS)
         below = {token: (score * rate, rate) for token, rate in offered.items()}
-        below |= {token: (score * left * rate, rate) for token, rate in row.items() if token not in offered}
+        below |= {token: (score * left * rate, rate) for token, rate in likely.items() if token not in offered}
         found_all = {}
         for token, (child_score, rate) in below.items():
             found_all[(*path, token)] = child_score, rate
@@ -90,22 +114,24 @@ token = st.integers(0, VOCABULARY - 1)
 
 
 @st.composite
-def cases(draw: st.DrawFn, rows: bool = True) -> Case:
+def cases(draw: st.DrawFn, successors: bool = True) -> Case:
     falling = sorted(draw(st.lists(rate, min_size=4, max_size=4)), reverse=True)
-    rates = draw(st.lists(rate, min_size=ROW_ORIGIN, max_size=ROW_ORIGIN)) + falling
+    rates = draw(st.lists(rate, min_size=FIRST_ORIGIN, max_size=FIRST_ORIGIN)) + falling
     chains = []
     for tokens in draw(st.lists(st.lists(token, min_size=1, max_size=4), max_size=5)):
-        origin = st.integers(0, ROW_ORIGIN - 1)
+        origin = st.integers(0, FIRST_ORIGIN - 1)
         chains.append((tokens, draw(st.lists(origin, min_size=len(tokens), max_size=len(tokens)))))
     density = draw(st.sampled_from([0.3, 0.7, 1.0]))
-    return Case(rates, chains, random_rows(draw(st.integers(0, 999)), density, falling) if rows else None)
+    likely = random_successors(draw(st.integers(0, 999)), density, len(falling))
+    return Case(rates, chains, likely if successors else None)
 
 
 @settings(max_examples=300, deadline=None)
-@given(cases(), st.integers(0, 30), st.integers(0, 3))
-@example(Case([0.5] * 14, []), 10, 3)
-def test_the_best_candidates_are_taken(case: Case, room: int, max_depth: int) -> None:
-    guesses = case.draft().grow(room, max_depth)
+@given(st.sampled_from(DRAFTERS), cases(), st.integers(0, 30), st.integers(0, 3))
+@example(DRAFTERS[0], Case([0.5] * 14, []), 10, 3)
+@example(DRAFTERS[-1], Case([0.5] * 14, []), 10, 3)
+def test_the_best_candidates_are_taken(drafter: Drafter, case: Case, room: int, max_depth: int) -> None:
+    guesses = case.grow(drafter, Limits(room, max_depth))
     paths = paths_of(guesses)
     everything = case.candidates(max_depth)
 
@@ -127,9 +153,9 @@ def test_the_best_candidates_are_taken(case: Case, room: int, max_depth: int) ->
 
 
 @settings(max_examples=150, deadline=None)
-@given(cases(rows=False), st.randoms(use_true_random=False))
-def test_scores_of_chains_are_products_of_rates_in_any_order(case: Case, rng: random.Random) -> None:
-    guesses = case.draft().grow(100, 100)
+@given(st.sampled_from(DRAFTERS), cases(successors=False), st.randoms(use_true_random=False))
+def test_scores_of_chains_are_products_of_rates_in_any_order(drafter: Drafter, case: Case, rng: random.Random) -> None:
+    guesses = case.grow(drafter, Limits(100, 100))
     scores = dict(zip(paths_of(guesses), guesses.scores, strict=True))
     for path, score in scores.items():
         along = [
@@ -138,84 +164,70 @@ def test_scores_of_chains_are_products_of_rates_in_any_order(case: Case, rng: ra
         ]
         assert score == pytest.approx(math.prod(along))
     rng.shuffle(case.chains)
-    again = case.draft().grow(100, 100)
+    again = case.grow(drafter, Limits(100, 100))
     assert dict(zip(paths_of(again), again.scores, strict=True)) == pytest.approx(scores)
 
 
-def test_the_likelier_origin_names_a_shared_node() -> None:
+def test_the_likelier_origin_names_a_shared_node(drafter: Drafter) -> None:
     rates = [0.2, 0.6, 0.4]
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        draft = Draft(TEXT, rates)
-        for origin in order:
-            draft.chain([5], [origin])
-        guesses = draft.grow(9, 9)
+        guesses = drafter.grow(draft_of(drafter, rates, [([5], [origin]) for origin in order]), Limits(9, 9))
         assert [list(x) for x in (guesses.tokens, guesses.origins, guesses.scores)] == [[5], [1], [0.6]]
 
 
-def test_a_chain_and_a_row_side_by_side() -> None:
+def test_a_chain_and_successors_side_by_side(drafter: Drafter) -> None:
     """Tokens 5 and 6 are in both: each takes its better rate, and 7 gets what the two leave over."""
-    rates = [0.3, 0.2, 0.5, 0.4, 0.1]
-    draft = Draft(TEXT, rates)
-    draft.chain([5], [0])
-    draft.chain([6], [1])
-    row = (5, 6, 7, 0, 1, 2)
-    draft.successors = lambda *last: (row, ([0.25, 0.4, 0.1], [12, 13, 14])) if last == (3, 1, 2) else None
-    guesses = draft.grow(9, 9)
+    rates = [0.3, 0.2, *[0.0] * 8, 0.25, 0.4, 0.1]
+    draft = draft_of(drafter, rates, [([5], [0]), ([6], [1])], {(3, 1, 2): (5, 6, 7, 0, 1, 2)})
+    guesses = drafter.grow(draft, Limits(9, 9))
     assert list(guesses.tokens) == [6, 5, 7]
-    assert list(guesses.origins) == [13, 0, 14]
+    assert list(guesses.origins) == [11, 0, 12]
     assert list(guesses.scores) == pytest.approx([0.4, 0.3, (1 - 0.7) * 0.1])
 
 
-def test_chains_leave_a_row_something() -> None:
-    draft = Draft(TEXT, [1.0])
-    draft.chain([5], [0])
-    draft.successors = lambda *last: ((7, 0), ([0.5], [12])) if last[-1] == 2 else None
-    assert list(draft.grow(9, 9).scores) == pytest.approx([1.0, (1 - CHAIN_MASS) * 0.5])
+def test_chains_leave_successors_something(drafter: Drafter) -> None:
+    draft = draft_of(drafter, [1.0, *[0.0] * 9, 0.5], [([5], [0])], {(3, 1, 2): (7, 0)})
+    assert list(drafter.grow(draft, Limits(9, 9)).scores) == pytest.approx([1.0, (1 - CHAIN_MASS) * 0.5])
 
 
-def test_a_level_is_not_a_token() -> None:
-    """The row's second half are levels: that level 1 equals the chain's token 1 means nothing."""
-    draft = Draft(TEXT, [0.2])
-    draft.chain([1], [0])
-    draft.successors = lambda *last: ((7, 1), ([0.9, 0.5], [12, 13])) if last[-1] == 2 else None
-    guesses = draft.grow(9, 1)
-    assert (list(guesses.tokens), list(guesses.origins)) == ([7, 1], [13, 0])
+def test_a_level_is_not_a_token(drafter: Drafter) -> None:
+    """The second half of successors are levels: that level 1 equals the chain's token 1 means nothing."""
+    draft = draft_of(drafter, [0.2, *[0.0] * 9, 0.9, 0.5], [([1], [0])], {(3, 1, 2): (7, 1)})
+    guesses = drafter.grow(draft, Limits(9, 1))
+    assert (list(guesses.tokens), list(guesses.origins)) == ([7, 1], [11, 0])
     assert list(guesses.scores) == pytest.approx([0.8 * 0.5, 0.2])
 
 
-def test_the_last_three_tokens_of_a_path_are_asked_for() -> None:
-    asked = []
-    for text in ([3, 1, 2], [1, 2], [2]):
-        draft = Draft(text, [])
-        draft.successors = lambda *last: asked.append(last) or ((last[-1] + 1, 0), ([0.9], [12]))
-        draft.grow(3, 9)
-    assert asked == [
-        (3, 1, 2),
-        (1, 2, 3),
-        (2, 3, 4),
-        (-1, 1, 2),
-        (1, 2, 3),
-        (2, 3, 4),
-        (-1, -1, 2),
-        (-1, 2, 3),
-        (2, 3, 4),
-    ]
+@pytest.mark.parametrize("text", [[3, 1, 2], [1, 2], [2]])
+def test_the_last_three_tokens_of_a_path_are_asked_for(drafter: Drafter, text: list[int]) -> None:
+    before = [-1, -1, *text][-3:]
+    likely = {tuple(before): (3, 0), (before[1], 2, 3): (4, 0), (2, 3, 4): (5, 0), (3, 4, 5): (6, 0)}
+    draft = draft_of(drafter, [*[0.0] * 10, 0.9], likely=likely, text=text)
+    assert list(drafter.grow(draft, Limits(3, 9)).tokens) == [3, 4, 5]
 
 
 # What a step costs.
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases(), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=25), st.integers(1, 6), st.integers(0, 15))
-def test_the_kept_count_gives_most_tokens_per_time(case: Case, rises: list[float], base: int, room: int) -> None:
+@given(
+    st.sampled_from(DRAFTERS),
+    cases(),
+    st.lists(st.floats(0.01, 1.0), min_size=1, max_size=25),
+    st.integers(1, 6),
+    st.integers(0, 15),
+)
+def test_the_kept_count_gives_most_tokens_per_time(
+    drafter: Drafter, case: Case, rises: list[float], branch: int, room: int
+) -> None:
     cost = [sum(rises[: k + 1]) for k in range(len(rises))]
-    everything = case.draft().grow(room, 3, None, base)
-    kept = case.draft().grow(room, 3, cost, base)
+    everything = case.grow(drafter, Limits(room, 3, None, branch))
+    kept = case.grow(drafter, Limits(room, 3, cost, branch))
     taught = 0.0 if case.successors is None else LEARNED
 
     def gain(count: int) -> float:
-        """A step of `base` tokens and this many guesses; a table that ends stays at its last entry."""
-        return (1 + sum(everything.scores[:count]) + taught * count) / cost[min(base + count, len(cost)) - 1]
+        """A step of `branch` tokens and this many guesses; a table that ends stays at its last entry."""
+        return (1 + sum(everything.scores[:count]) + taught * count) / cost[min(branch + count, len(cost)) - 1]
 
     count = len(kept.tokens)
     best = max(gain(k) for k in range(len(everything.tokens) + 1))
@@ -226,31 +238,34 @@ def test_the_kept_count_gives_most_tokens_per_time(case: Case, rises: list[float
     assert len(kept.depths) == len(kept.origins) == count
 
 
-def fallen() -> Draft:
-    """One chain with the scores 1/2, 1/4, 1/8."""
-    draft = Draft(TEXT, [0.5])
-    draft.chain([5, 6, 7], [0, 0, 0])
-    return draft
+def fallen(drafter: Drafter, limits: Limits) -> list[int]:
+    """What is taken of one chain with the scores 1/2, 1/4, 1/8."""
+    return list(drafter.grow(draft_of(drafter, [0.5], [([5, 6, 7], [0, 0, 0])]), limits).tokens)
 
 
-def test_a_flat_cost_keeps_all_and_a_steep_one_none() -> None:
-    assert list(fallen().grow(9, 9, [1.0] * 10).tokens) == [5, 6, 7]
-    assert list(fallen().grow(9, 9, [1.0, 2.0, 3.0, 4.0]).tokens) == []
+def test_a_flat_cost_keeps_all_and_a_steep_one_none(drafter: Drafter) -> None:
+    assert fallen(drafter, Limits(9, 9, [1.0] * 10)) == [5, 6, 7]
+    assert fallen(drafter, Limits(9, 9, [1.0, 2.0, 3.0, 4.0])) == []
     # Half a token more for 40% more time pays; a quarter for 40% of the first time no longer does.
-    assert list(fallen().grow(9, 9, [1.0, 1.4, 1.8, 2.2]).tokens) == [5]
+    assert fallen(drafter, Limits(9, 9, [1.0, 1.4, 1.8, 2.2])) == [5]
 
 
-def test_tokens_that_are_in_the_step_anyway_are_counted() -> None:
-    """The fourth token makes the step ten times as dear: it depends on `base` which guess that is."""
+def test_tokens_that_are_in_the_step_anyway_are_counted(drafter: Drafter) -> None:
+    """The fourth token makes the step ten times as dear: it depends on the branch which guess that is."""
     cost = [1.0, 1.0, 1.0, 10.0, 10.0, 10.0, 10.0]
-    assert [len(fallen().grow(9, 9, cost, base).tokens) for base in (1, 2, 3, 4, 5)] == [2, 1, 0, 3, 3]
+    assert [len(fallen(drafter, Limits(9, 9, cost, branch))) for branch in (1, 2, 3, 4, 5)] == [2, 1, 0, 3, 3]
 
 
 @pytest.mark.parametrize("room", [-3, 0])
-def test_no_room_no_guesses(room: int) -> None:
-    assert list(fallen().grow(room, 9).tokens) == []
-    assert list(fallen().grow(room, 9, [1.0]).tokens) == []
+def test_no_room_no_guesses(drafter: Drafter, room: int) -> None:
+    assert fallen(drafter, Limits(room, 9)) == []
+    assert fallen(drafter, Limits(room, 9, [1.0])) == []
 
 
-def test_no_depth_no_guesses() -> None:
-    assert list(fallen().grow(9, 0).tokens) == []
+def test_no_depth_no_guesses(drafter: Drafter) -> None:
+    assert fallen(drafter, Limits(9, 0)) == []
+
+
+def test_a_chain_needs_an_origin_for_every_token(drafter: Drafter) -> None:
+    with pytest.raises(ValueError, match="a chain of 2 tokens with 1 origins"):
+        draft_of(drafter, [0.5], [([5, 6], [0])])

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy import decode, settings_of_a_text, toy_model
 
-from lookahead.algorithm.native import build as native
 from lookahead.algorithm.reference import Model, Result, autoregressive, lookahead
 from lookahead.algorithm.sampling import draw
 from lookahead.algorithm.sequence import DecodingSequence
@@ -56,18 +55,6 @@ def agrees(model: Model, prompt: list[int], W: int, N: int, G: int, m: int, **po
     return (sequence.output, accepted) == (expected.tokens, expected.accepted)
 
 
-@pytest.fixture
-def in_python(monkeypatch):
-    """The sources in Python, which C takes over where it can."""
-    monkeypatch.setattr(native, "library", lambda: None)
-
-
-@pytest.mark.usefixtures("in_python")
-@pytest.mark.parametrize("prompt_as_reference", [False, True])
-def test_a_long_text_in_python(prompt_as_reference):
-    test_a_long_text(prompt_as_reference)
-
-
 @pytest.mark.parametrize("prompt_as_reference", [False, True])
 def test_a_long_text(prompt_as_reference):
     """Long enough for the pool to forget: more than G n-grams begin with each token."""
@@ -95,7 +82,6 @@ ENGINE_BUGS = {
 }
 
 
-@pytest.mark.usefixtures("in_python")
 @pytest.mark.parametrize("bug", ENGINE_BUGS)
 def test_a_wrong_engine_is_caught(bug, monkeypatch):
     """The steps' sizes are a sharp measure: a slip that leaves every token right still shows in them."""

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lookahead.algorithm.sampling import LEVELS, NO_DRAW, distribution, draw, pick, top_rows
+from lookahead.algorithm.sampling import LEVELS, NO_DRAW, distribution, draw, pick, top_tokens
 from lookahead.config import SamplingParams
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -157,9 +157,9 @@ def test_a_uniform_of_zero_is_a_draw() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 5, 300])
-def test_top_rows_are_the_likeliest_with_their_levels(vocabulary: int) -> None:
+def test_top_tokens_are_the_likeliest_with_their_levels(vocabulary: int) -> None:
     logits = 3 * torch.randn(20, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-    ids, levels = top_rows(logits, 8)
+    ids, levels = top_tokens(logits, 8).long().chunk(2, dim=1)
     assert ids.shape == levels.shape == (20, min(8, vocabulary))
     probs = logits.double().softmax(dim=-1)
     for row in range(20):
@@ -175,12 +175,13 @@ def test_top_rows_are_the_likeliest_with_their_levels(vocabulary: int) -> None:
 @pytest.mark.parametrize("level", range(LEVELS + 4))
 def test_the_middle_of_every_level(level: int) -> None:
     p = 2 ** (-(level + 0.5) / 2)
-    _, levels = top_rows(torch.tensor([[p, 1 - p]]).log(), 2)
+    _, levels = top_tokens(torch.tensor([[p, 1 - p]]).log(), 2).chunk(2, dim=1)
     of_p = levels[0].tolist()[0 if p > 0.5 else 1]
     assert of_p == min(level, LEVELS - 1)
 
 
 def test_a_sure_row_and_an_impossible_token() -> None:
-    ids, levels = top_rows(torch.tensor([[-torch.inf, 50.0, -torch.inf]], dtype=torch.bfloat16), 3)
+    top = top_tokens(torch.tensor([[-torch.inf, 50.0, -torch.inf]], dtype=torch.bfloat16), 3)
+    ids, levels = top.chunk(2, dim=1)
     assert ids[0, 0] == 1
     assert levels.tolist() == [[0, LEVELS - 1, LEVELS - 1]]

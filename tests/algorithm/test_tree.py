@@ -183,7 +183,7 @@ def test_proposed_trees(window: int, ngram: int, guesses: int) -> None:
 
         # Needed rows: c, the newest window row (c is its column 0 when there is but one row), the guesses.
         newest = [i for i, place in enumerate(places) if place != ROOT and place[1] == ngram - 2]
-        assert tree.needed == [0, *newest, *range(tree.branch, len(tree))]
+        assert list(tree.needed) == [0, *newest, *range(tree.branch, len(tree))]
         assert len(tree.origins) == len(paths)
         step(sequence)
 
@@ -252,10 +252,10 @@ def test_a_tree_below_a_trail(size: int, count: int) -> None:
     tree = TokenTree(list(range(50, 50 + size)), parents, depths, list(range(0, size, 2)))
     trail = list(range(count))
     joined = below_trail(trail, tree)
-    assert joined.tokens == trail + tree.tokens
+    assert list(joined.tokens) == [*trail, *tree.tokens]
     assert [joined.tokens[row] for row in joined.needed] == [tree.tokens[row] for row in tree.needed]
     seen = visibility(joined.parents)
     for node, before in enumerate(visibility(tree.parents)):
         assert seen[node + count] == before << count | (1 << count) - 1
         assert joined.depths[node + count] == tree.depths[node] + count
-    assert joined.depths[:count] == trail
+    assert list(joined.depths[:count]) == trail

@@ -15,6 +15,7 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.bench.inflate import SHAPES, Shape, inflate
 from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 
@@ -103,7 +104,7 @@ def test_the_same_tokens(plain: Plain) -> None:
         # As the benchmarks use it: the graph backend in front.
         sequence = DecodingSequence(prompt, LookaheadConfig(window=3, budget=40), rules=StopRules(40, frozenset({7})))
         engine = Engine(GraphBackend(large))
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         while engine.running:
             engine.step()
         assert sequence.output == expected

@@ -25,6 +25,7 @@ from lookahead.bench.scaling import (
 )
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import ParallelBackend
 
@@ -42,7 +43,7 @@ def decode(backend: Any, chosen: list[list[int]], config: LookaheadConfig) -> li
     for prompt in chosen:
         sequence = DecodingSequence(prompt, config, rules=RULES, memory=memory)
         engine = Engine(backend)
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         while engine.running:
             engine.step()
         outputs.append(sequence.output)

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from toy import counting_model, decode, rows_of, settings_of_a_text, toy_model
 
 from lookahead.algorithm.reference import Model
-from lookahead.algorithm.sampling import top_rows
+from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine.engine import StepResult
-from lookahead.engine.processors import Rule, Walk, Walks, uniform_draw
+from lookahead.engine.engine import verify
+from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
+from lookahead.engine.request import Request, StepResult
 
 CONFIG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
 VOCABULARY = 30
@@ -33,23 +34,24 @@ def sequence_of(prompt: Sequence[int], count: int, eos: frozenset[int] = frozens
 
 
 def ran(sequence: DecodingSequence, model: Model) -> StepResult:
-    """One sequence's part of a step, as the engine has it when a judge is to verify."""
+    """One sequence's part of a step, as the engine has it when a verifier is to verify."""
     tree = sequence.propose()
     logits = torch.tensor(rows_of(sequence, tree, model), dtype=torch.float64).log().float()
-    ids, levels = top_rows(logits, TOP)
-    top = [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)]
-    item = StepInput(0, (), tree, SamplingParams(), (), TOP, logits=True)
-    return StepResult(sequence, item, StepOutput(logits.argmax(dim=-1).tolist(), top, logits))
+    top = top_tokens(logits, KEPT_TOKENS).numpy()
+    item = StepInput(0, (), tree, SamplingParams(), (), KEPT_TOKENS, logits=True)
+    return StepResult(Request(sequence), item, StepOutput(logits.argmax(dim=-1).tolist(), top, logits))
 
 
-def run(judge: Callable[[Sequence[StepResult]], list[Verdict]], rows: Sequence[DecodingSequence], model: Model) -> int:
+def run(
+    verifier: Callable[[Sequence[StepResult]], list[Verdict]], rows: Sequence[DecodingSequence], model: Model
+) -> int:
     """Step all rows until they have ended. Returns the number of steps."""
     steps = 0
     while running := [sequence for sequence in rows if sequence.finish_reason is None]:
         parts = [ran(sequence, model) for sequence in running]
-        for one, verdict in zip(parts, judge(parts), strict=True):
-            assert [one.item.tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
-            one.sequence.absorb(one.item.tree, one.result, verdict)
+        for one, verdict in zip(parts, verifier(parts), strict=True):
+            assert [one.input.tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
+            one.request.sequence.absorb(one.input.tree, one.output, verdict)
         steps += 1
     return steps
 
@@ -79,7 +81,7 @@ class Log:
 def one_by_one(
     model: Model, prompt: Sequence[int], count: int, processor: Log | None = None, criterion: Log | None = None
 ) -> list[int]:
-    """What `Walk` must give: a loop with one token per step."""
+    """What `PathVerifier` must give: a loop with one token per step."""
     ids = torch.tensor([list(prompt)])
     for _ in range(count):
         scores = torch.tensor([model(ids[0].tolist())], dtype=torch.float64).log().float()
@@ -103,7 +105,7 @@ def divisible(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
 def test_without_a_rule_it_verifies_as_a_sequence_does(case: tuple[Model, list[int], int]) -> None:
     model, prompt, count = case
     ours, own = sequence_of(prompt, count, frozenset([1])), sequence_of(prompt, count, frozenset([1]))
-    run(Walk([ours], torch.tensor([prompt]), Rule()), [ours], model)
+    run(PathVerifier([ours], torch.tensor([prompt]), Rule()), [ours], model)
     decode(own, model)
     assert (ours.output, ours.finish_reason, ours.stats.steps) == (own.output, own.finish_reason, own.stats.steps)
 
@@ -115,7 +117,7 @@ def test_processor_sees_the_calls_of_one_by_one(case: tuple[Model, list[int], in
     model, prompt, count = case
     log, wanted = Log(), Log()
     sequence = sequence_of(prompt, count)
-    run(Walk([sequence], torch.tensor([prompt]), Rule(processors=log)), [sequence], model)
+    run(PathVerifier([sequence], torch.tensor([prompt]), Rule(processors=log)), [sequence], model)
     assert sequence.output == one_by_one(model, prompt, count, wanted)
     assert log.asked == wanted.asked
     for a, b in zip(log.scores, wanted.scores, strict=True):
@@ -128,7 +130,7 @@ def test_criterion_sees_the_calls_of_one_by_one(case: tuple[Model, list[int], in
     model, prompt, count = case
     log, wanted = Log(divisible(by)), Log(divisible(by))
     sequence = sequence_of(prompt, count)
-    run(Walk([sequence], torch.tensor([prompt]), Rule(criteria=log)), [sequence], model)
+    run(PathVerifier([sequence], torch.tensor([prompt]), Rule(criteria=log)), [sequence], model)
     assert sequence.output == one_by_one(model, prompt, count, criterion=wanted)
     assert log.asked == wanted.asked
     assert sequence.finish_reason == ("length" if len(sequence.output) == count else "stop")
@@ -139,7 +141,7 @@ def test_block_is_accepted_and_asked_about_token_by_token() -> None:
     processor, criterion = Log(), Log(lambda ids: ids[:, -1] == 17)
     sequence = sequence_of(COUNTING, 20)
     rule = Rule(processors=lambda ids, scores: (processor(ids, scores), scores)[1], criteria=criterion)
-    assert run(Walk([sequence], torch.tensor([COUNTING]), rule), [sequence], counting_model(VOCABULARY)) == 1
+    assert run(PathVerifier([sequence], torch.tensor([COUNTING]), rule), [sequence], counting_model(VOCABULARY)) == 1
     assert sequence.output == list(range(6, 18))
     assert [len(rows[0]) for rows in processor.asked] == list(range(16, 28))
     assert [len(rows[0]) for rows in criterion.asked] == list(range(17, 29))
@@ -155,7 +157,9 @@ def test_every_end_at_every_place_of_a_block(how: str, last: int) -> None:
     sequence = DecodingSequence(COUNTING, CONFIG, rules=rules, ends=ends)
     criterion = (lambda ids, scores: ids[:, -1] == last) if how == "stop" else None
     steps = run(
-        Walk([sequence], torch.tensor([COUNTING]), Rule(criteria=criterion)), [sequence], counting_model(VOCABULARY)
+        PathVerifier([sequence], torch.tensor([COUNTING]), Rule(criteria=criterion)),
+        [sequence],
+        counting_model(VOCABULARY),
     )
     assert sequence.output == list(range(6, last + 1))
     assert sequence.finish_reason == {"ends": "stop"}.get(how, how)
@@ -172,29 +176,29 @@ def test_kept_scores_and_logits() -> None:
         return torch.zeros(1, dtype=torch.bool)
 
     rule = Rule(lambda ids, scores: scores + 1, criteria=criterion, keep_scores=True, keep_logits=True)
-    walk = Walk([sequence], torch.tensor([COUNTING]), rule)
+    verifier = PathVerifier([sequence], torch.tensor([COUNTING]), rule)
     model = counting_model(VOCABULARY)
-    run(walk, [sequence], model)
-    assert [tuple(part.shape) for part in walk.scores] == [(1, VOCABULARY)] * 9
+    run(verifier, [sequence], model)
+    assert [tuple(part.shape) for part in verifier.scores] == [(1, VOCABULARY)] * 9
     text = list(COUNTING)
-    for token, scores, logits in zip(sequence.output, walk.scores, walk.logits, strict=True):
+    for token, scores, logits in zip(sequence.output, verifier.scores, verifier.logits, strict=True):
         assert scores.dtype == logits.dtype == torch.float32
         torch.testing.assert_close(logits[0], torch.tensor(model(text)).log().float())
         torch.testing.assert_close(scores, logits + 1)
         text.append(token)
     assert seen == list(range(1, 10))
-    assert not Walk([sequence], torch.tensor([COUNTING]), Rule()).scores
+    assert not PathVerifier([sequence], torch.tensor([COUNTING]), Rule()).scores
 
 
 def test_scores_are_float32_whatever_the_default_is() -> None:
     sequence = sequence_of(COUNTING, 3)
-    walk = Walk([sequence], torch.tensor([COUNTING]), Rule(keep_logits=True))
+    verifier = PathVerifier([sequence], torch.tensor([COUNTING]), Rule(keep_logits=True))
     torch.set_default_dtype(torch.float16)
     try:
-        run(walk, [sequence], counting_model(VOCABULARY))
+        run(verifier, [sequence], counting_model(VOCABULARY))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {part.dtype for part in walk.logits} == {torch.float32}
+    assert {part.dtype for part in verifier.logits} == {torch.float32}
 
 
 def test_processor_may_change_what_it_is_given() -> None:
@@ -205,9 +209,9 @@ def test_processor_may_change_what_it_is_given() -> None:
         return scores.fill_(0)
 
     part = ran(sequence, counting_model(VOCABULARY))
-    before = part.result.logits.clone()
-    Walk([sequence], torch.tensor([COUNTING]), Rule(processors=spoil))([part])
-    assert torch.equal(part.result.logits, before)
+    before = part.output.logits.clone()
+    PathVerifier([sequence], torch.tensor([COUNTING]), Rule(processors=spoil))([part])
+    assert torch.equal(part.output.logits, before)
 
 
 # Draws
@@ -223,14 +227,14 @@ def test_processor_may_change_what_it_is_given() -> None:
 def test_uniform_draws_are_those_of_the_sequence(
     case: tuple[Model, list[int], int], seed: int, temperature: float, top_k: int
 ) -> None:
-    """Walked or verified by the sequence itself, the same seed gives the same tokens."""
+    """Verified along its path or by the sequence itself, the same seed gives the same tokens."""
     model, prompt, count = case
     sampling = SamplingParams(temperature, top_k=top_k, seed=seed)
     own = DecodingSequence(prompt, CONFIG, sampling, StopRules(count))
     decode(own, model)
-    walked = sequence_of(prompt, count)
-    run(Walk([walked], torch.tensor([prompt]), Rule(draw=uniform_draw(seed, sampling))), [walked], model)
-    assert walked.output == own.output
+    verified = sequence_of(prompt, count)
+    run(PathVerifier([verified], torch.tensor([prompt]), Rule(draw=uniform_draw(seed, sampling))), [verified], model)
+    assert verified.output == own.output
 
 
 def test_one_draw_per_position() -> None:
@@ -242,8 +246,8 @@ def test_one_draw_per_position() -> None:
         return scores.argmax(dim=-1)
 
     rows = [sequence_of(COUNTING, 12, frozenset([8])), sequence_of([*COUNTING, 9], 12, frozenset([8]))]
-    walk = Walk(rows, padded([COUNTING, [*COUNTING, 9]]), Rule(draw=draw, pad=0))
-    run(walk, rows, counting_model(VOCABULARY))
+    verifier = PathVerifier(rows, padded([COUNTING, [*COUNTING, 9]]), Rule(draw=draw, pad=0))
+    run(verifier, rows, counting_model(VOCABULARY))
     assert [len(row.output) for row in rows] == [3, 12]
     assert calls == [(2, VOCABULARY)] * 12
 
@@ -257,17 +261,17 @@ def test_rows_get_as_many_tokens_each_step() -> None:
     prompts = [[1, 2, 3, 4], [5]]
     rows = [sequence_of(prompt, 20) for prompt in prompts]
     lengths = []
-    walk = Walk(rows, padded(prompts), Rule(criteria=Log(lambda ids: ids[:, -1] < 0)))
+    verifier = PathVerifier(rows, padded(prompts), Rule(criteria=Log(lambda ids: ids[:, -1] < 0)))
 
-    def judge(parts: Sequence[StepResult]) -> list[Verdict]:
-        verdicts = walk(parts)
+    def counted(parts: Sequence[StepResult]) -> list[Verdict]:
+        verdicts = verifier(parts)
         lengths.append({len(verdict.tokens) for verdict in verdicts})
         return verdicts
 
-    assert run(judge, rows, model) < 20
+    assert run(counted, rows, model) < 20
     assert all(len(length) == 1 for length in lengths)
     assert [row.output for row in rows] == [one_by_one(model, prompt, 20) for prompt in prompts]
-    assert walk.ids[:, 4:].tolist() == [row.output for row in rows]
+    assert verifier.ids[:, 4:].tolist() == [row.output for row in rows]
 
 
 @settings(max_examples=40, deadline=None)
@@ -279,8 +283,8 @@ def test_row_of_a_batch_is_a_row_by_itself(seed: int, lengths: list[int], by: in
     rows = [sequence_of(prompt, 16) for prompt in prompts]
     log = Log(divisible(by))
     rule = Rule(processors=lambda ids, scores: scores.scatter(1, ids[:, -1:], -torch.inf), criteria=log, pad=10)
-    walk = Walk(rows, padded(prompts), rule)
-    run(walk, rows, model)
+    verifier = PathVerifier(rows, padded(prompts), rule)
+    run(verifier, rows, model)
     wanted = []
     for prompt in prompts:
         text = list(prompt)
@@ -291,7 +295,7 @@ def test_row_of_a_batch_is_a_row_by_itself(seed: int, lengths: list[int], by: in
         wanted.append(text[len(prompt) :])
     assert [row.output for row in rows] == wanted
     longest = max(map(len, wanted))
-    assert walk.ids[:, -longest:].tolist() == [text + [10] * (longest - len(text)) for text in wanted]
+    assert verifier.ids[:, -longest:].tolist() == [text + [10] * (longest - len(text)) for text in wanted]
     assert [len(asked[0]) for asked in log.asked] == [max(lengths) + n for n in range(1, longest + 1)]
 
 
@@ -299,8 +303,8 @@ def test_without_padding_rows_go_on_until_all_have_met_the_criterion() -> None:
     model = counting_model(VOCABULARY)
     prompts = [COUNTING, [*COUNTING, 11]]
     rows = [sequence_of(prompt, 20) for prompt in prompts]
-    walk = Walk(rows, padded(prompts), Rule(criteria=lambda ids, scores: ids[:, -1] == 14))
-    run(walk, rows, model)
+    verifier = PathVerifier(rows, padded(prompts), Rule(criteria=lambda ids, scores: ids[:, -1] == 14))
+    run(verifier, rows, model)
     assert [row.output for row in rows] == [list(range(6, 15)), list(range(12, 21))]
     assert [row.finish_reason for row in rows] == ["stop", "stop"]
 
@@ -308,28 +312,32 @@ def test_without_padding_rows_go_on_until_all_have_met_the_criterion() -> None:
 def test_kept_scores_of_a_row_that_has_ended_are_zeros() -> None:
     prompts = [COUNTING, [*COUNTING, 11]]
     rows = [sequence_of(prompt, 6, frozenset([8])) for prompt in prompts]
-    walk = Walk(rows, padded(prompts), Rule(pad=0, keep_scores=True, keep_logits=True))
-    run(walk, rows, counting_model(VOCABULARY))
+    verifier = PathVerifier(rows, padded(prompts), Rule(pad=0, keep_scores=True, keep_logits=True))
+    run(verifier, rows, counting_model(VOCABULARY))
     assert [len(row.output) for row in rows] == [3, 6]
-    assert [bool(part[0].any()) for part in walk.logits] == [True] * 3 + [False] * 3
-    assert all(part[1].any() for part in walk.scores)
+    assert [bool(part[0].any()) for part in verifier.logits] == [True] * 3 + [False] * 3
+    assert all(part[1].any() for part in verifier.scores)
 
 
-# Several walks in one step
+# Several verifiers in one step
 
 
-def test_each_row_is_judged_by_its_own_walk() -> None:
-    """Verdicts come back in the order of the step's parts, however walks and rows are mixed."""
+def test_each_sequence_is_verified_by_its_own_verifier() -> None:
+    """Verdicts come back in the order of the step's parts, however verifiers are mixed; without one there is none."""
     model = counting_model(VOCABULARY)
     prompts = [COUNTING, [*COUNTING, 9], [*COUNTING, 12], COUNTING]
     rows = [sequence_of(prompt, 4 + row) for row, prompt in enumerate(prompts)]
-    walks = Walks()
-    pair = walks.add([rows[0], rows[2]], padded([prompts[0], prompts[2]]), Rule(pad=0))
-    walks.add([rows[1]], torch.tensor([prompts[1]]), Rule(processors=lambda ids, scores: -scores))
-    walks.add([rows[3]], torch.tensor([prompts[3]]), Rule())
+    pair = PathVerifier([rows[0], rows[2]], padded([prompts[0], prompts[2]]), Rule(pad=0))
+    odd = PathVerifier([rows[1]], torch.tensor([prompts[1]]), Rule(processors=lambda ids, scores: -scores))
+    verifiers = dict(zip(rows, (pair, odd, pair, None), strict=True))
 
-    def shuffled(parts: Sequence[StepResult]) -> list[Verdict]:
-        return walks(parts[::-1])[::-1]
+    def shuffled(parts: Sequence[StepResult]) -> list[Verdict | None]:
+        for part in parts:
+            part.request.verifier = verifiers[part.request.sequence]
+        verdicts = verify(parts[::-1])[::-1]
+        assert [verdict is None for verdict in verdicts] == [part.request.verifier is None for part in parts]
+        return [verdict or part.request.sequence.verify(part.input.tree, part.output)
+                for verdict, part in zip(verdicts, parts, strict=True)]  # fmt: skip
 
     run(shuffled, rows, model)
     assert rows[0].output == [6, 7, 8, 9]
@@ -339,18 +347,18 @@ def test_each_row_is_judged_by_its_own_walk() -> None:
     assert pair.ids[:, -6:].tolist() == [[6, 7, 8, 9, 0, 0], [13, 14, 15, 16, 17, 18]]
 
 
-def test_walk_starts_again_at_the_root_of_every_step() -> None:
-    """A tree without guesses gives one token; the next call goes on from the text that the walk itself keeps."""
+def test_verification_starts_again_at_the_root_of_every_step() -> None:
+    """A tree without guesses gives one token; the next call goes on from the text that the verifier itself keeps."""
     model = counting_model(VOCABULARY)
     sequence = DecodingSequence([5, 6], LookaheadConfig.autoregressive(), rules=StopRules(3))
-    walk = Walk([sequence], torch.tensor([[5, 6]]), Rule())
+    verifier = PathVerifier([sequence], torch.tensor([[5, 6]]), Rule())
     verdicts = []
     for _ in range(3):
         part = ran(sequence, model)
-        assert isinstance(part.item.tree, TokenTree)
-        (verdict,) = walk([part])
+        assert isinstance(part.input.tree, TokenTree)
+        (verdict,) = verifier([part])
         verdicts.append(verdict)
-        sequence.absorb(part.item.tree, part.result, verdict)
+        sequence.absorb(part.input.tree, part.output, verdict)
     assert [verdict.tokens for verdict in verdicts] == [[7], [8], [9]]
     assert [verdict.path for verdict in verdicts] == [[], [], []]
-    assert walk.ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert verifier.ids.tolist() == [[5, 6, 7, 8, 9]]

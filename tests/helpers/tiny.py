@@ -19,6 +19,7 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 
 VOCABULARY = 61
 PROMPTS = ([5, 9, 5, 9, 5, 3], [7], list(range(2, 32)), [4, 4, 8, 1, 4, 4, 8, 1, 4, 4])
@@ -63,7 +64,7 @@ def run(
     sequences = [DecodingSequence(prompt, config, sampling, rules) for prompt in prompts]
     engine = Engine(backend)
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
     while engine.running:
         engine.step()
     return sequences

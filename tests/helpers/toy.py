@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from lookahead.algorithm.reference import Model, argmax, norm
-from lookahead.algorithm.sampling import pick, top_rows
+from lookahead.algorithm.sampling import pick, top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
 
 
@@ -70,8 +70,7 @@ def targets_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> Ste
     targets = pick(logits, sequence.sampling, sequence.uniforms(tree)).tolist()
     if not sequence.wants_top:
         return StepOutput(targets)
-    ids, levels = top_rows(logits, TOP)
-    return StepOutput(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
+    return StepOutput(targets, top_tokens(logits, KEPT_TOKENS).numpy())
 
 
 def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree, list[int]]]:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.sampling import pick, top_rows
+from lookahead.algorithm.sampling import pick, top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 
 VOCABULARY = 23
 
@@ -39,20 +40,20 @@ class ToyBackend:
     model = device = dtype = None
 
     def __init__(self) -> None:
-        self.cached: dict[int, list[int]] = {}
+        self.slots: dict[int, list[int]] = {}
         self._last: dict[int, StepInput] = {}
         self._next = 0
 
     def open(self) -> int:
         self._next += 1
-        self.cached[self._next] = []
+        self.slots[self._next] = []
         return self._next
 
     def close(self, slot: int) -> None:
-        del self.cached[slot]
+        del self.slots[slot]
 
     def length(self, slot: int) -> int:
-        return len(self.cached[slot])
+        return len(self.slots[slot])
 
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         self._last.update({item.slot: item for item in inputs})
@@ -69,11 +70,12 @@ class ToyBackend:
             item = self._last.pop(slot)
             parents = [item.tree.parents[node] for node in path]
             assert parents == [0, *path][: len(path)], "the accepted nodes are no path"
-            self.cached[slot] += [*item.trail, item.tree.tokens[0], *(item.tree.tokens[node] for node in path)]
+            self.slots[slot] += [*item.trail, item.tree.tokens[0], *(item.tree.tokens[node] for node in path)]
 
-    def _read(self, item: StepInput) -> StepOutput:
+    def logits_of(self, item: StepInput) -> torch.Tensor:
+        """[len(needed), V]"""
         tree, rows = item.tree, []
-        prefix = [*self.cached[item.slot], *item.trail]
+        prefix = [*self.slots[item.slot], *item.trail]
         for row in tree.needed:
             path, node = [], row
             while node >= 0:
@@ -82,12 +84,14 @@ class ToyBackend:
                 node = tree.parents[node]
             assert len(path) == tree.depths[row] + 1
             rows.append(logits_after(tuple([*prefix, *path][-3:])))
-        logits = torch.tensor(rows)
+        return torch.tensor(rows)
+
+    def _read(self, item: StepInput) -> StepOutput:
+        logits = self.logits_of(item)
         targets = pick(logits, item.sampling, item.uniforms).tolist()
         if not item.top:
             return StepOutput(targets)
-        ids, levels = top_rows(logits, item.top)
-        return StepOutput(targets, [(*row, *level) for row, level in zip(ids.tolist(), levels.tolist(), strict=True)])
+        return StepOutput(targets, top_tokens(logits, item.top).numpy())
 
 
 def decode(
@@ -103,11 +107,11 @@ def decode(
     engine = Engine(backend)
     half = (len(sequences) + 1) // 2
     for sequence in sequences[:half]:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
     for _ in range(3):
         engine.step()
     for sequence in sequences[half:]:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
     while engine.running:
         engine.step()
     return sequences

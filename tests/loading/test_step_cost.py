@@ -70,8 +70,8 @@ class FakeBackend:
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         (item,) = inputs
         size = len(item.tree)
-        assert item.tree.needed == list(range(size))
-        assert item.tree.depths == [0, *(item.tree.depths[parent] + 1 for parent in item.tree.parents[1:])]
+        assert list(item.tree.needed) == list(range(size))
+        assert list(item.tree.depths) == [0, *(item.tree.depths[parent] + 1 for parent in item.tree.parents[1:])]
         assert max(item.tree.depths) <= DEPTH
         last = self.lengths[item.slot] + len(item.trail) + size
         if self.max_length is not None and last > self.max_length:

@@ -131,11 +131,12 @@ def test_inputs_that_differ_in_what_they_want() -> None:
         from lookahead.algorithm.sequence import DecodingSequence
         from lookahead.config import StopRules
         from lookahead.engine.engine import Engine
+        from lookahead.engine.request import Request
 
         sequences = [DecodingSequence([4, 4, 8, 1], config, rules=StopRules(20)) for config in configs]
         engine = Engine(backend)
         for sequence in sequences:
-            engine.add(sequence)
+            engine.submit(Request(sequence))
         while engine.running:
             engine.step()
         return summary(sequences)

@@ -1,231 +1,228 @@
-"""One step's guesses: sources write candidates into a trie, the best ones are taken, best first.
+"""One step's guesses: sources write chains into a draft, and a drafter takes the best candidates, best first.
 
 A candidate's score is the estimated probability that it is accepted: its own rate times its parent's score. So a child
 never scores above its parent, and taking candidates best-first takes every parent before its child. The expected
-number of accepted tokens of a step is 1 + the sum of the scores taken; given what a step of each size costs, the size
-that gives most tokens per second is known before the step is run.
+number of accepted tokens of a step is 1 + the sum of the scores taken. Given what a step of each size costs, the
+drafter knows before the step runs which size gives most tokens per second (`worth`).
 
-The search runs in C where it can (`native`). `Draft._grow` is the same search in Python, to read and to fall back on.
+`PythonDrafter` is the search as one reads it. `native.drafter.NativeDrafter` is the same search in C, with the same
+results bit for bit. `native.choose_drafter` is the one place that chooses between them.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
+from typing import Protocol
 
-from lookahead.algorithm.native import build as native
-from lookahead.algorithm.native.drafter import Drawn, Memories, NativeText, Row
-from lookahead.algorithm.tree import TokenTree, WindowLayout
+from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
+from lookahead.algorithm.tree import Guesses
 
-Table = tuple[list[float], list[int]]
-"""What the buckets of a row mean: the rate of each, and its origin."""
-
-Successors = Callable[[int, int, int], "tuple[Row, Table] | None"]
-"""The last three tokens of a path -> the row of the last one, if there is one, and the row's table."""
-
-MOST = 1 << 16
-"""The most guesses of a step: a bound on the memory that is taken for them beforehand."""
+MOST_GUESSES = 1 << 16
+"""The most guesses of a step: a bound on the memory that the C drafter takes for them beforehand."""
 
 CHAIN_MASS = 0.95
-"""The most probability that the chains at one node claim together; what is left over scales the row beside them."""
+"""The most probability that the chains at one node claim together. What is left scales the successors beside them."""
 
 LEARNED = 0.008
-"""What a guess is worth beside its chance to be accepted, in tokens, where rows of successors are recycled: refused or
-not, it brings a row, from which later guesses are made."""
+"""What a guess is worth beside its chance to be accepted, in tokens, where successors are recycled: refused or not, the
+step computes the guess's own successors, from which later guesses are made."""
 
 
 @dataclass(slots=True)
-class Guesses:
-    """The taken candidates, parents first, as C's ints. Parent 0 is the root, parent `base` + i is guess i."""
-
-    tokens: array[int]
-    parents: array[int]
-    depths: array[int]
-    origins: array[int]
-    scores: array[float]
-
-
-NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
-
-
 class Draft:
-    """A trie of chains below the root, and a rule that continues any path with a row of likely successors.
+    """What one step's guesses are chosen from: chains below the root, and successors that continue any path.
 
-    `text` ends with the root token. The rule is `successors`, or `memories`, recycled rows that the C code asks by
-    itself (see `sources.recycle`). `whole` is the text in C, which adds chains of its own (see `sources.text`).
+    `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
+    right. The chains stand one after the other in `chain_tokens` and `chain_origins`.
     """
 
-    def __init__(self, text: Sequence[int], rates: Sequence[float]) -> None:
-        self.root = text[-1]
-        self.before = text[-2] if len(text) > 1 else -1
-        self.before2 = text[-3] if len(text) > 2 else -1
-        self.rates = rates
-        self.successors: Successors | None = None
-        self.memories: Memories | None = None
-        self.whole: NativeText | None = None
-        self._chains: tuple[list[int], list[int], list[int]] = [], [], []
+    text_end: tuple[int, int, int]
+    rates: array[float]
+    tables: SuccessorTables | None = None
+    chain_tokens: array[int] = field(default_factory=lambda: array("i"))
+    chain_origins: array[int] = field(default_factory=lambda: array("i"))
+    chain_lengths: array[int] = field(default_factory=lambda: array("i"))
 
-    def chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
-        """Add a chain below the root."""
+    @classmethod
+    def after(cls, text: Sequence[int], rates: array[float]) -> Draft:
+        """An empty draft of what follows this text."""
+        before2 = text[-3] if len(text) > 2 else NOTHING
+        return cls((before2, text[-2] if len(text) > 1 else NOTHING, text[-1]), rates)
+
+    def add_chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
+        """Add a run of guessed tokens below the root, with the origin of each."""
         if len(tokens) != len(origins):
             raise ValueError(f"a chain of {len(tokens)} tokens with {len(origins)} origins")
-        all_tokens, all_origins, lengths = self._chains
-        all_tokens += tokens
-        all_origins += origins
-        lengths.append(len(tokens))
+        self.chain_tokens.extend(tokens)
+        self.chain_origins.extend(origins)
+        self.chain_lengths.append(len(tokens))
 
-    def grow(self, room: int, max_depth: int, cost: Sequence[float] | None = None, base: int = 1) -> Guesses:
-        """Take at most `room` candidates, best first, none deeper than `max_depth`.
 
-        With `cost` (`cost[k]` is the time of a step of k + 1 tokens) only as many as give the best
-        (1 + sum of scores + what they teach) / time. `base` tokens, the root among them, are in the step anyway.
-        """
-        if min(room, max_depth) < 1:
-            return NO_GUESSES
-        if self._in_c:
-            return Guesses(*self._drawn(room, max_depth, cost, base).grow())
-        assert self.whole is None  # sources are in C together, or not at all
-        return self._grow(min(room, MOST), max_depth, cost, base)
+@dataclass(slots=True)
+class Limits:
+    """How many guesses a step may take, and how many pay.
 
-    def tree(
-        self, layout: WindowLayout, tokens: Sequence[int], room: int, max_depth: int, cost: Sequence[float] | None
-    ) -> TokenTree:
-        """The step's tree: a branch of this layout with these tokens, and behind it the guesses that `grow` takes."""
-        if not self._in_c or min(room, max_depth) < 1:
-            return layout.tree(tokens, self.grow(room, max_depth, cost, layout.size))
-        numbers, taken = self._drawn(room, max_depth, cost, layout.size).tree(tokens, layout.numbers)
-        return TokenTree.of(numbers, (layout.size + taken, layout.first + taken), layout.size, layout.width)
+    At most `room` guesses, none deeper than `max_depth`. `cost[k]` is the time of a step of k + 1 tokens; without it
+    the room is filled. `branch` tokens, the root among them, are in the step anyway.
+    """
 
-    @property
-    def _in_c(self) -> bool:
-        return self.successors is None and native.library() is not None
+    room: int
+    max_depth: int
+    cost: Sequence[float] | None = None
+    branch: int = 1
 
-    def _drawn(self, room: int, max_depth: int, cost: Sequence[float] | None, base: int) -> Drawn:
-        text, taught = (self.before2, self.before, self.root), LEARNED if self.memories is not None else 0.0
-        room = min(room, MOST)
-        max_depth = min(max_depth, room)  # which fits C's int
-        return Drawn(self.memories, self.whole, self.rates, text, self._chains, room, max_depth, cost, base, taught)
 
-    def _plant(self) -> None:
-        """The trie of the chains: node 0 is the root; chains that share a prefix share nodes.
+class Drafter(Protocol):
+    """Chooses a step's guesses. Its tables of successors are its own kind: one drafter's tables go to that drafter."""
 
-        Where a chain runs along an earlier one, the likelier origin names the node.
-        """
-        children: list[dict[int, int]] = [{}]
-        node_tokens, node_origins, rates = [self.root], [-1], self.rates
-        tokens, origins, lengths = self._chains
-        end = 0
-        for length in lengths:
-            node, start, end = 0, end, end + length
-            for token, origin in zip(tokens[start:end], origins[start:end], strict=True):
-                below = children[node]
-                node = below.get(token, 0)
-                if not node:
-                    node = below[token] = len(node_origins)
-                    children.append({})
-                    node_origins.append(origin)
-                    node_tokens.append(token)
-                elif rates[origin] > rates[node_origins[node]]:
-                    node_origins[node] = origin
-        self._tokens, self._origins, self._children = node_tokens, node_origins, children
+    def new_table(self) -> SuccessorTable: ...
 
-    def _grow(self, room: int, max_depth: int, cost: Sequence[float] | None, base: int) -> Guesses:
-        """The search itself."""
-        self._plant()
-        # Entry 0 of each list is the root. Per taken node: its row of successors, what scales the row's rates, and its
-        # trie node (-1 outside the chains).
-        tokens, parents, depths, origins, scores, tries = [self.root], [-1], [0], [-1], [1.0], [0]
-        rows: list[tuple[Row, Table] | None] = []
-        weights: list[float] = []
-        # (-score, parent, index in the parent's row, or -1 for a chain; trie node of a chain)
-        heap: list[tuple[float, int, int, int]] = []
-        successors, children = self.successors, self._children
-        before, before2, token, score, depth, trie = self.before, self.before2, self.root, 1.0, 0, 0
-        node = 0
-        while node < room:
-            # 1. The node taken last offers its chains' tokens and the best of its row.
-            found, weight = None, score
-            if depth < max_depth:
-                if successors is not None:
-                    found = successors(before2, before, token)
-                if trie >= 0 and children[trie]:
-                    weight = self._offer_chains(heap, node, trie, score, found)
-                if found is not None:
-                    row, table = found
-                    heappush(heap, (-weight * table[0][row[len(row) // 2]], node, 0, -1))
-            rows.append(found)
-            weights.append(weight)
-            # 2. Take the best candidate there is. Its next sibling of the row is a candidate from now on.
-            while heap:
-                negative, parent, index, trie = heap[0]
+    def grow(self, draft: Draft, limits: Limits) -> Guesses:
+        """Take the best candidates, best first, within the limits."""
+        ...
+
+
+class PythonDrafter:
+    """The best-first search, to read and to fall back on."""
+
+    def new_table(self) -> SuccessorTable:
+        return SuccessorDict()
+
+    def grow(self, draft: Draft, limits: Limits) -> Guesses:
+        trie, rates, tables = Trie(draft), draft.rates, draft.tables
+        room = min(limits.room, MOST_GUESSES)
+        taken = [Taken(draft.text_end[2], -1, 0, -1, 1.0, 0)]
+        heap: list[Candidate] = []
+        while len(taken) <= room:
+            # 1. The node taken last offers the tokens of its chains and the best of its successors.
+            node = taken[-1]
+            if node.depth < limits.max_depth:
+                self._offer(heap, taken, draft, trie)
+            # 2. Take the best candidate there is. Its next sibling among the successors is a candidate from now on.
+            found = None
+            while heap and found is None:
+                negative, parent, index, trie_node = heap[0]
+                above = taken[parent]
                 if index < 0:
                     heappop(heap)
-                    token, origin = self._tokens[trie], self._origins[trie]
+                    found = Taken(
+                        trie.tokens[trie_node], parent, above.depth + 1, trie.origins[trie_node], -negative, trie_node
+                    )
                     break
-                row, (rates, row_origins) = rows[parent]  # type: ignore[misc]
-                half = len(row) // 2
-                token, origin = row[index], row_origins[row[half + index]]
-                index += 1
-                if index < half:
-                    heapreplace(heap, (-weights[parent] * rates[row[half + index]], parent, index, -1))
+                likely = above.successors
+                half = len(likely) // 2
+                token, origin = likely[index], above.first_origin + likely[half + index]
+                if index + 1 < half:
+                    rate = rates[above.first_origin + likely[half + index + 1]]
+                    heapreplace(heap, (-above.weight * rate, parent, index + 1, -1))
                 else:
                     heappop(heap)
-                if tries[parent] < 0 or token not in children[tries[parent]]:
-                    break
-            else:
+                if above.trie_node < 0 or token not in trie.children[above.trie_node]:
+                    found = Taken(token, parent, above.depth + 1, origin, -negative, -1)
+            if found is None:
                 break
-            score, depth, before = -negative, depths[parent] + 1, tokens[parent]
-            before2 = tokens[parents[parent]] if parent else self.before
-            node += 1
-            tokens.append(token)
-            parents.append(parent)
-            depths.append(depth)
-            origins.append(origin)
-            scores.append(score)
-            tries.append(trie)
-        taught = LEARNED if successors is not None else 0.0
-        keep = len(tokens) if cost is None else _worth(scores, cost, base, taught)
-        nodes = [parent + base - 1 if parent else 0 for parent in parents[1:keep]]
+            taken.append(found)
+        # 3. Keep as many as pay for their time.
+        taught = 0.0 if tables is None else LEARNED
+        scores = [node.score for node in taken]
+        keep = len(taken) if limits.cost is None else worth(scores, limits.cost, limits.branch, taught)
+        kept = taken[1:keep]
         return Guesses(
-            array("i", tokens[1:keep]),
-            array("i", nodes),
-            array("i", depths[1:keep]),
-            array("i", origins[1:keep]),
-            array("d", scores[1:keep]),
+            tokens=array("i", [node.token for node in kept]),
+            parents=array("i", [node.parent + limits.branch - 1 if node.parent else 0 for node in kept]),
+            depths=array("i", [node.depth for node in kept]),
+            origins=array("i", [node.origin for node in kept]),
+            scores=array("d", scores[1:keep]),
         )
 
-    def _offer_chains(
-        self,
-        heap: list[tuple[float, int, int, int]],
-        node: int,
-        trie: int,
-        score: float,
-        found: tuple[Row, Table] | None,
-    ) -> float:
-        """Queue the chains' tokens below a taken node; return what is left of its score for the row beside them.
-
-        A token that the row names too takes the better of its two rates.
-        """
-        rates, origins = self.rates, self._origins
-        row, table = found if found is not None else ((), ([], []))
-        half = len(row) // 2
+    def _offer(self, heap: list[Candidate], taken: list[Taken], draft: Draft, trie: Trie) -> None:
+        """Queue what may follow the node taken last."""
+        place, node, rates = len(taken) - 1, taken[-1], draft.rates
+        found = None
+        if draft.tables is not None:
+            found = draft.tables.look_up(*_last_three(taken, draft))
+        if found is not None:
+            node.successors, node.first_origin = found
+        likely = node.successors
+        half = len(likely) // 2
         mass = 0.0
-        for token, child in self._children[trie].items():
-            rate = rates[origins[child]]
-            if token in row and (index := row.index(token)) < half:
-                bucket = row[half + index]
-                if table[0][bucket] > rate:
-                    rate, origins[child] = table[0][bucket], table[1][bucket]
+        children = trie.children[node.trie_node] if node.trie_node >= 0 else {}
+        for token, child in children.items():
+            # A token that the successors name, too, takes the better of its two rates.
+            rate = rates[trie.origins[child]]
+            if token in likely and (index := likely.index(token)) < half:
+                other = node.first_origin + likely[half + index]
+                if rates[other] > rate:
+                    rate, trie.origins[child] = rates[other], other
             mass += rate
-            heappush(heap, (-score * rate, node, -1, child))
-        return score * (1 - min(mass, CHAIN_MASS))
+            heappush(heap, (-node.score * rate, place, -1, child))
+        node.weight = node.score * (1 - min(mass, CHAIN_MASS)) if children else node.score
+        if half:
+            heappush(heap, (-node.weight * rates[node.first_origin + likely[half]], place, 0, -1))
 
 
-def _worth(scores: Sequence[float], cost: Sequence[float], base: int, taught: float) -> int:
+Candidate = tuple[float, int, int, int]
+"""Minus the score, the parent's place among the taken nodes, the index among the parent's successors (or -1 for a
+chain's token), and the trie's node of a chain's token (else -1)."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """A guess that was taken, or the root. `trie_node` is -1 outside the chains; `weight` scales its successors."""
+
+    token: int
+    parent: int
+    depth: int
+    origin: int
+    score: float
+    trie_node: int
+    successors: Successors = ()
+    first_origin: int = 0
+    weight: float = 0.0
+
+
+class Trie:
+    """A draft's chains: node 0 is the root, and chains that share a beginning share nodes.
+
+    Where a chain runs along an earlier one, the likelier origin names the node.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self.tokens, self.origins = [draft.text_end[2]], [-1]
+        self.children: list[dict[int, int]] = [{}]
+        rates, end = draft.rates, 0
+        for length in draft.chain_lengths:
+            node, start, end = 0, end, end + length
+            for token, origin in zip(draft.chain_tokens[start:end], draft.chain_origins[start:end], strict=True):
+                below = self.children[node]
+                node = below.get(token, 0)
+                if not node:
+                    node = below[token] = len(self.tokens)
+                    self.tokens.append(token)
+                    self.origins.append(origin)
+                    self.children.append({})
+                elif rates[origin] > rates[self.origins[node]]:
+                    self.origins[node] = origin
+
+
+def worth(scores: Sequence[float], cost: Sequence[float], branch: int, taught: float) -> int:
     """How many entries of `scores` (the root's 1.0 first, then best first) give most tokens per unit of time."""
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
-    gains = [(tokens + taught * k) / cost[min(base - 1 + k, last)] for k, tokens in expected]
+    gains = [(tokens + taught * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1
+
+
+def _last_three(taken: list[Taken], draft: Draft) -> tuple[int, int, int]:
+    """The last three tokens of the path down to the node taken last, the text before the root included."""
+    path: list[int] = []
+    place = len(taken) - 1
+    while place >= 0 and len(path) < 3:
+        path.append(taken[place].token)
+        place = taken[place].parent
+    before2, before, _ = draft.text_end
+    third, second, last = [before2, before, *reversed(path)][-3:]
+    return third, second, last

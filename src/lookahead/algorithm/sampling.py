@@ -47,7 +47,7 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def pick(logits: torch.Tensor, params: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:
-    """[R, V] logits -> [R] target tokens; `uniforms[r]` is row r's uniform, or NO_DRAW for the argmax."""
+    """[R, V] logits -> [R] target tokens; `uniforms[r]` is that of line r, or NO_DRAW for the argmax."""
     greedy = logits.argmax(dim=-1)
     drawn = [r for r, u in enumerate(uniforms) if u != NO_DRAW]
     if params.greedy or not drawn:
@@ -58,11 +58,14 @@ def pick(logits: torch.Tensor, params: SamplingParams, uniforms: Sequence[float]
 
 
 LEVELS = 16
-"""Probability levels kept with a recycled row: the last one is everything below 2^-7.5."""
+"""Probability levels of a likely token: the last one is everything below 2^-7.5."""
 
 
-def top_rows(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R, V] logits -> [R, count] likeliest tokens, best first, and their levels: p in (2^-(l+1)/2, 2^-l/2]."""
+def top_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """[R, V] logits -> [R, 2 count] int32: the likeliest tokens, best first, and then the level of each.
+
+    Level l holds the probabilities in (2^-(l+1)/2, 2^-l/2].
+    """
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
     log2 = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)) / math.log(2)
-    return ids, (-2 * log2).clamp_(0, LEVELS - 1).to(ids.dtype)
+    return torch.cat([ids, (-2 * log2).clamp_(0, LEVELS - 1).to(ids.dtype)], dim=1).to(torch.int32)

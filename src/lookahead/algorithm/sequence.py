@@ -1,4 +1,4 @@
-"""One request's state: tokens, window, sources, uniforms. It proposes a step's tree and absorbs its targets.
+"""One request's state: tokens, window, sources, uniforms. It proposes a step's tree and absorbs what the step gave.
 
 A sequence knows nothing of tensors or text, and a backend nothing of windows or pools; the engine joins the two.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from lookahead.algorithm.draft import NO_GUESSES, Draft
+from lookahead.algorithm.draft import Draft, Limits
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
-from lookahead.algorithm.tree import StepOutput, TokenTree, window_layout
+from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -22,7 +22,7 @@ class DecodingSequence:
     """Prompt and output of one request, and all that lookahead decoding remembers about it.
 
     `ends` is asked after every accepted token and may end the sequence (stop strings live there). `memory` is shared
-    state of the loaded model; without it, or with scope 'request', the sequence starts cold.
+    by all requests of a loaded model; without it, or with scope 'request', the sequence starts with an empty one.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
-        shared = memory is not None and self.config.recycle_scope == "model"
-        self._memory = memory if memory is not None and shared else SharedMemory()
+        self._memory = memory if memory is not None and self.config.recycle_scope == "model" else SharedMemory()
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
@@ -66,39 +65,45 @@ class DecodingSequence:
         return self.tokens[self.prompt_tokens :]
 
     @property
+    def left(self) -> int:
+        """How many tokens may still be generated."""
+        return self.room - self.stats.generated_tokens
+
+    @property
     def continues_alone(self) -> bool:
-        """Whether the next step's target is, unless it ends the sequence, all of the step after it: nothing guesses."""
-        left = self.room - self.stats.generated_tokens
-        return left > 1 and self.sampling.greedy and not self._sources and not self._window.width
+        """True when this sequence never guesses, so its next step needs only this step's token."""
+        return self.left > 1 and self.sampling.greedy and not self._sources and not self._window.width
 
     def propose(self, together: int = 1) -> TokenTree:
-        """The next step's tree: the root, the window, and the best guesses the budget has room for.
-
-        `together` sequences take part in the step. A window that would fill more than half of a share is left out.
-        """
-        config, window = self.config, self._window
-        budget = config.share(together)
-        shares = budget < config.budget
-        left = self.room - self.stats.generated_tokens
-        # A guess at depth d is followed by one more token, so deeper than left - 1 cannot count. A window that would
-        # reach past the context is left out: its last column stands W + N - 3 positions after the root.
-        limit = self.rules.max_length
-        fits = limit is None or len(self.tokens) + window.width + config.ngram - 3 <= limit
-        fits = fits and (not shares or 2 * config.window_tokens <= budget)
-        width = window.width if fits and left > 1 else 0
-        layout = window_layout(width, config.ngram)
-
-        branch = [self.tokens[-1], *window.flat()] if width else self.tokens[-1:]
-        room, deepest = budget - layout.size, min(left - 1, config.deepest)
-        if room < 1 or deepest < 1:
+        """The next step's tree, when so many sequences share the step's budget."""
+        # 1. How many tokens this sequence may put into the step (K, or its share of K).
+        budget = self.config.share(together)
+        # 2. The root and the lookahead branch.
+        layout = self._layout(budget)
+        branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
+        # 3. The verification branch: the best guesses that the rest of the budget has room for.
+        # A guess at depth d is followed by one more token, so a guess deeper than left - 1 cannot count.
+        room, deepest = budget - layout.size, min(self.left - 1, self.config.deepest)
+        if room < 1 or deepest < 1 or not self._sources:
             return layout.tree(branch, NO_GUESSES)
-        draft = Draft(self.tokens, self._memory.calibration.rates)
+        draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.propose(self.tokens, draft)
-        return draft.tree(layout, branch, room, deepest, None if shares else config.step_cost)
+        cost = None if budget < self.config.budget else self.config.step_cost
+        return layout.tree(branch, self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size)))
+
+    def _layout(self, budget: int) -> WindowLayout:
+        """The window's place in the tree. A window is left out where no token can follow the next one, where it would
+        reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
+        more than half of a share of the budget."""
+        config, width = self.config, self._window.width
+        limit = self.rules.max_length
+        fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
+        crowds = budget < config.budget and 2 * config.window_tokens > budget
+        return window_layout(width if self.left > 1 and fits and not crowds else 0, config.ngram)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
-        """One per needed row: that of the output position the row predicts; the window's rows are greedy."""
+        """One per needed node: that of the output position the node predicts. The window's own nodes are greedy."""
         if self.sampling.greedy:
             return []
         generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
@@ -108,15 +113,16 @@ class DecodingSequence:
         window = len(tree.needed) - 1 - len(depths)
         return [left[0], *[NO_DRAW] * window, *[left[depth] for depth in depths]]
 
-    def verify(self, tree: TokenTree, result: StepOutput) -> Verdict:
+    def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
-        path, tokens = accept(tree, result.targets)
+        path, tokens = accept(tree, output.targets)
         count, reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
         return Verdict(path[: count - 1], tokens[:count], reason)
 
-    def absorb(self, tree: TokenTree, result: StepOutput, verdict: Verdict | None = None) -> Verdict:
+    def absorb(self, tree: TokenTree, output: StepOutput, verdict: Verdict | None = None) -> Verdict:
         """Take the accepted tokens, roll the window, learn. Without a verdict the sequence verifies by itself."""
-        verdict = verdict or self.verify(tree, result)
+        # 1. The accepted tokens.
+        verdict = verdict or self.verify(tree, output)
         path, tokens = verdict.path, verdict.tokens
         self.finish_reason = verdict.finish_reason
         root = self.tokens[-1]
@@ -125,22 +131,23 @@ class DecodingSequence:
         self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins])
         if self.finish_reason is not None:
             return verdict
+        # 2. The window: one n-gram per column, and a new newest row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
             first = 1 if self.config.ngram > 2 else 0
-            new = result.targets[first : first + tree.width]
+            new = output.targets[first : first + tree.width]
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
-        self._learn(Outcome(self.tokens, tokens, tree, path, result.targets, result.top, ngrams))
+        # 3. Learn: how good the guesses were, and new ones for the sources.
+        self._learn(Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams))
         return verdict
 
+    def _learn(self, outcome: Outcome) -> None:
+        self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
+        for source in self._sources:
+            source.absorb(outcome)
+
     def learn_while_running(self) -> None:
-        """What can wait until the next step runs."""
+        """Do the part of learning that may wait until the device runs the next step."""
         for source in self._sources:
             source.learn_while_running()
-
-    def _learn(self, shown: Outcome) -> None:
-        """Learn what a step has shown: how good its guesses were, and new ones for the sources."""
-        self._memory.calibration.learn_step(shown.tree, shown.path, shown.accepted)
-        for source in self._sources:
-            source.absorb(shown)

@@ -1,4 +1,4 @@
-"""The step's token tree: tokens, parents, depths, needed rows, and who sees whom.
+"""The step's token tree: tokens, parents, depths, needed nodes, and who sees whom.
 
 One rule makes the whole attention pattern of the paper's Figure 2(b): *a token sees the prefix, its ancestors
 and itself, nothing else.* Node 0 is the root `c`, the last accepted token; a node's position is the root's plus
@@ -16,10 +16,10 @@ its depth. Parents always stand before their children.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,71 +30,44 @@ class TokenTree:
     """One step's tokens. The first `branch` nodes are the root and a lookahead branch of `width` columns, the rest
     are guesses.
 
-    `rows` are the nodes whose logits are needed: the root, the newest window row, the guesses.
-    `origins` tells for every guess which source proposed it (see `sources.base`).
-
-    A tree is lists or `packed` numbers to begin with, and becomes the other when that is asked for; it does not change.
-    `sizes`: how many nodes and needed rows. There may be more numbers than the tree has.
+    `needed` are the nodes whose logits are computed: the root, the newest window row, the guesses. `origins` tells for
+    every guess which source proposed it (see `sources.calibration`). All are 32-bit integers, which numpy and the C
+    drafter read in place.
     """
 
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    needed: list[int]
-    branch: int = 1
-    width: int = 0
-    origins: list[int] = field(default_factory=list)
-    sizes: tuple[int, int] = field(init=False, repr=False, compare=False)
-    _numbers: array[int] | None = field(default=None, init=False, repr=False, compare=False)
-    _guesses: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False, compare=False)
+    tokens: array[int]
+    parents: array[int]
+    depths: array[int]
+    needed: array[int]
+    branch: int
+    width: int
+    origins: array[int]
+    _guesses: dict[tuple[int, int], int] | None = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        self.sizes = len(self.tokens), len(self.needed)
-
-    @classmethod
-    def of(cls, numbers: array[int], sizes: tuple[int, int], branch: int, width: int) -> TokenTree:
-        """A tree from its `packed` numbers."""
-        tree = cls.__new__(cls)
-        tree._numbers, tree.sizes, tree.branch, tree.width = numbers, sizes, branch, width
-        tree._guesses = None
-        return tree
-
-    def packed(self) -> array[int]:
-        """Tokens, depths, parents, rows and origins, one after the other, as the functions in C read them."""
-        if self._numbers is None:
-            nodes, rows = self.sizes
-            lengths = len(self.tokens), len(self.depths), len(self.parents), len(self.needed)
-            if lengths != (nodes, nodes, nodes, rows):
-                raise ValueError(f"a tree of {nodes} nodes and {rows} needed rows has lists of {lengths}")
-            self._numbers = array("i", [*self.tokens, *self.depths, *self.parents, *self.needed, *self.origins])
-        return self._numbers
-
-    def unpack(self) -> None:
-        """Make the lists of a tree that came as numbers."""
-        assert self._numbers is not None
-        numbers, (nodes, rows) = self._numbers.tolist(), self.sizes
-        self.tokens, self.depths = numbers[:nodes], numbers[nodes : 2 * nodes]
-        self.parents, numbers = numbers[2 * nodes : 3 * nodes], numbers[3 * nodes :]
-        self.needed, self.origins = numbers[:rows], numbers[rows : rows + nodes - self.branch]
-
-    def __getattr__(self, name: str) -> list[int]:
-        """Python comes here for a field that has no value: for the lists that are not made yet."""
-        if name not in ("tokens", "parents", "depths", "needed", "origins"):
-            raise AttributeError(f"a token tree has no {name!r}", name=name, obj=self)
-        self.unpack()
-        made: list[int] = object.__getattribute__(self, name)
-        return made
+    def __init__(
+        self,
+        tokens: Iterable[int],
+        parents: Iterable[int],
+        depths: Iterable[int],
+        needed: Iterable[int],
+        branch: int = 1,
+        width: int = 0,
+        origins: Iterable[int] = (),
+    ) -> None:
+        self.tokens, self.parents = array("i", tokens), array("i", parents)
+        self.depths, self.needed = array("i", depths), array("i", needed)
+        self.branch, self.width, self.origins = branch, width, array("i", origins)
+        self._guesses = None
 
     def __len__(self) -> int:
-        return self.sizes[0]
+        return len(self.tokens)
 
-    def row(self, node: int) -> int:
-        """Where the root or a guess stands in `rows`."""
-        nodes, rows = self.sizes
-        return node - nodes + rows if node else 0
+    def place(self, node: int) -> int:
+        """Where the root or a guess stands in `needed`."""
+        return node - len(self.tokens) + len(self.needed) if node else 0
 
     def guesses(self) -> dict[tuple[int, int], int]:
-        """By parent and token, the guess: the first, where two are alike. Verification asks for it."""
+        """(parent, token) -> the guess: the first, where two are alike. Verification follows it."""
         if self._guesses is None:
             parents, tokens = self.parents[self.branch :], self.tokens[self.branch :]
             backwards = zip(reversed(parents), reversed(tokens), strict=True)
@@ -113,45 +86,47 @@ class TokenTree:
 
 
 def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
-    """The tree hanging from a chain of tokens before it: the root is node len(trail), the rows are the same ones."""
+    """The tree hanging from a chain of tokens before it: the root is node len(trail), the same nodes are needed."""
     shift = len(trail)
     return TokenTree(
         tokens=[*trail, *tree.tokens],
         parents=[*range(-1, shift), *[parent + shift for parent in tree.parents[1:]]],
         depths=[*range(shift), *[depth + shift for depth in tree.depths]],
-        needed=[row + shift for row in tree.needed],
+        needed=[node + shift for node in tree.needed],
     )
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a forward pass says of the tree's needed rows: their targets and, if wanted, their likeliest tokens.
+    """What a forward pass says of the tree's needed nodes, in their order.
 
-    A row of `top` holds n tokens, best first, and then their n probability levels (see `sampling.top_rows`); a list of
-    tuples, or an array where nobody had time to make one.
-    `logits` are the rows themselves, [len(rows), V] on the backend's device, for who asked for them (`walk.Walk`).
+    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n likeliest tokens,
+    best first, and the n probability levels of these (see `sampling.top_tokens`); None when nobody asked. `logits`
+    [len(needed), V], on the backend's device, are there for verification that asked for them (`engine.processors`).
     """
 
     targets: list[int]
-    top: list[tuple[int, ...]] | npt.NDArray[np.int32] = field(default_factory=list)
+    top: npt.NDArray[np.int32] | None = None
     logits: Any = None
 
 
-class Guessed(Protocol):
-    """Guesses as `draft.Draft.grow` takes them: C ints, the parents numbered as in the tree."""
+@dataclass(slots=True)
+class Guesses:
+    """The guesses that a drafter took, parents first. Their parents are numbered as in the tree."""
 
     tokens: array[int]
     parents: array[int]
     depths: array[int]
     origins: array[int]
+    scores: array[float]
+
+
+NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 
 @dataclass
 class WindowLayout:
-    """Where the lookahead branch of a (W, N) window stands in the tree.
-
-    `first` of its rows are needed; `numbers` are its depths, parents and needed rows, as C reads them.
-    """
+    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the nodes of the newest row."""
 
     width: int
     parents: tuple[int, ...]
@@ -161,17 +136,21 @@ class WindowLayout:
     def __post_init__(self) -> None:
         self.size = len(self.parents)
         self._parents, self._depths = array("i", self.parents), array("i", self.depths)
-        self._rows = array("i", [0, *(node for node in self.newest if node)])  # the root may be one of the newest row
-        self.first = len(self._rows)
-        self.numbers = self._depths + self._parents + self._rows
+        self._needed = array("i", [0, *(node for node in self.newest if node)])  # N = 2: the root is one of them
 
-    def tree(self, tokens: Sequence[int], guesses: Guessed) -> TokenTree:
+    def tree(self, tokens: Sequence[int], guesses: Guesses) -> TokenTree:
         """The branch with these tokens, the root's first, and the guesses behind it."""
-        nodes = array("i", tokens) + guesses.tokens
-        parents, depths = self._parents + guesses.parents, self._depths + guesses.depths
-        rows = self._rows + array("i", range(self.size, len(nodes)))
-        numbers = nodes + depths + parents + rows + guesses.origins
-        return TokenTree.of(numbers, (len(nodes), len(rows)), self.size, self.width)
+        if len(tokens) != self.size:
+            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {self.size}")
+        return TokenTree(
+            tokens=array("i", tokens) + guesses.tokens,
+            parents=self._parents + guesses.parents,
+            depths=self._depths + guesses.depths,
+            needed=self._needed + array("i", range(self.size, self.size + len(guesses.tokens))),
+            branch=self.size,
+            width=self.width,
+            origins=guesses.origins,
+        )
 
 
 @lru_cache(maxsize=256)
@@ -180,7 +159,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
     parents, depths = [-1], [0]
     if not window:
         return WindowLayout(0, (-1,), (0,), ())
-    row = [0, *range(1, window)]
+    row = list(range(window))
     for column in range(1, window):
         parents.append(column - 1)
         depths.append(column)
@@ -203,9 +182,11 @@ def visibility(parents: Sequence[int]) -> list[int]:
 
 
 def packed_visibility(parents: Sequence[int], words: int | None = None) -> npt.NDArray[np.uint32]:
-    """[K, words], as many as K bits need if not told; bit j % 32 of word j // 32 of row i: does node i see node j?"""
+    """[K, words] uint32, by default as many words as K bits need. Bit j % 32 of word j // 32 of line i: does node i see
+    node j?"""
     words = words or (len(parents) + 31) // 32
-    raw = b"".join([bits.to_bytes(4 * words, "little") for bits in visibility(parents)])
+    width = 4 * words
+    raw = b"".join([bits.to_bytes(width, "little") for bits in visibility(parents)])
     return np.frombuffer(raw, dtype="<u4").reshape(len(parents), words)
 
 

@@ -33,7 +33,7 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     node = guesses.get((0, tokens[0]))
     while node is not None:
         path.append(node)
-        tokens.append(targets[tree.row(node)])
+        tokens.append(targets[tree.place(node)])
         node = guesses.get((node, tokens[-1]))
     return path, tokens
 

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.config import SamplingParams
+
+Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Per layer, keys and values [heads, n, dim] of one sequence's last n tokens."""
 
 
 @dataclass(slots=True)
@@ -15,8 +20,8 @@ class StepInput:
     """One sequence's part of a forward pass.
 
     `trail` are the tokens before the tree's root that are not cached yet: the prompt, on the first step; else nothing.
-    `uniforms` align with `tree.needed` (empty for greedy); `top` is how many likeliest tokens to return per row.
-    With `logits` the result holds their logits, too. `continues_alone` is a hint: the next step will be a plain
+    `uniforms` align with `tree.needed` (empty for greedy); `top` is how many likeliest tokens to return per needed
+    node. With `logits` the output holds their logits, too. `continues_alone` is a hint: the next step will be a plain
     one-token step whose input is this step's target.
     """
 
@@ -36,9 +41,19 @@ def padded(batch: int) -> int:
 
 
 class Backend(Protocol):
-    """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text."""
+    """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text.
 
+    `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, None
+    without a limit.
+    """
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
     max_length: int | None
+
+    # Slots
 
     def open(self) -> int:
         """A slot for a new sequence, with nothing cached."""
@@ -52,12 +67,18 @@ class Backend(Protocol):
         """How many tokens of the sequence are cached."""
         ...
 
-    def launch(self, inputs: Sequence[StepInput]) -> Any:
-        """Start one forward pass over every input's trail and tree; it may still run on return."""
+    # A step
+
+    def prepare(self, tokens: int, budget: int) -> None:
+        """Do beforehand what the first steps of one sequence of so many tokens would otherwise wait for."""
         ...
 
-    def collect(self, launched: Any) -> list[StepOutput]:
-        """Wait for it: the needed rows' targets and top rows."""
+    def launch(self, inputs: Sequence[StepInput]) -> Any:
+        """Start one forward pass over every input's trail and tree. It may still run on return."""
+        ...
+
+    def collect(self, running: Any) -> list[StepOutput]:
+        """Wait for what `launch` returned: the targets and top tokens of the needed nodes."""
         ...
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
@@ -66,4 +87,17 @@ class Backend(Protocol):
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Per slot of the last step: keep the trail, the root and these tree nodes, in order; drop the rest."""
+        ...
+
+    # K/V from and for elsewhere
+
+    def adopt(self, slot: int, length: int, layers: Layers) -> None:
+        """Fill a slot with the K/V of a sequence's first `length` tokens that were computed elsewhere.
+
+        `layers` holds the last n of them; a sliding layer needs no more than its window.
+        """
+        ...
+
+    def cached(self, slot: int) -> Layers:
+        """Copies of a slot's K/V of all its cached tokens."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.support import UnsupportedModelError, check_supported, input_device, probe
 
@@ -16,7 +17,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown backend {name!r}; choose from {', '.join(BACKENDS)}")
 
 
-def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Any:
+def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Backend:
     """The backend of this name. 'auto' is the graph backend on CUDA for the models it knows, else the eager one."""
     check_name(name)
     check_supported(model)
@@ -26,10 +27,10 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
 def choose(
     model: Any,
     name: str,
-    graph: Callable[[], Any],
-    eager: Callable[[], Any],
+    graph: Callable[[], Backend],
+    eager: Callable[[], Backend],
     log: Callable[[str], None] | None = None,
-) -> Any:
+) -> Backend:
     """What `graph` or `eager` makes, by name; where 'auto' has to do without the graph backend, one line says why."""
     if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
         return eager()
@@ -43,7 +44,7 @@ def choose(
         return eager()
 
 
-def graph_backend(model: Any) -> Any:
+def graph_backend(model: Any) -> Backend:
     """The model's graph backend, probed; UnsupportedModelError where it cannot be."""
     from lookahead.backends.graph.backend import GraphBackend
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import Backend, StepInput
 from lookahead.config import SamplingParams
 
 
@@ -139,7 +139,7 @@ def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def probe(backend: Any) -> None:
+def probe(backend: Backend) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
@@ -189,7 +189,7 @@ def _alone(token: int) -> TokenTree:
     return TokenTree([token], [-1], [0], [0])
 
 
-def _tree_logits(backend: Any, prefix: list[int], tree: TokenTree) -> torch.Tensor:
+def _tree_logits(backend: Backend, prefix: list[int], tree: TokenTree) -> torch.Tensor:
     """Logits of a tree behind a prefix whose last token is a step of its own: the tree finds it in the cache."""
     slot = backend.open()
     try:

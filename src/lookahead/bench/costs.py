@@ -62,10 +62,11 @@ def behind(lm: Any, backend: str, say: Callable[[str], None] | None = None) -> A
 
 
 def _loaded(model: Any, tokenizer: Any, name: str, backend: str, say: Callable[[str], None] | None) -> Any:
-    from lookahead.generate import LookaheadModel, find_default
+    from lookahead.generate import LookaheadModel
+    from lookahead.loading.default import default_config
 
     made = LookaheadModel(model, tokenizer, name, None, backend, say)
-    find_default(made, say)
+    made.default_config = default_config(name, made.backend, say)
     return made
 
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP, SharedMemory, wants_top
+from lookahead.algorithm.sources import SharedMemory, wants_top
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import HEADER, ROWS
 from lookahead.parallel.deal import Share, deal
@@ -74,7 +76,7 @@ class Measured:
     steps: int = 0
     step_tokens: int = 0
     shares: dict[int, int] | None = None
-    top: int = TOP
+    top: int = KEPT_TOKENS
 
     @property
     def compression(self) -> float:
@@ -157,11 +159,11 @@ def measure(
     found = []
     for name, config in settings.items():
         rehearsal, memory = Rehearsal(backend, ranks), SharedMemory()
-        measured = Measured(name, shares=rehearsal.shares, top=TOP if wants_top(config) else 0)
+        measured = Measured(name, shares=rehearsal.shares, top=KEPT_TOKENS if wants_top(config) else 0)
         for prompt in prompts:
             sequence = DecodingSequence(prompt, config, rules=rules, memory=memory)
-            engine = Engine(rehearsal)
-            engine.add(sequence)
+            engine = Engine(cast(Backend, rehearsal))
+            engine.submit(Request(sequence))
             while engine.running:
                 engine.step()
             measured.tokens += sequence.stats.generated_tokens
@@ -171,7 +173,7 @@ def measure(
     return found
 
 
-def exchanged(share: float, top: int = TOP) -> int:
+def exchanged(share: float, top: int = KEPT_TOKENS) -> int:
     """Bytes that a rank sends in a step: a fixed-size tensor of targets and top rows."""
     rows = max(ROWS, 1 << max(0, int(share) - 1).bit_length())
     return 4 * (HEADER + rows * (1 + 2 * top))

@@ -2,150 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from time import perf_counter
 
-from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput, padded
 from lookahead.config import SamplingParams
-
-
-@dataclass(slots=True)
-class Accepted:
-    """What a step gave one sequence: a whole accepted block. `sequence.finish_reason` tells whether it ended."""
-
-    sequence: DecodingSequence
-    tokens: list[int]
-
-
-@dataclass(slots=True)
-class StepResult:
-    """One sequence's part of a step that ran: what went in, what came out."""
-
-    sequence: DecodingSequence
-    item: StepInput
-    result: StepOutput
-
-
-Judge = Callable[[Sequence[StepResult]], list[Verdict]]
-"""Verifies all sequences of a step together, from their logits (see `walk`)."""
-
+from lookahead.engine.request import Event, Request, StepResult, Verifier
 
 GREEDY = SamplingParams()
-"""Where a judge chooses the tokens, the backend's targets are only hints for the window and the sources."""
+"""Where a verifier chooses the tokens, the backend's targets are only hints for the window and the sources."""
 
 
 class Engine:
-    """Continuous batching with ragged acceptance: sequences join and leave between steps.
+    """Continuous batching with ragged acceptance: requests join and leave between steps.
 
-    Every sequence has its own config, sampling and stop rules. A newcomer's first step carries its prompt and runs by
-    itself (padding the others to a prompt's length would cost more); from then on it shares the batch's forward pass.
-    A `judge` verifies in place of the sequences themselves. `leaving` is told of every sequence that leaves, and its
-    slot, while the backend still holds its K/V.
+    It lives as long as its backend. Every request has its own config, sampling, stop rules and, if need be, verifier.
+    A newcomer's first step carries its prompt and runs by itself, because padding the others to a prompt's length would
+    cost more; from then on it shares the batch's forward pass.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        judge: Judge | None = None,
-        leaving: Callable[[DecodingSequence, int], None] | None = None,
-    ) -> None:
-        self.backend, self.judge, self.leaving = backend, judge, leaving
-        self._slots: dict[DecodingSequence, int] = {}
-        self._spent: Sequence[
-            StepResult
-        ] = ()  # the last step, whose many small parts are let go while the next one runs
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._requests: dict[int, Request] = {}
+        self._submitted = 0
+        self._spent: Sequence[StepResult] = ()  # the last step: its many objects are freed while the next one runs
 
-    def add(self, sequence: DecodingSequence, slot: int | None = None) -> None:
-        """Let a sequence take part from the next step on; `slot` may hold the K/V of its first tokens already."""
-        self._slots[sequence] = self.backend.open() if slot is None else slot
+    def submit(self, request: Request) -> int:
+        """Let a request take part from the next step on. Returns its id."""
+        if request.slot < 0:
+            request.slot = self.backend.open()
+        self._submitted += 1
+        request.id = self._submitted
+        self._requests[request.id] = request
+        return request.id
 
-    def remove(self, sequence: DecodingSequence) -> None:
-        """Let a sequence leave before it has finished."""
-        slot = self._slots.pop(sequence)
-        if self.leaving is not None:
-            self.leaving(sequence, slot)
-        self.backend.close(slot)
-
-    def clear(self) -> None:
-        """Let all that still run go, before they have finished, and tell nobody."""
-        while self._slots:
-            self.backend.close(self._slots.popitem()[1])
+    def cancel(self, id: int) -> None:
+        """Let a request leave before it has finished. It is no mistake to name one that has left already."""
+        request = self._requests.pop(id, None)
+        if request is not None:
+            self.backend.close(request.slot)
 
     @property
-    def running(self) -> list[DecodingSequence]:
-        return list(self._slots)
+    def running(self) -> list[int]:
+        """The ids of the requests that have not finished."""
+        return list(self._requests)
 
-    def step(self) -> list[Accepted]:
-        """One decoding step of every running sequence. Finished ones leave."""
-        # 1. Propose, and one forward pass: over those that go on together, over each newcomer by itself.
-        cached = self.backend.length
-        others: list[DecodingSequence] = []
-        ran: list[StepResult] = []
-        for sequence, slot in list(self._slots.items()):
-            if cached(slot) < len(sequence.tokens) - 1:
-                ran += self._forward([sequence])
+    def step(self, ids: Collection[int] | None = None) -> list[Event]:
+        """One decoding step of every running request, or of these alone. Finished ones leave."""
+        # 1. Propose, and one forward pass: over each newcomer by itself, over those that go on together.
+        asked = [request for id, request in self._requests.items() if ids is None or id in ids]
+        cached, others, results = self.backend.length, list[Request](), list[StepResult]()
+        for request in asked:
+            if cached(request.slot) < len(request.sequence.tokens) - 1:
+                results += self._forward([request], alone=len(asked) == 1)
             else:
-                others.append(sequence)
+                others.append(request)
         if others:
-            ran += self._forward(others)
-        return self.settle(ran)
+            results += self._forward(others, alone=len(others) == len(asked))
+        # 2. Verify, learn, commit.
+        return self.settle(results)
 
-    def settle(self, ran: Sequence[StepResult], *, commit: bool = True) -> list[Accepted]:
+    def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
         """The rest of a step that ran. Without `commit` it had no guesses, and its root's K/V is in place already."""
-        # 2. Verify and absorb: each sequence accepts what it can, and learns.
+        # 1. Verify and absorb: each sequence accepts what it can, and learns.
         begin = perf_counter()
-        verdicts: Sequence[Verdict | None] = [None] * len(ran) if self.judge is None else self.judge(ran)
-        accepted = [
-            (one, one.sequence.absorb(one.item.tree, one.result, verdict))
-            for one, verdict in zip(ran, verdicts, strict=True)
+        verdicts = [
+            result.request.sequence.absorb(result.input.tree, result.output, verdict)
+            for result, verdict in zip(results, verify(results), strict=True)
         ]
         absorbed = perf_counter()
-        # 3. Commit: the accepted tokens' K/V move next to the prefix. Finished sequences leave.
+        # 2. Commit: the accepted tokens' K/V move next to the prefix. Finished requests leave.
         if commit:
-            self.backend.commit([(one.item.slot, verdict.path) for one, verdict in accepted])
+            slots = [result.input.slot for result in results]
+            self.backend.commit([(slot, verdict.path) for slot, verdict in zip(slots, verdicts, strict=True)])
         done = perf_counter()
-        for one, verdict in accepted:
-            one.sequence.stats.absorb_seconds += (absorbed - begin) / len(ran)
-            one.sequence.stats.forward_seconds += done - absorbed
+        events = []
+        for result, verdict in zip(results, verdicts, strict=True):
+            request, stats = result.request, result.request.sequence.stats
+            stats.absorb_seconds += (absorbed - begin) / len(results)
+            stats.forward_seconds += done - absorbed
+            stats.seconds = done - request.begin
+            stats.first_token_seconds = stats.first_token_seconds or stats.seconds
             if verdict.finish_reason is not None:
-                self.remove(one.sequence)
-        self._spent = ran
-        return [Accepted(one.sequence, verdict.tokens) for one, verdict in accepted]
+                if request.finished is not None:
+                    request.finished(request)
+                self.cancel(request.id)
+            events.append(Event(request, verdict.tokens, verdict.finish_reason))
+        self._spent = results
+        return events
 
-    def _forward(self, group: Sequence[DecodingSequence]) -> list[StepResult]:
-        """Propose each sequence's tree and run all of them in one pass."""
+    def _forward(self, requests: Sequence[Request], alone: bool) -> list[StepResult]:
+        """Propose each request's tree and run all of them in one pass. `alone`: nobody else takes part in this step."""
         begin = perf_counter()
         inputs = []
-        together = len(group) == len(self._slots)  # so the next step's group is this one
-        for sequence in group:
-            slot, tree = self._slots[sequence], sequence.propose(padded(len(group)))
+        for request in requests:
+            sequence, slot = request.sequence, request.slot
+            tree = sequence.propose(padded(len(requests)))
             trail = sequence.tokens[self.backend.length(slot) : -1]
-            top = TOP if sequence.wants_top else 0
-            if self.judge is None:
+            top = KEPT_TOKENS if sequence.wants_top else 0
+            if request.verifier is None:
                 item = StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top)
-                item.continues_alone = together and sequence.continues_alone
-                inputs.append(item)
+                item.continues_alone = alone and sequence.continues_alone
             else:
-                inputs.append(StepInput(slot, trail, tree, GREEDY, (), top, logits=True))
+                item = StepInput(slot, trail, tree, GREEDY, (), top, logits=True)
+            inputs.append(item)
         proposed = perf_counter()
-        launched = self.backend.launch(inputs)
-        self._learn_while_running(group, inputs)
-        results = self.backend.collect(launched)
+        running = self.backend.launch(inputs)
+        self._learn_while_running(requests, inputs)
+        outputs = self.backend.collect(running)
         ran = perf_counter()
-        for sequence in group:
-            sequence.stats.propose_seconds += (proposed - begin) / len(group)
-            sequence.stats.forward_seconds += ran - proposed
-        return [StepResult(*parts) for parts in zip(group, inputs, results, strict=True)]
+        for request in requests:
+            request.sequence.stats.propose_seconds += (proposed - begin) / len(requests)
+            request.sequence.stats.forward_seconds += ran - proposed
+        return [StepResult(*parts) for parts in zip(requests, inputs, outputs, strict=True)]
 
-    def _learn_while_running(self, group: Sequence[DecodingSequence], inputs: Sequence[StepInput]) -> None:
-        """What can wait until the device runs: the trees as verification reads them, and what the last step left."""
+    def _learn_while_running(self, requests: Sequence[Request], inputs: Sequence[StepInput]) -> None:
+        """Do what may wait until the device runs: learning, the trees as verification reads them, freeing memory."""
         self._spent = ()
-        for sequence in group:
-            sequence.learn_while_running()
+        for request in requests:
+            request.sequence.learn_while_running()
         for item in inputs:
             item.tree.guesses()
+
+
+def verify(results: Sequence[StepResult]) -> list[Verdict | None]:
+    """The verdicts of the requests that have a verifier; None for those whose sequence verifies by itself."""
+    verdicts: list[Verdict | None] = [None] * len(results)
+    groups: dict[Verifier, list[int]] = {}
+    for place, result in enumerate(results):
+        if result.request.verifier is not None:
+            groups.setdefault(result.request.verifier, []).append(place)
+    for verifier, places in groups.items():
+        for place, verdict in zip(places, verifier([results[place] for place in places]), strict=True):
+            verdicts[place] = verdict
+    return verdicts

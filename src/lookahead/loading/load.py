@@ -38,6 +38,18 @@ def pick_dtype(name: str, device: torch.device) -> Any:
     return DTYPES[name]
 
 
+def open_model(
+    name: str | Path | tuple[Any, Any] | None, *, dtype: str, device: str, log: Callable[[str], None] | None
+) -> tuple[Any, Any, str]:
+    """What `lookahead.load` was given -> model, tokenizer and label."""
+    if not isinstance(name, tuple):
+        return load_pretrained(name, dtype=dtype, device=device, log=log)
+    if (dtype, device) != ("auto", "auto"):
+        raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
+    model, tokenizer = name
+    return model.eval(), tokenizer, getattr(model.config, "name_or_path", "") or type(model).__name__
+
+
 def load_pretrained(
     name: str | Path | None = None,
     *,

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lookahead.backends.base import Backend
 from lookahead.config import LookaheadConfig
 from lookahead.loading.step_cost import identity_of, key_of, processor, store
 
@@ -20,7 +21,7 @@ FOLDER = "profiles"
 
 
 def save(
-    label: str, backend: Any, config: LookaheadConfig, name: str, measured: Mapping[str, Any], folder: Path
+    label: str, backend: Backend, config: LookaheadConfig, name: str, measured: Mapping[str, Any], folder: Path
 ) -> Path:
     """Keep a config for this model on this machine, in place of any other. `measured` says what it was chosen by."""
     facts = _facts(label, backend)
@@ -33,7 +34,9 @@ def save(
     return path
 
 
-def find(label: str, backend: Any, folder: Path, log: Callable[[str], None] | None = None) -> LookaheadConfig | None:
+def find(
+    label: str, backend: Backend, folder: Path, log: Callable[[str], None] | None = None
+) -> LookaheadConfig | None:
     """The saved config for this model on this machine, with a line to `log`; None without one.
 
     The ranks of a tensor-parallel model must plan the same trees, and each might find another profile: they find none.
@@ -64,7 +67,7 @@ def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
     return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
 
 
-def _facts(label: str, backend: Any) -> dict[str, Any]:
+def _facts(label: str, backend: Backend) -> dict[str, Any]:
     """The model's name counts, too: of two models of one shape each has its own acceptance."""
     named = str(Path(label).resolve()) if Path(label).exists() else label
     # Version 1 has step costs that were timed with chains.

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lookahead.algorithm.sources import TOP
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import FREE, LookaheadConfig, SamplingParams
@@ -97,7 +97,7 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, pat
     def step(size: int, trail: Sequence[int] = ()) -> float:
         tree = bush(size)
         begin = perf_counter()
-        backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=TOP if size > 1 else 0)])
+        backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=KEPT_TOKENS if size > 1 else 0)])
         taken = perf_counter() - begin
         backend.commit([(slot, ())])
         return taken
@@ -139,7 +139,7 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
 
 
 def fitted(
-    config: LookaheadConfig, backend: Any, folder: Path, log: Callable[[str], None] | None = None, ranks: int = 1
+    config: LookaheadConfig, backend: Backend, folder: Path, log: Callable[[str], None] | None = None, ranks: int = 1
 ) -> LookaheadConfig:
     """The config for a backend's model on this machine; the measured curve is kept in `folder`. `ranks` share a step.
 
@@ -152,7 +152,7 @@ def fitted(
     return suited(config, cached(backend, identity, folder, log).shared(ranks))
 
 
-def identity_of(backend: Any) -> dict[str, Any]:
+def identity_of(backend: Backend) -> dict[str, Any]:
     """The model's shape and where it runs: what a step's cost depends on."""
     model, device = backend.model, backend.device
     facts = model.config.to_dict()

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.parallel.deal import Share, deal
 from lookahead.parallel.group import Group, Numbers
 from lookahead.parallel.watch import RankError
@@ -75,7 +75,7 @@ class Slot:
 
 
 @dataclass
-class Launched:
+class SharedStep:
     """A step on its way: its inputs, the shares of each, and what the backend inside was given and gave back."""
 
     inputs: list[StepInput]
@@ -86,7 +86,7 @@ class Launched:
 class ParallelBackend:
     """A backend that runs its rank's share of every tree on the backend `inner`. All ranks make the same calls."""
 
-    def __init__(self, inner: Any, group: Group) -> None:
+    def __init__(self, inner: Backend, group: Group) -> None:
         self.inner, self.group = inner, group
         self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
         self.vocab_size: int = inner.vocab_size
@@ -115,7 +115,7 @@ class ParallelBackend:
         """As on one rank: what this rank still lacks of it counts, too."""
         return self._slots[slot].length
 
-    def launch(self, inputs: Sequence[StepInput]) -> Launched:
+    def launch(self, inputs: Sequence[StepInput]) -> SharedStep:
         """Deal every tree, and start this rank's shares."""
         if any(item.logits for item in inputs):
             raise ValueError("ranks exchange tokens, not logits: logits processors need a model on one rank")
@@ -127,18 +127,18 @@ class ParallelBackend:
         with self.group.guarded():
             inner = self.inner.launch(own)
         self._last.update({item.slot: (item, share) for item, share in zip(inputs, shares, strict=True)})
-        return Launched(list(inputs), shares, inner)
+        return SharedStep(list(inputs), shares, inner)
 
-    def collect(self, launched: Launched) -> list[StepOutput]:
+    def collect(self, shared_step: SharedStep) -> list[StepOutput]:
         """Wait for this rank's share, exchange, and read all results from what was exchanged."""
         with self.group.guarded():
-            results = self.inner.collect(launched.inner)
-        top = max(len_top(item, self.vocab_size) for item in launched.inputs)
-        packed = pack(launched, results, self.group.share, self._steps, top)
+            results = self.inner.collect(shared_step.inner)
+        top = max(len_top(item, self.vocab_size) for item in shared_step.inputs)
+        packed = pack(shared_step, results, self.group.share, self._steps, top)
         gathered = self._exchange(packed)
         self._check_headers(gathered[:, :HEADER])
         gathered = gathered[:: self.group.copies]  # ranks that share a model answer with one voice
-        found = unpack(launched, gathered, top, self.vocab_size)
+        found = unpack(shared_step, gathered, top, self.vocab_size)
         if self.group.check:
             self._state.update(gathered.tobytes())
         return found
@@ -158,6 +158,22 @@ class ParallelBackend:
             own.append((state.inner, held[self.group.share]))
         with self.group.guarded():
             self.inner.commit(own)
+
+    def prepare(self, tokens: int, budget: int) -> None:
+        self.inner.prepare(tokens, budget)
+
+    def adopt(self, slot: int, length: int, layers: Layers) -> None:
+        """Every rank is given the same K/V."""
+        state = self._slots[slot]
+        self.inner.adopt(state.inner, length, layers)
+        state.length = length
+
+    def cached(self, slot: int) -> Layers:
+        """This rank's K/V, which may lack accepted tokens that another rank computed."""
+        state = self._slots[slot]
+        if state.lacks[self.group.share]:
+            raise ValueError("this rank has yet to run the last accepted tokens; ask after the next step")
+        return self.inner.cached(state.inner)
 
     def _own(self, item: StepInput, share: Share) -> StepInput:
         """This rank's part of an input: what it lacks, its share, and the uniforms of its rows."""
@@ -214,39 +230,39 @@ class ParallelBackend:
         return gathered
 
 
-def pack(launched: Launched, results: Sequence[StepOutput], share: int, step: int, top: int) -> Numbers:
+def pack(shared_step: SharedStep, results: Sequence[StepOutput], share: int, step: int, top: int) -> Numbers:
     """[HEADER + rows * (1 + 2 top)] integers: this rank's rows of all inputs, one after the other, then zeros."""
     width = 1 + 2 * top
-    counts = [sum(len(part[rank].needed) for part in launched.shares) for rank in range(len(launched.shares[0]))]
+    counts = [sum(len(part[rank].needed) for part in shared_step.shares) for rank in range(len(shared_step.shares[0]))]
     rows = max(ROWS, 1 << (max(counts) - 1).bit_length())
     packed = np.zeros(HEADER + rows * width, dtype=np.int32)
-    packed[:3] = step & 0x7FFFFFFF, _checksum(launched.inputs), counts[share]
+    packed[:3] = step & 0x7FFFFFFF, _checksum(shared_step.inputs), counts[share]
     body = packed[HEADER:].reshape(rows, width)
     start = 0
-    for item, shares, result in zip(launched.inputs, launched.shares, results, strict=True):
+    for item, shares, result in zip(shared_step.inputs, shared_step.shares, results, strict=True):
         count = len(shares[share].needed)
         body[start : start + count, 0] = result.targets[:count]
         if item.top and count:
-            likely = np.asarray(result.top, dtype=np.int32)[:count]
-            body[start : start + count, 1 : 1 + likely.shape[1]] = likely
+            assert result.top is not None
+            body[start : start + count, 1 : 1 + result.top.shape[1]] = result.top[:count]
         start += count
     return packed
 
 
-def unpack(launched: Launched, gathered: Numbers, top: int, vocabulary: int) -> list[StepOutput]:
+def unpack(shared_step: SharedStep, gathered: Numbers, top: int, vocabulary: int) -> list[StepOutput]:
     """Every input's targets and top rows, each from the rank that owns the row."""
     width = 1 + 2 * top
     bodies = gathered[:, HEADER:].reshape(len(gathered), -1, width)
     starts = [0] * len(gathered)
     found = []
-    for item, shares in zip(launched.inputs, launched.shares, strict=True):
+    for item, shares in zip(shared_step.inputs, shared_step.shares, strict=True):
         place = {node: i for i, node in enumerate(item.tree.needed)}
         rows = np.empty((len(place), width), dtype=np.int32)
         for rank, share in enumerate(shares):
             count = len(share.needed)
             rows[[place[node] for node in share.needed]] = bodies[rank, starts[rank] : starts[rank] + count]
             starts[rank] += count
-        likely: Any = rows[:, 1 : 1 + 2 * len_top(item, vocabulary)] if item.top else []
+        likely = rows[:, 1 : 1 + 2 * len_top(item, vocabulary)] if item.top else None
         found.append(StepOutput(rows[:, 0].tolist(), likely))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import lookahead
+from lookahead.backends.base import Backend
 from lookahead.parallel.group import START, Group
 
 FOLD = 4096
@@ -33,7 +34,7 @@ def compare(group: Group, facts: dict[str, Any]) -> None:
                 )
 
 
-def facts_of(model: Any, tokenizer: Any, backend: Any, group: Group) -> dict[str, Any]:
+def facts_of(model: Any, tokenizer: Any, backend: Backend, group: Group) -> dict[str, Any]:
     """What must be equal on every rank. Weights are compared by a checksum per tensor, made where they are."""
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     return {

@@ -12,19 +12,10 @@ from typing import Any
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
-from lookahead.generate import (
-    LookaheadModel,
-    Prompt,
-    Request,
-    Stream,
-    as_plain,
-    check_settings,
-    is_batch,
-    new_seed,
-    open_model,
-)
+from lookahead.engine.engine import Engine
+from lookahead.generate import Answer, LookaheadModel, Prompt, Stream, as_plain, check_settings, is_batch, new_seed
 from lookahead.loading import step_cost as cost
-from lookahead.loading.load import asked_for
+from lookahead.loading.load import asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, Group, join
 from lookahead.parallel.handshake import compare, facts_of
@@ -63,7 +54,9 @@ class ParallelModel(LookaheadModel):
         self.group = group
         said = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
         self.default_config = _config(json.loads(said[0]))
-        self.backend = ParallelBackend(self.backend, group)
+        self.alone_backend = self.backend
+        self.backend = ParallelBackend(self.alone_backend, group)
+        self.engine = Engine(self.backend)
 
     @property
     def rank(self) -> int:
@@ -71,25 +64,26 @@ class ParallelModel(LookaheadModel):
 
     def generate(self, prompt: Prompt | Sequence[Prompt] | None = None, **settings: Any) -> Any:
         """As `LookaheadModel.generate`, called by every rank."""
-        many, requests = self._agreed(prompt, settings)
-        completions = self.run(requests)
+        many, answers = self._agreed(prompt, settings)
+        completions = self.run(answers)
         return completions if many else completions[0]
 
     def stream(self, prompt: Prompt | None = None, **settings: Any) -> Stream:
         """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
-        _, requests = self._agreed(prompt, settings, one=True)
-        return Stream(self._engine(requests), requests[0])
+        _, (answer,) = self._agreed(prompt, settings, one=True)
+        return Stream(self.engine, answer)
 
     def alone(self) -> LookaheadModel:
         """This rank's model by itself, on the same weights and backend: to compare what several ranks do with."""
         one = LookaheadModel.__new__(LookaheadModel)
-        one.__dict__.update(self.__dict__, backend=self.backend.inner, memory=SharedMemory())
+        backend = self.alone_backend
+        one.__dict__.update(self.__dict__, backend=backend, engine=Engine(backend), memory=SharedMemory())
         return one
 
     def close(self) -> None:
         self.group.close()
 
-    def _agreed(self, prompt: Any, settings: dict[str, Any], *, one: bool = False) -> tuple[bool, list[Request]]:
+    def _agreed(self, prompt: Any, settings: dict[str, Any], *, one: bool = False) -> tuple[bool, list[Answer]]:
         """Rank 0's request, on every rank; refused everywhere when some rank was asked for something else."""
         error: Exception | None = None
         try:
@@ -107,13 +101,13 @@ class ParallelModel(LookaheadModel):
                     f"rank {rank} was asked for something else than rank 0: {difference}; call it with the same "
                     "arguments on every rank"
                 )
-        requests = []
+        answers = []
         for ids, seed in zip(first["prompts"], first["seeds"], strict=True):
             wants = {**first["settings"], "seed": seed}
             if wants["config"] is not None:
                 wants["config"] = _config(wants["config"])
-            requests.append(self._request(ids, **wants))
-        return first["many"], requests
+            answers.append(self._answer(ids, **wants))
+        return first["many"], answers
 
     def _asked(self, prompt: Any, settings: dict[str, Any], one: bool) -> dict[str, Any]:
         """This rank's request as plain data."""
@@ -124,7 +118,7 @@ class ParallelModel(LookaheadModel):
         many = is_batch(prompt)
         if one and many:
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        known = signature(LookaheadModel._request).parameters.values()
+        known = signature(LookaheadModel._answer).parameters.values()
         wants = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY} | settings
         raw, seed, stop = wants.pop("raw"), wants.pop("seed"), wants["stop"]
         wants["stop"] = [stop] if isinstance(stop, str) else list(stop or ())

@@ -9,14 +9,9 @@ import torch
 from transformers import cache_utils
 
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import StepInput
-from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.config import SamplingParams
 from lookahead.transformers_hook.arguments import Rows
-
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer, keys and values [heads, n, dim] of one row's last n tokens, without padding."""
 
 KNOWN = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 
@@ -52,9 +47,7 @@ def row_of(cache: Any, row: int, mask: torch.Tensor) -> Layers:
 
 
 @torch.no_grad()
-def extend(
-    cache: Any, backend: EagerBackend | GraphBackend, rows: Rows, ids: torch.Tensor, left: Sequence[Layers]
-) -> None:
+def extend(cache: Any, backend: Backend, rows: Rows, ids: torch.Tensor, left: Sequence[Layers]) -> None:
     """Append to the cache the K/V of all slots it lacks; `ids` [B, L] are the tokens up to the last slot.
 
     A row that ended early is followed by padding, which other decoders run through the model like any token. The
@@ -84,7 +77,7 @@ def extend(
         cache.update(keys, values, index)
 
 
-def complete(backend: EagerBackend | GraphBackend, layers: Layers, tokens: Sequence[int], length: int) -> Layers:
+def complete(backend: Backend, layers: Layers, tokens: Sequence[int], length: int) -> Layers:
     """A row's K/V with the last tokens of the row that it lacks run through the model."""
     have = layers[0][0].shape[1]
     if have == length:

@@ -17,8 +17,7 @@ import transformers.generation.logits_process as processors
 import transformers.generation.stopping_criteria as criteria
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.engine.engine import Judge
-from lookahead.engine.processors import Draw, Rule, Walk, Walks, row_draws, uniform_draw
+from lookahead.engine.processors import Draw, PathVerifier, Rule, joint_draw, uniform_draw
 
 ROWWISE = (
     "ExponentialDecayLengthPenalty", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
@@ -45,7 +44,7 @@ class Plan:
     eos_ids: frozenset[int]
     pad: int
     seed: int | None
-    _walks: list[Walk] = field(default_factory=list)
+    _verifiers: list[PathVerifier] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -93,38 +92,37 @@ class Plan:
             seed=seed if config.do_sample else None,
         )
 
-    def judge(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> Judge | None:
-        """What verifies the steps of these rows; `ids` [B, L] is the prompt as given."""
+    def verifiers(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> Sequence[PathVerifier | None]:
+        """What verifies each of these sequences; `ids` [B, L] is the prompt as given."""
         if self.plain and not self.together:
-            return None
-        walks = Walks()
+            return [None] * len(sequences)
         rules = [self.rule] * len(sequences)
         if self.seed is not None:
-            rules = [replace(self.rule, draw=uniform_draw(self.seed + row)) for row in range(len(sequences))]
+            rules = [replace(self.rule, draw=uniform_draw(self.seed + entry)) for entry in range(len(sequences))]
         if self.together:
             draws = [rule.draw for rule in rules if rule.draw is not None]
-            rule = self.rule if self.seed is None else replace(self.rule, draw=row_draws(draws))
-            self._walks = [walks.add(sequences, ids, rule)]
-            return walks
-        for row, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
-            self._walks.append(walks.add([sequence], ids[row : row + 1], rule))
-        return walks
+            rule = self.rule if self.seed is None else replace(self.rule, draw=joint_draw(draws))
+            self._verifiers = [PathVerifier(sequences, ids, rule)]
+            return self._verifiers * len(sequences)
+        for entry, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
+            self._verifiers.append(PathVerifier([sequence], ids[entry : entry + 1], rule))
+        return self._verifiers
 
     def newest(self, count: int) -> torch.Tensor:
         """The last tokens of rows that move together, [B, count]."""
-        return self._walks[0].ids[:, -count:]
+        return self._verifiers[0].ids[:, -count:]
 
     def output(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> torch.Tensor:
         """Prompt and output, [B, L + longest output]; shorter rows end in padding."""
         if self.together:
-            return self._walks[0].ids
+            return self._verifiers[0].ids
         longest = max(sequence.stats.generated_tokens for sequence in sequences)
         rows = [s.output + [self.pad] * (longest - s.stats.generated_tokens) for s in sequences]
         return torch.cat([ids, torch.tensor(rows, dtype=torch.long, device=ids.device)], dim=1)
 
     def kept(self, name: str) -> tuple[torch.Tensor, ...]:
         """The kept scores or logits: one [B, V] tensor per output position."""
-        parts: list[list[torch.Tensor]] = [getattr(walk, name) for walk in self._walks]
+        parts: list[list[torch.Tensor]] = [getattr(verifier, name) for verifier in self._verifiers]
         if len(parts) == 1:
             return tuple(parts[0])
         longest, nothing = max(map(len, parts)), torch.zeros_like(parts[0][0])

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary, proxy
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.algorithm.sampling import top_rows
+from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import TOP, SharedMemory
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
@@ -24,7 +25,8 @@ from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, input_device, layer_shapes, position_limit, probe
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine.engine import Accepted, Engine, StepResult
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Event, Request, StepResult
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Rows
@@ -65,7 +67,7 @@ class Run:
         self.known = self._know()
         self.backend = self._backend(backend)
         self.sequences: list[DecodingSequence] = []
-        self._left: dict[DecodingSequence, caches.Layers] = {}
+        self._left: dict[DecodingSequence, Layers] = {}
 
     def _know(self) -> ModelFacts:
         model = self.model
@@ -79,15 +81,14 @@ class Run:
                 _known[model] = known
         return known
 
-    def _backend(self, name: str) -> EagerBackend | GraphBackend:
+    def _backend(self, name: str) -> Backend:
         """An eager backend of this call's own, or the model's graph backend."""
         model, shapes, chunk = self.model, self.known.shapes, self.wants.prefill_chunk_size
 
         def eager() -> EagerBackend:
             return EagerBackend(model, verify=False, shapes=shapes, prefill_chunk=chunk)
 
-        chosen: EagerBackend | GraphBackend = choose(model, name, self._graph, eager)
-        return chosen
+        return choose(model, name, self._graph, eager)
 
     def _graph(self) -> GraphBackend:
         """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
@@ -113,17 +114,23 @@ class Run:
         # 1. One sequence per row, and the K/V that came along.
         first = None if self.embeds is None else self._run_embeds(self.embeds)
         self.sequences = self._sequences(config or self._default(), plan, ids.shape[1])
-        judge = plan.judge(self.sequences, ids)
-        engine = Engine(self.backend, judge, self._leave if keeps_cache else None)
+        verifiers = plan.verifiers(self.sequences, ids)
+        engine = Engine(self.backend)
         try:
-            slots = [self._slot(row, engine) for row in range(len(ids))]
+            requests = [
+                Request(sequence, verifier, finished=self._keep_cache if keeps_cache else None)
+                for sequence, verifier in zip(self.sequences, verifiers, strict=True)
+            ]
+            for entry, request in enumerate(requests):
+                self._submit(entry, request, engine)
             if first is not None:
-                self._stream(streamer, engine.settle(self._roots(slots, first), commit=False), plan)
+                self._stream(streamer, engine.settle(self._roots(requests, first), commit=False), plan)
             # 2. Step until all have ended.
             while engine.running:
                 self._stream(streamer, engine.step(), plan)
         finally:
-            engine.clear()
+            for id in engine.running:
+                engine.cancel(id)
         # 3. What was asked for.
         self._check_ends()
         output = plan.output(self.sequences, ids)
@@ -157,14 +164,12 @@ class Run:
         rules = StopRules(room, plan.eos_ids, limit.positions, last_is_free=True)
         return [DecodingSequence(prompt, config, rules=rules, memory=self.known.memory) for prompt in prompts]
 
-    def _slot(self, row: int, engine: Engine) -> int:
-        """A row's place, with the K/V that came along; from here on its sequence takes part."""
-        slot = self.backend.open()
-        engine.add(self.sequences[row], slot)
+    def _submit(self, entry: int, request: Request, engine: Engine) -> None:
+        """Let a request take part, with the K/V that came along."""
+        engine.submit(request)
         if self.rows.past:
-            length = self.rows.cached(row)
-            self.backend.adopt(slot, length, caches.row_of(self.cache, row, self.rows.mask[row, : self.rows.past]))
-        return slot
+            layers = caches.row_of(self.cache, entry, self.rows.mask[entry, : self.rows.past])
+            self.backend.adopt(request.slot, self.rows.cached(entry), layers)
 
     @torch.no_grad()
     def _run_embeds(self, embeds: torch.Tensor) -> torch.Tensor:
@@ -187,27 +192,27 @@ class Run:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _roots(self, slots: Sequence[int], logits: torch.Tensor) -> list[StepResult]:
+    def _roots(self, requests: Sequence[Request], logits: torch.Tensor) -> list[StepResult]:
         """A step of bare roots that gave these logits [B, V]."""
-        ran = []
-        for sequence, slot, row in zip(self.sequences, slots, logits, strict=True):
-            tree = TokenTree(sequence.tokens[-1:], [-1], [0], [0])
-            item = StepInput(slot, (), tree, sequence.sampling, ())
-            top = [(*ids, *levels) for ids, levels in zip(*(x.tolist() for x in top_rows(row[None], TOP)), strict=True)]
-            ran.append(StepResult(sequence, item, StepOutput([int(row.argmax())], top, row[None])))
-        return ran
+        results = []
+        for request, entry_logits in zip(requests, logits, strict=True):
+            sequence, row = request.sequence, entry_logits[None]
+            step = StepInput(request.slot, (), TokenTree(sequence.tokens[-1:], [-1], [0], [0]), sequence.sampling, ())
+            top = top_tokens(row, KEPT_TOKENS).cpu().numpy()
+            results.append(StepResult(request, step, StepOutput([int(row.argmax())], top, row)))
+        return results
 
-    def _leave(self, sequence: DecodingSequence, slot: int) -> None:
-        self._left[sequence] = self.backend.cached(slot)
+    def _keep_cache(self, request: Request) -> None:
+        self._left[request.sequence] = self.backend.cached(request.slot)
 
-    def _stream(self, streamer: Any, accepted: Sequence[Accepted], plan: Plan) -> None:
+    def _stream(self, streamer: Any, events: Sequence[Event], plan: Plan) -> None:
         """A whole block for one row; for several, which then move together, one tensor [B] per position."""
         if streamer is None:
             return
         if len(self.sequences) == 1:
-            streamer.put(torch.tensor(accepted[0].tokens))
+            streamer.put(torch.tensor(events[0].tokens))
             return
-        for column in plan.newest(len(accepted[0].tokens)).T.cpu():
+        for column in plan.newest(len(events[0].tokens)).T.cpu():
             streamer.put(column)
 
     def _check_ends(self) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lookahead.algorithm.draft import PythonDrafter
 from lookahead.algorithm.native import build as native
-from lookahead.algorithm.sources import SharedMemory
-from lookahead.algorithm.sources.recycle import DictMemory
+from lookahead.algorithm.native import choose_drafter
+from lookahead.algorithm.native.drafter import NativeDrafter
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
@@ -34,9 +35,14 @@ def only(folder: Path) -> Path:
 
 
 @needs_compiler
+def test_the_compiled_drafter_is_chosen() -> None:
+    assert isinstance(choose_drafter(), NativeDrafter)
+
+
+@needs_compiler
 def test_compiled_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
-    assert native.library().memory_new() is not None
+    assert native.library().table_new() is not None
     made = only(tmp_path / "native").stat()
     native.library.cache_clear()
     monkeypatch.setattr(native, "build", lambda path: pytest.fail("compiled twice"))
@@ -51,7 +57,7 @@ def test_a_library_that_cannot_be_trusted_is_compiled_anew(tmp_path: Path, damag
     path.write_bytes(b"")
     if damage == "writable by others":
         path.chmod(0o777)
-    assert native.load(tmp_path).memory_new() is not None
+    assert native.load(tmp_path).table_new() is not None
     assert only(tmp_path).stat().st_size > 1000
     assert native.ours(only(tmp_path))
 
@@ -72,7 +78,7 @@ def test_the_name_follows_source_and_flags(tmp_path: Path, monkeypatch: pytest.M
 def test_many_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(native.load, [tmp_path] * 4))
-    assert all(library.memory_new() is not None for library in libraries)
+    assert all(library.table_new() is not None for library in libraries)
     assert only(tmp_path).suffix == ".so"
 
 
@@ -97,10 +103,10 @@ def test_without_a_library_python_does_it_and_one_line_says_so(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO, "lookahead"):
-        assert isinstance(SharedMemory().memory, DictMemory)
-        assert isinstance(SharedMemory().memory, DictMemory)
+        assert isinstance(choose_drafter(), PythonDrafter)
+        assert isinstance(choose_drafter(), PythonDrafter)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("the Python draft runs in place of the C one: ")
+    assert caplog.messages[0].startswith("the Python drafter runs in place of the C one: ")
     assert "\n" not in caplog.messages[0]
     caplog.clear()
     with pytest.raises((OSError, RuntimeError), match=said.removeprefix("in place of the C one: ")):
@@ -114,8 +120,8 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
-    code = "from lookahead.algorithm.sources import SharedMemory; print(type(SharedMemory().memory).__name__)"
+    code = "from lookahead.algorithm.native import choose_drafter; print(type(choose_drafter()).__name__)"
     environment = {**os.environ, "LOOKAHEAD_NATIVE": "0", "LOOKAHEAD_CACHE": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "DictMemory"
+    assert ran.stdout.strip() == "PythonDrafter"
     assert list(tmp_path.iterdir()) == []

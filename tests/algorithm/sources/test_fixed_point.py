@@ -38,8 +38,8 @@ def test_the_guess_is_the_last_iterate(text, block: int) -> None:
     for tree, tokens in steps(sequence, model):
         left = m - (len(known) - len(prompt))
         guessed = expected[: left - 1]
-        assert tree.tokens == [known[-1], *guessed]
-        assert tree.parents == list(range(-1, len(guessed)))
+        assert list(tree.tokens) == [known[-1], *guessed]
+        assert list(tree.parents) == list(range(-1, len(guessed)))
         iterate = [argmax(model([*known, *guessed[:i]])) for i in range(len(guessed) + 1)]
         assert tokens == iterate[: len(tokens)]
         beyond = iterate[len(tokens) :]

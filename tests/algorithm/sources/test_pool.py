@@ -7,30 +7,30 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.sources.calibration import Calibration, Outcome, source_of
+from lookahead.algorithm.sources.calibration import Calibration, source_of
 from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PromptSource
+from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.tree import TokenTree
 
 NGram = tuple[int, ...]
 
 
-class Recorder(Draft):
-    """A draft that remembers its chains."""
-
-    def __init__(self, text: list[int], calibration: Calibration) -> None:
-        super().__init__(text, calibration.rates)
-        self.chains: list[NGram] = []
-        self.origins: list[NGram] = []
-
-    def chain(self, tokens, origins) -> None:
-        self.chains.append(tuple(tokens))
-        self.origins.append(tuple(origins))
+def proposed(source: JacobiSource | PromptSource, text: list[int]) -> tuple[list[NGram], list[NGram]]:
+    """The chains that the source writes into a draft, and their origins."""
+    draft, end = Draft.after(text, Calibration().rates), 0
+    source.propose(text, draft)
+    chains, origins = list[NGram](), list[NGram]()
+    for length in draft.chain_lengths:
+        start, end = end, end + length
+        chains.append(tuple(draft.chain_tokens[start:end]))
+        origins.append(tuple(draft.chain_origins[start:end]))
+    return chains, origins
 
 
 def outcome(text: list[int], accepted: int, ngrams: list[NGram] | None = None) -> Outcome:
     """A step that accepted the last tokens of the text."""
     tree = TokenTree([text[-accepted - 1]], [-1], [0], [0])
-    return Outcome(text, text[-accepted:], tree, [], [text[-1]], [], ngrams or [])
+    return Outcome(text, text[-accepted:], tree, [], [text[-1]], None, ngrams or [])
 
 
 def test_newest_first() -> None:
@@ -144,13 +144,12 @@ def test_the_window_feeds_the_same_pool_under_its_own_name() -> None:
     step = outcome([7, 1, 2, 7, 3, 4, 7], 1, [(7, 5, 6), (7, 1, 2), (8, 8, 8)])
     prompt.absorb(step)
     jacobi.absorb(step)
-    from_prompt, from_window = Recorder(step.text, calibration), Recorder(step.text, calibration)
-    prompt.propose(step.text, from_prompt)
-    jacobi.propose(step.text, from_window)
-    assert from_prompt.chains == [(3, 4)]
-    assert from_window.chains == [(1, 2), (5, 6)]
-    assert {source_of(o) for origins in from_prompt.origins for o in origins} == {"prompt"}
-    assert {source_of(o) for origins in from_window.origins for o in origins} == {"jacobi"}
+    from_prompt, prompt_origins = proposed(prompt, step.text)
+    from_window, window_origins = proposed(jacobi, step.text)
+    assert from_prompt == [(3, 4)]
+    assert from_window == [(1, 2), (5, 6)]
+    assert {source_of(o) for origins in prompt_origins for o in origins} == {"prompt"}
+    assert {source_of(o) for origins in window_origins for o in origins} == {"jacobi"}
 
 
 def test_an_ngram_of_the_text_is_fed_once() -> None:
@@ -168,8 +167,6 @@ def test_a_guess_is_scored_by_its_depth() -> None:
     calibration, pool = Calibration(), NGramPool(1)
     source = JacobiSource(pool, calibration, 7)
     source.absorb(outcome([1, 9], 1, [(9, 1, 2, 3, 4, 5, 6)]))
-    draft = Recorder([1, 9], calibration)
-    source.propose([1, 9], draft)
-    (origins,) = draft.origins
+    _, (origins,) = proposed(source, [1, 9])
     assert [origin - origins[0] for origin in origins] == [0, 1, 2, 3, 3, 3]
     assert tuple(calibration.rates[origin] for origin in origins[:4]) == JacobiSource.PRIORS

@@ -23,6 +23,7 @@ from lookahead.backends.eager.kv import BLOCK, KVBuffer
 from lookahead.backends.support import UnsupportedModelError, probe
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 
@@ -60,7 +61,7 @@ def decode(
         for prompt in prompts
     ]
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
     while engine.running:
         engine.step()
     assert sum(s.stats.steps for s in sequences) < count * len(sequences)  # blocks were accepted
@@ -373,7 +374,7 @@ def test_a_row_means_the_same_alone_and_in_a_batch(llama: Any) -> None:
     items = [greedy(backend.open(), p, t, top=3) for p, t in zip(PROMPTS, trees, strict=False)]
     together = backend.step(items)
     assert [t.targets for t in together] == [t.targets for t in alone]
-    assert [[row[:3] for row in t.top] for t in together] == [[row[:3] for row in t.top] for t in alone]
+    assert [t.top[:, :3].tolist() for t in together] == [t.top[:, :3].tolist() for t in alone]
     assert [len(t.targets) for t in together] == [2, 3, 1]
 
 
@@ -455,7 +456,7 @@ def test_autoregressive_steps_in_a_sliding_window(plain: Plain) -> None:
     for prompt in PROMPTS:
         sequence = DecodingSequence(prompt, LookaheadConfig.autoregressive(), rules=StopRules(24))
         engine = Engine(backend)
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         while engine.running:
             engine.step()
         assert sequence.output == plain(model, prompt, 24)
@@ -477,15 +478,14 @@ def test_slots_close_in_any_order(llama: Any, settings: LookaheadConfig, plain: 
     backend = EagerBackend(llama)
     engine = Engine(backend)
     sequences = [DecodingSequence(p, settings, rules=StopRules(40)) for p in PROMPTS]
-    for sequence in sequences:
-        engine.add(sequence)
+    ids = [engine.submit(Request(sequence)) for sequence in sequences]
     for leaver in order:
         engine.step()
         engine.step()
-        engine.remove(sequences[leaver])
+        engine.cancel(ids[leaver])
         latecomer = DecodingSequence(PROMPTS[leaver], settings, rules=StopRules(3))
-        engine.add(latecomer)
-        while latecomer in engine.running:
+        engine.submit(Request(latecomer))
+        while latecomer.finish_reason is None:
             engine.step()
         assert latecomer.output == plain(llama, PROMPTS[leaver], 3)
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
@@ -500,7 +500,7 @@ def test_rows_that_are_not_neighbours(llama: Any, settings: LookaheadConfig, pla
     engines = [Engine(backend), Engine(backend)]
     sequences = [DecodingSequence(p, settings, rules=StopRules(24)) for p in PROMPTS]
     for i, sequence in enumerate(sequences):
-        engines[i % 2].add(sequence)
+        engines[i % 2].submit(Request(sequence))
     engines[0].step()
     while any(engine.running for engine in engines):
         for engine in engines:

@@ -1,9 +1,8 @@
-"""The host's inner loops in C: recycled rows, what a text suggests, the best-first draft, how good it was, packets.
+"""Compile and load `drafter.c`.
 
-At batch 1 on a GPU the host's part of a step stands between two runs of the device. `lookahead.c` is compiled at first
-use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels run there is one
-already) and kept in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, the Python twins run instead: the same
-results bit for bit, in more time. They are also the place to read what the C does.
+It is compiled at first use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels
+run there is one already) and kept in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, there is no library,
+and the Python drafter runs instead.
 """
 
 from __future__ import annotations
@@ -26,50 +25,41 @@ from lookahead.cache import cache_dir
 
 SOURCE = Path(__file__).with_name("drafter.c")
 FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
-"""No fused multiply-adds: doubles are to be those of Python."""
+"""Without fused multiply-adds, so that doubles are rounded as Python rounds them."""
 
 logger = logging.getLogger(__name__)
 
-_POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-_ROWS_AND_RATES = [*[_POINTER] * 3, _INT, *[_POINTER] * 2, _INT]
-_DRAFT = [*_ROWS_AND_RATES, _POINTER, *[_INT] * 4, _POINTER, *[_INT] * 2, _DOUBLE]
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "memory_new": (_POINTER, []),
-    "memory_free": (None, [_POINTER]),
-    "memory_length": (_LONG, [_POINTER]),
-    "memory_clear": (None, [_POINTER]),
-    "memory_set": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
-    "memory_get": (_INT, [_POINTER, _POINTER, _POINTER]),
-    "memory_remove": (_INT, [_POINTER, _POINTER]),
-    "memory_next": (_LONG, [_POINTER, _LONG, _POINTER]),
-    "memory_forget": (None, [_POINTER, _LONG]),
-    "memory_keep": (_INT, [_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT]),
-    "text_new": (_POINTER, [_POINTER]),
-    "text_free": (None, [_POINTER]),
-    "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
-    "draft_grow": (_INT, [*_DRAFT, *[_POINTER] * 2]),
-    "draft_tree": (_INT, [*_DRAFT, _POINTER, _INT, _POINTER]),
-    "calibration_learn": (_INT, [*[_POINTER] * 2, _INT, _DOUBLE, _POINTER, *[_INT] * 4, _POINTER, _INT]),
-    "tree_write": (_INT, [_POINTER, *[_INT] * 6, *[_POINTER] * 4]),
+    "table_new": (_POINTER, []),
+    "table_free": (None, [_POINTER]),
+    "table_length": (_LONG, [_POINTER]),
+    "table_clear": (None, [_POINTER]),
+    "table_put": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
+    "table_get": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "table_next": (_LONG, [_POINTER, _LONG, _POINTER]),
+    "table_forget": (None, [_POINTER, _LONG]),
+    "table_keep": (_INT, [_POINTER, _POINTER]),
+    "draft_grow": (_INT, [_POINTER]),
 }
 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The compiled functions, or None where the Python twins have to do.
+    """The compiled functions, or None where the Python drafter has to do.
 
-    They run with the interpreter's lock held (`PyDLL`): a call takes microseconds, and rows may be shared by threads.
-    An interpreter without that lock gets the twins.
+    They run with the interpreter's lock held (`PyDLL`): a call takes microseconds, and threads may share a table. An
+    interpreter without that lock gets the Python drafter.
     """
     if os.environ.get("LOOKAHEAD_NATIVE") == "0":
         return None
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        logger.info("the Python draft runs in place of the C one: this Python has no global lock")
+        logger.info("the Python drafter runs in place of the C one: this Python has no global lock")
         return None
     try:
         return load(cache_dir() / "native")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("the Python draft runs in place of the C one: %s", error)
+        logger.info("the Python drafter runs in place of the C one: %s", error)
         return None
 
 
@@ -90,14 +80,14 @@ def load(folder: Path) -> Any:
 
 
 def fingerprint() -> str:
-    """Names the library: what it is made from, and whom it is for."""
+    """The library's file name: it depends on the source, the flags, the interpreter and the user."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     parts = (FLAGS, sys.implementation.cache_tag, sysconfig.get_platform(), user)
     return hashlib.sha256(SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:24]
 
 
 def ours(path: Path) -> bool:
-    """Nobody else could have put it there: loading a library is running it."""
+    """True when nobody but this user could have written the file. Loading a library runs it."""
     if not hasattr(os, "getuid"):
         return True
     found = path.stat()

@@ -1,25 +1,26 @@
-"""Candidate sources: each a small class that proposes guesses and absorbs what a step showed."""
+"""The candidate sources of guesses (see `source` for what one is), and what of them outlives a request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from lookahead.algorithm.native.drafter import NativeMemory
-from lookahead.algorithm.sources.calibration import Calibration, Outcome, Source, source_of
+from lookahead.algorithm.draft import Drafter
+from lookahead.algorithm.native import choose_drafter
+from lookahead.algorithm.sources.calibration import Calibration, source_of
 from lookahead.algorithm.sources.fixed_point import FixedPointSource
-from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PoolSource, PromptSource
-from lookahead.algorithm.sources.recycle import TOP, Memory, RecycleSource, new_memory
+from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PromptSource
+from lookahead.algorithm.sources.recycle import RecycleSource
+from lookahead.algorithm.sources.source import Outcome, Source
 from lookahead.algorithm.sources.suffix import SuffixSource
-from lookahead.algorithm.sources.text import TextSource
 from lookahead.config import LookaheadConfig
 
 
 class SharedMemory:
-    """What may outlive a request of one loaded model: recycled rows, and how often each kind of guess was right."""
+    """What may outlive a request of one loaded model: successors, and how often each kind of guess was right."""
 
-    def __init__(self) -> None:
-        self.successors: Memory = new_memory()
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        self.drafter = drafter or choose_drafter()
+        self.successors = self.drafter.new_table()
         self.calibration = Calibration()
 
 
@@ -34,24 +35,15 @@ def build(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
         ),
         "prompt": lambda: PromptSource(pool, calibration, config.ngram),
         "jacobi": lambda: JacobiSource(pool, calibration, config.ngram),
-        "recycle": lambda: RecycleSource(shared, calibration),
+        "recycle": lambda: RecycleSource(memory.drafter.new_table, shared, calibration),
         "fixed-point": lambda: FixedPointSource(calibration, config.budget - 1),
     }
-    sources = [make() for name, make in makers.items() if name in config.active_sources]
-    return in_c(sources) if isinstance(memory.successors, NativeMemory) else sources
-
-
-def in_c(sources: list[Source]) -> list[Source]:
-    """The same, those that follow the text as one, if C has all of what they do."""
-    following: list[Any] = [source for source in sources if isinstance(source, SuffixSource | PoolSource)]
-    if not following or not all(map(TextSource.stands_for, following)):
-        return sources
-    return [TextSource(following), *(source for source in sources if source not in following)]
+    return [make() for name, make in makers.items() if name in config.active_sources]
 
 
 def wants_top(config: LookaheadConfig) -> bool:
-    """Whether the backend has to return the top rows."""
+    """True when the backend has to return the likeliest tokens of the needed nodes."""
     return "recycle" in config.active_sources
 
 
-__all__ = ["TOP", "Calibration", "Outcome", "SharedMemory", "Source", "build", "source_of", "wants_top"]
+__all__ = ["Calibration", "Outcome", "SharedMemory", "Source", "build", "source_of", "wants_top"]

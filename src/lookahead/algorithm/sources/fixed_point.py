@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.sources.calibration import Calibration, Outcome
+from lookahead.algorithm.sources.calibration import Calibration
+from lookahead.algorithm.sources.source import Outcome
 
 
 class FixedPointSource:
@@ -27,7 +28,7 @@ class FixedPointSource:
         pass
 
     def propose(self, text: list[int], draft: Draft) -> None:
-        draft.chain(self.iterate, [self.origin] * len(self.iterate))
+        draft.add_chain(self.iterate, [self.origin] * len(self.iterate))
 
     def absorb(self, outcome: Outcome) -> None:
         """Targets of the chain after the accepted part are the new iterate, one position further each."""

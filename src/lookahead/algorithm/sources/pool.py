@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.sources.calibration import Calibration, Outcome
+from lookahead.algorithm.sources.calibration import Calibration
+from lookahead.algorithm.sources.source import Outcome
 
 
 class NGramPool:
@@ -51,7 +52,7 @@ class PoolSource:
 
     def propose(self, text: list[int], draft: Draft) -> None:
         for ngram in self.pool.lookup(text[-1], self.feeder):
-            draft.chain(ngram, self.origins)
+            draft.add_chain(ngram, self.origins)
 
     def absorb(self, outcome: Outcome) -> None:
         self.feed(outcome.ngrams)

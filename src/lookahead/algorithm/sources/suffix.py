@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.sources.calibration import Calibration, Outcome
+from lookahead.algorithm.sources.calibration import Calibration
+from lookahead.algorithm.sources.source import Outcome
 
 SCAN = 24
 """Earlier places looked at per key: a bound on the time of a lookup, not tuned."""
@@ -74,4 +75,4 @@ class SuffixSource:
     def propose(self, text: list[int], draft: Draft) -> None:
         for matched, end in self.matches(text):
             tokens = text[end + 1 : end + 1 + self.length]
-            draft.chain(tokens, self.origins[matched : matched + len(tokens)])
+            draft.add_chain(tokens, self.origins[matched : matched + len(tokens)])

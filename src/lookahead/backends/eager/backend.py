@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.sampling import pick, top_rows
+from lookahead.algorithm.sampling import pick, top_tokens
 from lookahead.algorithm.tree import StepOutput, dense_visibility
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.support import (
     check_supported,
@@ -85,6 +85,9 @@ class EagerBackend:
     def length(self, slot: int) -> int:
         return self._length[slot]
 
+    def prepare(self, tokens: int, budget: int) -> None:
+        """Nothing is captured here, so nothing has to be prepared."""
+
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> list[tuple[StepInput, torch.Tensor, list[int]]]:
         for item in inputs:
@@ -113,19 +116,13 @@ class EagerBackend:
             self._length[slot] = length + len(kept)
 
     @torch.inference_mode()
-    def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Fill a slot with the K/V of a sequence's first `length` tokens that were computed elsewhere.
-
-        `layers` holds keys and values [heads, n, dim] of the last n of them; a sliding layer needs no more than its
-        window.
-        """
+    def adopt(self, slot: int, length: int, layers: Layers) -> None:
         self._buffer.reserve(len(self._row), length)
         for layer, (keys, values) in enumerate(layers):
             self._buffer.write(self._row[slot], layer, length - keys.shape[1], keys, values)
         self._length[slot] = length
 
-    def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of a slot's K/V: per layer, keys and values [heads, length, dim]."""
+    def cached(self, slot: int) -> Layers:
         return [self._buffer.read(self._row[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
 
     def _neighbours(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
@@ -232,15 +229,15 @@ class EagerBackend:
             masks[kind] = mask
         return masks if len(masks) > 1 or "" not in masks else masks[""]
 
-    def _read(self, item: StepInput, logits: torch.Tensor, rows: list[int]) -> StepOutput:
-        """[R, V] logits of one input -> its targets and top rows, in one copy to the host."""
-        needed = [len(item.trail) + row for row in item.tree.needed]
-        if needed != rows:
-            place = {row: i for i, row in enumerate(rows)}
-            logits = logits[[place[row] for row in needed]]
-        columns = [pick(logits, item.sampling, item.uniforms)[:, None]]
+    def _read(self, item: StepInput, logits: torch.Tensor, nodes: list[int]) -> StepOutput:
+        """[len(nodes), V] logits of one input -> its targets and top tokens, in one copy to the host."""
+        needed = [len(item.trail) + node for node in item.tree.needed]
+        if needed != nodes:
+            place = {node: i for i, node in enumerate(nodes)}
+            logits = logits[[place[node] for node in needed]]
+        columns = [pick(logits, item.sampling, item.uniforms)[:, None].to(torch.int32)]
         if item.top:
-            columns += top_rows(logits, item.top)
-        packed = torch.cat(columns, dim=1).tolist()
-        top = [tuple(row[1:]) for row in packed] if item.top else []
-        return StepOutput([row[0] for row in packed], top, logits if item.logits else None)
+            columns.append(top_tokens(logits, item.top))
+        packed = torch.cat(columns, dim=1).cpu().numpy()
+        top = packed[:, 1:] if item.top else None
+        return StepOutput(packed[:, 0].tolist(), top, logits if item.logits else None)

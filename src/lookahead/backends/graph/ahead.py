@@ -87,7 +87,7 @@ class Ahead:
             return None
         if not all(map(alone, inputs)) or [cached[slot] for slot in slots] != step.lengths:
             return None
-        if [item.tree.tokens for item in inputs] != roots:
+        if [list(item.tree.tokens) for item in inputs] != roots:
             return None
         return replace(step, inputs=list(inputs))
 

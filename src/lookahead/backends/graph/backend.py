@@ -187,7 +187,7 @@ class GraphBackend:
             if item.trail:
                 item = replace(item, tree=below_trail(item.trail, item.tree))
             taken.append(item)
-            longest, most = max(longest, self._length[item.slot]), max(most, item.tree.sizes[0])
+            longest, most = max(longest, self._length[item.slot]), max(most, len(item.tree))
         batch = padded(len(taken))
         count = bucket(most, batch)
         nobody = 0  # else the row that takes the padding of a batch
@@ -212,7 +212,7 @@ class GraphBackend:
         assert top is not None
         rows, results = top.rows[launched.turn], []
         for place, item in enumerate(launched.inputs):
-            start, end = place * count, place * count + item.tree.sizes[1]
+            start, end = place * count, place * count + len(item.tree.needed)
             # Later steps write over all of it: what is handed out is copied.
             result = StepOutput(rows[start:end, 0].tolist())
             if item.top:

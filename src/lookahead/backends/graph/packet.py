@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead.algorithm.native import build as native
-from lookahead.algorithm.native import drafter as calls
 from lookahead.algorithm.tree import TokenTree, packed_visibility
 
 PATH = 64
@@ -38,26 +36,21 @@ class Packet:
             start += size
         numbers = self.host.numpy()
         self.fields = {name: numbers[a:b].reshape(shape) for name, (a, b, shape) in self._places.items()}
-        self._sizes = count, words
+        self._count, self._words = count, words
         self._trees = list(zip(*[self.fields[name] for name in ("tokens", "positions", "needed", "bits")], strict=True))
-        self._addresses = [[part.ctypes.data for part in parts] for parts in self._trees]
         self._itself = packed_visibility([-1] * count, words).view("<i4")
 
     def put_tree(self, place: int, tree: TokenTree, length: int) -> None:
         """Write a tree below a prefix of this length; what is left of the row's K tokens sees itself alone."""
-        count, words = self._sizes
-        if native.library() is not None:
-            sizes = count, words, length, place * count
-            calls.write_tree(tree, sizes, self._addresses[place])
-            return
-        size, rows = len(tree), len(tree.needed)
+        size, needed_count = len(tree), len(tree.needed)
         tokens, positions, needed, bits = self._trees[place]
         tokens[:size], tokens[size:] = tree.tokens, 0
         positions[:size], positions[size:] = tree.depths, 0
         positions += length
-        needed[:rows], needed[rows:] = tree.needed, 0
-        needed += place * count
-        bits[:size], bits[size:] = packed_visibility(tree.parents, words).view("<i4"), self._itself[size:]
+        needed[:needed_count], needed[needed_count:] = tree.needed, 0
+        needed += place * self._count
+        bits[:size] = packed_visibility(tree.parents, self._words).view("<i4")
+        bits[size:] = self._itself[size:]
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same views of a copy on the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.algorithm.sampling import top_rows
+from lookahead.algorithm import sampling
 
 
 def attend(
@@ -126,10 +126,7 @@ def keep(
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As `top.top_tokens`; see `sampling.top_rows`."""
-    top = (out.shape[1] - 1) // 2
-    ids, levels = top_rows(logits, top)
+    """As `top.top_tokens`; see `sampling.top_tokens`."""
     out[:, 0] = logits.argmax(dim=-1)
-    out[:, 1 : 1 + top] = ids
-    out[:, 1 + top :] = levels
+    out[:, 1:] = sampling.top_tokens(logits, (out.shape[1] - 1) // 2)
     return out

@@ -76,7 +76,7 @@ class TopWork:
 def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork) -> torch.Tensor:
     """logits [R, V] -> out [R, 1 + 2 n] int32: the argmax, the n best tokens, best first, their levels.
 
-    As `sampling.top_rows`, whose levels these are.
+    As `sampling.top_tokens`, whose levels these are.
     """
     rows, vocabulary = logits.shape
     top = (out.shape[1] - 1) // 2

@@ -1,0 +1,50 @@
+"""What a candidate source is. To add one: write the class here beside the others, give it a name and a prior in
+`calibration`, and name it in `sources.build` and `config.SOURCES`.
+
+A source *proposes*: it writes guesses into the step's draft. And it *absorbs*: it learns from what a finished step
+showed. No source can change the output, only how many tokens a step accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.tree import TokenTree
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A finished step as the sources see it.
+
+    `text` is prompt and output, this step's `accepted` tokens included. `path` are the nodes of the accepted guesses.
+    `targets` and `top` align with `tree.needed`; `top` is None when no source asked for it. `ngrams` come from the
+    window.
+    """
+
+    text: list[int]
+    accepted: list[int]
+    tree: TokenTree
+    path: list[int]
+    targets: list[int]
+    top: npt.NDArray[np.int32] | None
+    ngrams: list[tuple[int, ...]]
+
+
+class Source(Protocol):
+    """Two verbs, propose and absorb; `start` sees the prompt before the first step."""
+
+    def start(self, prompt: Sequence[int]) -> None: ...
+
+    def propose(self, text: list[int], draft: Draft) -> None: ...
+
+    def absorb(self, outcome: Outcome) -> None: ...
+
+    def learn_while_running(self) -> None:
+        """Do the part of learning that may wait until the device runs the next step."""
+        ...

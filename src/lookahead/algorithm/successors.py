@@ -1,0 +1,134 @@
+"""Successors: the tokens that the model found likely after a short text, kept under the text's last tokens.
+
+A forward pass computes logits for every needed node anyway. The eight likeliest tokens of each are kept here, under the
+node's last three, last two and last one tokens. The drafter asks for them to continue a path (`sources.recycle` keeps
+them, `draft` uses them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lookahead.algorithm.sampling import LEVELS
+from lookahead.algorithm.tree import TokenTree
+
+KEPT_TOKENS = 8
+"""Successors kept per key."""
+
+NOTHING = -1
+"""Stands in a key for a token before the beginning of the text."""
+
+Key = tuple[int, ...]
+"""The last one, two or three tokens of a text."""
+
+Successors = tuple[int, ...]
+"""n likely tokens, best first, and then the n probability levels of these tokens (see `sampling.top_tokens`)."""
+
+
+class SuccessorTable(Protocol):
+    """Key -> successors. A key that comes again keeps its age and takes the newest successors."""
+
+    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32]) -> None:
+        """Keep what a step computed: `top` [len(tree.needed), 2 n] are the successors of the needed nodes.
+
+        Each node's successors go under the node's last three, two and one tokens. `before` are the two tokens before
+        the root, NOTHING where there is none.
+        """
+        ...
+
+    def get(self, key: Key) -> Successors | None: ...
+
+    def put(self, key: Key, successors: Successors) -> None: ...
+
+    def items(self) -> Iterator[tuple[Key, Successors]]:
+        """All keys and their successors, the oldest key first."""
+        ...
+
+    def forget(self, limit: int) -> None:
+        """Drop the oldest keys until at most `limit` are left."""
+        ...
+
+    def clear(self) -> None: ...
+
+    def __len__(self) -> int: ...
+
+
+class SuccessorDict:
+    """A `SuccessorTable` in Python."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Successors] = {}
+
+    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32]) -> None:
+        tokens, parents, entries = tree.tokens, tree.parents, self._entries
+        for node, likely in zip(tree.needed, top.tolist(), strict=True):
+            token, parent = tokens[node], parents[node]
+            if parent > 0:
+                one, two = tokens[parent], tokens[parents[parent]]
+            elif parent == 0:
+                one, two = tokens[0], before[1]
+            else:
+                two, one = before
+            entries[two, one, token] = entries[one, token] = entries[(token,)] = tuple(likely)
+
+    def get(self, key: Key) -> Successors | None:
+        return self._entries.get(key)
+
+    def put(self, key: Key, successors: Successors) -> None:
+        self._entries[key] = successors
+
+    def items(self) -> Iterator[tuple[Key, Successors]]:
+        return iter(self._entries.items())
+
+    def forget(self, limit: int) -> None:
+        for key in list(islice(self._entries, max(0, len(self) - limit))):
+            del self._entries[key]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(slots=True)
+class SuccessorTables:
+    """The tables that one request's drafts ask: of its last step, of its steps before, and of earlier requests.
+
+    `first_origin` is the origin of level 0 of the first kind of answer. There are six kinds: keys of three, two and one
+    tokens of the request's own tables, then the same of the shared one. Each has LEVELS origins, one per level.
+    """
+
+    last: SuccessorTable
+    own: SuccessorTable
+    shared: SuccessorTable | None
+    first_origin: int
+
+    def look_up(self, before2: int, before: int, token: int) -> tuple[Successors, int] | None:
+        """The successors of a path that ends with these tokens, and the origin of their level 0.
+
+        Longer keys answer first, and the request's own tables before the shared one, but two own tokens before three
+        shared ones: S on MT-Bench is 3.94 this way and 3.78 the other way round.
+        """
+        own3, own2, own1, shared3, shared2, shared1 = range(self.first_origin, self.first_origin + 6 * LEVELS, LEVELS)
+        three, two, one = (before2, before, token), (before, token), (token,)
+        if found := self.last.get(three) or self.own.get(three):
+            return found, own3
+        if found := self.last.get(two) or self.own.get(two):
+            return found, own2
+        if self.shared is not None:
+            if found := self.shared.get(three):
+                return found, shared3
+            if found := self.shared.get(two):
+                return found, shared2
+        if found := self.last.get(one) or self.own.get(one):
+            return found, own1
+        if self.shared is not None and (found := self.shared.get(one)):
+            return found, shared1
+        return None

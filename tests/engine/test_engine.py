@@ -1,0 +1,134 @@
+"""The engine: requests by id, steps of all or some of them, and who pays for a logits processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toys import ToyBackend
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.base import StepInput
+from lookahead.config import LookaheadConfig, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.processors import PathVerifier, Rule
+from lookahead.engine.request import Request
+
+CONFIG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
+PROMPTS = ([5, 9, 5, 9, 5, 3], [7], [1, 2, 3, 1, 2, 3, 1])
+
+
+def sequence_of(prompt: list[int], tokens: int = 12) -> DecodingSequence:
+    return DecodingSequence(prompt, CONFIG, rules=StopRules(tokens))
+
+
+def alone(prompt: list[int], tokens: int = 12) -> list[int]:
+    engine, sequence = Engine(ToyBackend()), sequence_of(prompt, tokens)
+    engine.submit(Request(sequence))
+    while engine.running:
+        engine.step()
+    return sequence.output
+
+
+def test_events_carry_every_accepted_token_and_the_end() -> None:
+    engine = Engine(ToyBackend())
+    requests = [Request(sequence_of(prompt, 8 + i)) for i, prompt in enumerate(PROMPTS)]
+    ids = [engine.submit(request) for request in requests]
+    assert engine.running == ids == [request.id for request in requests]
+    told: dict[int, list[int]] = {id: [] for id in ids}
+    ends: dict[int, str] = {}
+    while engine.running:
+        for event in engine.step():
+            assert event.tokens
+            assert event.request.id not in ends
+            told[event.request.id] += event.tokens
+            if event.finish_reason is not None:
+                ends[event.request.id] = event.finish_reason
+    assert [told[id] for id in ids] == [alone(prompt, 8 + i) for i, prompt in enumerate(PROMPTS)]
+    assert set(ends.values()) == {"length"}
+    for request in requests:
+        stats = request.sequence.stats
+        assert 0 < stats.first_token_seconds <= stats.seconds
+
+
+def test_the_engine_lives_on_and_ids_are_never_used_twice() -> None:
+    backend = ToyBackend()
+    engine = Engine(backend)
+    seen = set()
+    for prompt in (*PROMPTS, *PROMPTS):
+        sequence = sequence_of(prompt)
+        id = engine.submit(Request(sequence))
+        assert id not in seen
+        seen.add(id)
+        while engine.running:
+            engine.step()
+        assert sequence.output == alone(prompt)
+    assert backend.slots == {}
+
+
+def test_a_cancelled_request_leaves_and_the_others_do_not_notice() -> None:
+    backend = ToyBackend()
+    engine, sequences = Engine(backend), [sequence_of(prompt) for prompt in PROMPTS]
+    told: list[int] = []
+    ids = [engine.submit(Request(sequence, finished=lambda r: told.append(r.id))) for sequence in sequences]
+    engine.step()
+    engine.cancel(ids[1])
+    engine.cancel(ids[1])
+    kept = list(sequences[1].output)
+    assert engine.running == [ids[0], ids[2]]
+    while engine.running:
+        assert {event.request.id for event in engine.step()} <= {ids[0], ids[2]}
+    assert sequences[1].output == kept
+    assert (sequences[0].output, sequences[2].output) == (alone(PROMPTS[0]), alone(PROMPTS[2]))
+    assert sorted(told) == [ids[0], ids[2]]
+    assert backend.slots == {}
+
+
+def test_a_step_of_some_leaves_the_others_where_they_are() -> None:
+    engine, sequences = Engine(ToyBackend()), [sequence_of(prompt) for prompt in PROMPTS]
+    ids = [engine.submit(Request(sequence)) for sequence in sequences]
+    while sequences[2].finish_reason is None:
+        assert [event.request.id for event in engine.step([ids[2]])] == [ids[2]]
+    assert [sequence.stats.steps for sequence in sequences[:2]] == [0, 0]
+    assert engine.step([]) == []
+    while engine.running:
+        engine.step()
+    assert [sequence.output for sequence in sequences] == [alone(prompt) for prompt in PROMPTS]
+
+
+class Watched(ToyBackend):
+    """Notes for which slots logits were asked, and gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[int, set[bool]] = {}
+
+    def launch(self, inputs: Any) -> Any:
+        for item in inputs:
+            self.asked.setdefault(item.slot, set()).add(item.logits)
+        return super().launch(inputs)
+
+    def _read(self, item: StepInput) -> Any:
+        output = super()._read(item)
+        output.logits = self.logits_of(item)
+        return output
+
+
+@pytest.mark.parametrize("processed", [0, 1, 2])
+def test_one_request_with_a_processor_puts_no_other_on_the_slow_path(processed: int) -> None:
+    backend = Watched()
+    engine, sequences = Engine(backend), [sequence_of(prompt) for prompt in PROMPTS]
+    requests = [Request(sequence) for sequence in sequences]
+    prompt = PROMPTS[processed]
+    forbidden = alone(prompt)[0]
+    rule = Rule(processors=lambda ids, scores: scores.index_fill(1, torch.tensor([forbidden]), -torch.inf))
+    requests[processed].verifier = PathVerifier([sequences[processed]], torch.tensor([prompt]), rule)
+    for request in requests:
+        engine.submit(request)
+    while engine.running:
+        engine.step()
+    assert forbidden not in sequences[processed].output
+    for place, (request, sequence) in enumerate(zip(requests, sequences, strict=True)):
+        assert backend.asked[request.slot] == {place == processed}
+        assert place == processed or sequence.output == alone(PROMPTS[place])
