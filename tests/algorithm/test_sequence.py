@@ -317,8 +317,8 @@ def test_rates_follow_what_is_seen() -> None:
     calibration = Calibration()
     first, second = (calibration.prior(source, [0.5, 0.5]) for source in ("prompt", "suffix"))
     for trial in range(2000):
-        calibration.learn(first, trial % 4 == 0)
-        calibration.learn(second + 1, True)
+        calibration.count(first, trial % 4 == 0)
+        calibration.count(second + 1, True)
     assert calibration.rates[first] == pytest.approx(0.25, abs=0.02)
     assert calibration.rates[second + 1] > 0.99
     assert (calibration.rates[first + 1], calibration.rates[second]) == (0.5, 0.5)

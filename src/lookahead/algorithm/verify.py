@@ -29,12 +29,11 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     """
     path: list[int] = []
     tokens = [targets[0]]
-    guesses = tree.guesses()
-    node = guesses.get((0, tokens[0]))
+    node = tree.guess_below(0, tokens[0])
     while node is not None:
         path.append(node)
         tokens.append(targets[tree.place(node)])
-        node = guesses.get((node, tokens[-1]))
+        node = tree.guess_below(node, tokens[-1])
     return path, tokens
 
 

@@ -124,7 +124,7 @@ class Engine:
         for request in requests:
             request.sequence.learn_while_running()
         for item in inputs:
-            item.tree.guesses()
+            item.tree.guesses_below(0)
 
 
 def verify(results: Sequence[StepResult]) -> list[Verdict | None]:

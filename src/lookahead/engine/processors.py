@@ -90,7 +90,7 @@ class PathVerifier:
                 _, reason = cut(tokens[entry : entry + 1], generated, sequence.room, sequence.rules, sequence.ends)
                 verdict.finish_reason = reason or ("stop" if ended[entry] else None)
                 if verdict.finish_reason is None:
-                    guesses[entry] = result, result.input.tree.guesses().get((node, tokens[entry]))
+                    guesses[entry] = result, result.input.tree.guess_below(node, tokens[entry])
             # 3. Go on to the guesses that equal them, as long as every entry has one.
             reached = {entry: (result, node) for entry, (result, node) in guesses.items() if node is not None}
             if len(reached) < len(guesses):
