@@ -22,7 +22,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import ahead
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.ops import TopOut
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -38,18 +38,18 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What runs from here on, in order."""
     told: list[str] = []
-    step, step_ahead = Shape.run, Shape.run_ahead
+    step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
-    def note_step(shape: Shape) -> None:
-        told.append("step" if shape.head else "prompt")
-        step(shape)
+    def note_step(captured: CapturedStep) -> None:
+        told.append("step" if captured.head else "prompt")
+        step(captured)
 
-    def note_ahead(shape: Shape, turn: int) -> None:
+    def note_ahead(captured: CapturedStep, turn: int) -> None:
         told.append("ahead")
-        step_ahead(shape, turn)
+        step_ahead(captured, turn)
 
-    monkeypatch.setattr(Shape, "run", note_step)
-    monkeypatch.setattr(Shape, "run_ahead", note_ahead)
+    monkeypatch.setattr(CapturedStep, "run", note_step)
+    monkeypatch.setattr(CapturedStep, "run_ahead", note_ahead)
     return told
 
 
@@ -328,13 +328,13 @@ class Replayed:
 
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay on top of it would be another token further; the first step of a shape does run twice."""
+    """A replay on top of it would be another token further; the first step of a size does run twice."""
     monkeypatch.setattr(GraphBackend, "_new_pool", lambda backend: None)
-    monkeypatch.setattr(Shape, "_captured", lambda shape, step: Replayed(step))
+    monkeypatch.setattr(CapturedStep, "_capture", lambda captured, step: Replayed(step))
     backend = GraphBackend(tiny("Llama"), capture=True)
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
     assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
-    assert {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None} == {1, 4}
+    assert {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None} == {1, 4}
 
 
 # Whatever the host asks for next

@@ -124,9 +124,9 @@ def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_capture_changes_nothing(dtype: torch.dtype) -> None:
-    """The same kernels in the same order: the same bits, from the first run on, whatever shape came between.
+    """The same kernels in the same order: the same bits, from the first run on, whatever size came between.
 
-    The first run of a shape is special: it runs twice, and must move the accepted K/V once.
+    The first run of a size is special: it runs twice, and must move the accepted K/V once.
     """
     model = medium(dtype)
     backends = [GraphBackend(model), GraphBackend(model, capture=False)]
@@ -153,8 +153,8 @@ def test_capture_changes_nothing(dtype: torch.dtype) -> None:
     for captured, plain in zip(*slots, strict=True):
         layers = zip(backends[0].cached(captured), backends[1].cached(plain), strict=True)
         assert all(torch.equal(a, b) for ours, theirs in layers for a, b in zip(ours, theirs, strict=True))
-    assert all(shape.graph is not None for shape in backends[0]._shapes.values())
-    assert all(shape.graph is None for shape in backends[1]._shapes.values())
+    assert all(captured.graph is not None for captured in backends[0]._steps.values())
+    assert all(captured.graph is None for captured in backends[1]._steps.values())
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -164,14 +164,14 @@ def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int
     """Thousands of times: programs wait for each other, and a race would show here."""
     backend = GraphBackend(medium(torch.bfloat16), invariant=invariant)
     backend.step([greedy(backend.open(), texts(1, (context,))[0], random_tree(count, 0), logits=True)])
-    shape = backend._shapes[1, graph.bucket(count), True]
-    assert shape.graph is not None
-    assert shape.logits is not None
-    first, cache = shape.logits[:count].clone(), backend.cache.clone()
+    captured = backend._steps[1, graph.bucket(count), True]
+    assert captured.graph is not None
+    assert captured.logits is not None
+    first, cache = captured.logits[:count].clone(), backend.cache.clone()
     differed = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(3000):
-        shape.graph.replay()
-        differed += (shape.logits[:count] != first).any()
+        captured.graph.replay()
+        differed += (captured.logits[:count] != first).any()
     assert int(differed) == 0
     assert torch.equal(backend.cache, cache)
 
@@ -303,7 +303,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
     monkeypatch.setattr(graph, "GROW", 320)
     backend, found, kept = decoded()
     assert backend.cache.shape[4] > 320
-    ahead = {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None}
+    ahead = {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None}
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):
         if not hint:
@@ -312,7 +312,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
         assert found == expected
         assert len(kept) == len(wanted)
         assert all(map(torch.equal, kept, wanted))
-        assert all(shape.graph_ahead is None for shape in other._shapes.values())
+        assert all(captured.graph_ahead is None for captured in other._steps.values())
 
 
 def test_a_step_ahead_that_nobody_waits_for() -> None:
@@ -382,4 +382,4 @@ def test_generate_on_the_graph_backend() -> None:
             assert found[0] == found[1]
     kept = known[model].graph
     assert kept is not None
-    assert all(shape.graph is not None for shape in kept._shapes.values())
+    assert all(captured.graph is not None for captured in kept._steps.values())

@@ -212,7 +212,7 @@ def test_invariant_or_not(invariant: bool, device: str, settings: LookaheadConfi
     backend = GraphBackend(model, invariant=invariant)
     assert outputs(backend, PROMPTS, settings) == expected
     assert outputs(backend, PROMPTS[:1], LookaheadConfig(budget=200), 24) == expected[:1]
-    assert {count for _, count, _ in backend._shapes} >= {1, 64, 256}
+    assert {count for _, count, _ in backend._steps} >= {1, 64, 256}
 
 
 @pytest.mark.parametrize("bug", ["every earlier token is seen", "accepted rows stay where they are", "no rotation"])
@@ -254,7 +254,7 @@ def test_a_shared_budget_fills_one_tile(count: int, device: str, plain: Plain) -
     backend = GraphBackend(model)
     found = outputs(backend, prompts, LookaheadConfig(shared=True), 24)
     assert found == [plain(model, prompt, 24) for prompt in prompts]
-    batches = [(batch, size) for batch, size, head in backend._shapes if head and batch > 1]
+    batches = [(batch, size) for batch, size, head in backend._steps if head and batch > 1]
     assert max(batch * size for batch, size in batches) == TILE
     assert max(batch for batch, _ in batches) >= count
 
@@ -269,7 +269,7 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     backend = GraphBackend(model)
     assert outputs(backend, [prompt], config, 40) == [expected]
     assert outputs(backend, [prompt, PROMPTS[1]], config, 40) == [expected, plain(model, PROMPTS[1], 40)]
-    assert max(count for _, count, head in backend._shapes if head) == bucket(budget)
+    assert max(count for _, count, head in backend._steps if head) == bucket(budget)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -283,7 +283,7 @@ def test_chunked_prefill(
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     backend = GraphBackend(model)
     assert outputs(backend, PROMPTS, settings) == expected
-    assert max(count for _, count, head in backend._shapes if not head) == bucket(min(chunk, 29))
+    assert max(count for _, count, head in backend._steps if not head) == bucket(min(chunk, 29))
 
 
 def test_a_prompt_is_run_without_the_head(device: str) -> None:
@@ -291,8 +291,8 @@ def test_a_prompt_is_run_without_the_head(device: str) -> None:
     backend = GraphBackend(make("llama", device))
     slot = backend.open()
     backend.step([greedy(slot, [3] * 20, root(5))])
-    assert set(backend._shapes) == {(1, 32, False), (1, 1, True)}
-    assert backend._shapes[1, 32, False].logits is None
+    assert set(backend._steps) == {(1, 32, False), (1, 1, True)}
+    assert backend._steps[1, 32, False].logits is None
     assert backend.length(slot) == 20  # the root counts once it is committed
     backend.commit([(slot, ())])
     assert backend.length(slot) == 21
@@ -786,8 +786,8 @@ def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
         text += [*trail, tree.tokens[0], *(tree.tokens[node] for node in path)]
     assert [backend.length(slot) for slot in slots] == list(map(len, texts))
     if kind is GraphBackend:  # those that are short enough cost no pass of their own
-        assert max(count for batch, count, head in backend._shapes if head and batch == 4) >= 32 + 20
-        assert [count for _, count, head in backend._shapes if not head and count > 32] == [64]
+        assert max(count for batch, count, head in backend._steps if head and batch == 4) >= 32 + 20
+        assert [count for _, count, head in backend._steps if not head and count > 32] == [64]
     found = backend.step([greedy(slot, (), root(2), logits=True) for slot in slots])
     for text, result in zip(texts, found, strict=True):
         ids = torch.tensor([[*text, 2]], device=device)
@@ -823,7 +823,7 @@ def test_a_vocabulary_smaller_than_the_top(device: str, plain: Plain) -> None:
 
 
 def test_logits_stay_their_readers(device: str) -> None:
-    """Who asked for logits may read them after a step of another sequence, which reuses the memory of the shape."""
+    """Who asked for logits may read them after a step of another sequence, which reuses its memory."""
     backend = GraphBackend(make("llama", device))
     slots = [backend.open(), backend.open()]
     first = backend.step([greedy(slots[0], PROMPTS[0], root(3), logits=True)])[0].logits
@@ -894,8 +894,8 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
     """Nothing is captured later, and the K/V buffer need not grow; tokens are as ever."""
     backend = GraphBackend(make("llama", device))
     backend.prepare(230, 64)
-    shapes, cache = dict(backend._shapes), backend.cache
-    assert {(count, head) for _, count, head in shapes} == {
+    steps, cache = dict(backend._steps), backend.cache
+    assert {(count, head) for _, count, head in steps} == {
         *((size, False) for size in (1, 16, 32, 64, 128, 256)),
         *((size, True) for size in (1, 16, 32, 64)),
     }
@@ -903,7 +903,7 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
     for length in (2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
         assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
-    assert backend._shapes == shapes
+    assert backend._steps == steps
     assert backend.cache is cache
 
 

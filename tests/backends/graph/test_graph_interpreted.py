@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
-from lookahead.backends.graph import captured as shape
+from lookahead.backends.graph import captured
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference
 from lookahead.backends.graph.kernels.top import TopWork, top_tokens
@@ -52,8 +52,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         raise AssertionError("a twin was called in place of its kernel")
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
-        monkeypatch.setattr(shape, "TopOut", InterpretedTop)
-        monkeypatch.setattr(shape, "SIZES", SIZES)
+        monkeypatch.setattr(captured, "TopOut", InterpretedTop)
+        monkeypatch.setattr(captured, "SIZES", SIZES)
         for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model)
@@ -117,7 +117,7 @@ def test_a_ragged_batch(
     assert outputs(interpreted(model), prompts, config, 5) == expected
 
 
-def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
+def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
     """A captured graph writes to the addresses that it was captured with. A larger step, captured later, must not
     give them back while the smaller one's graph is there to be replayed.
     """
@@ -138,5 +138,5 @@ def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., Grap
     backend.step([greedy(slot, (), root(3))])
     backend.step([greedy(slot, (), random_tree(14, 0))])
     assert set(given) == {1, 16}
-    assert {count for _, count, _ in backend._shapes} == {1, 16}
+    assert {count for _, count, _ in backend._steps} == {1, 16}
     assert all(ref() is not None for refs in given.values() for ref in refs)

@@ -16,17 +16,17 @@ import torch
 
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.captured import CapturedStep
 
 
 @dataclass(slots=True)
-class Launched:
+class RunningStep:
     """A step on its way: its roots' places, which of the host's two copies gets its results, and its stream.
 
     `done` comes to pass after it, where another step was given to the stream meanwhile.
     """
 
-    shape: Shape
+    step: CapturedStep
     inputs: list[StepInput]
     lengths: list[int]
     turn: int
@@ -41,7 +41,7 @@ class Launched:
             self.stream.synchronize()
 
 
-class Ahead:
+class StepAhead:
     """At most one step that runs before it is asked for.
 
     When one was in vain because other sequences had their turn, none is started until the same have two turns running:
@@ -50,13 +50,13 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._step: Launched | None = None
-        self._before: Launched | None = None
+        self._step: RunningStep | None = None
+        self._before: RunningStep | None = None
         self._roots: list[list[int]] = []
         self._in_turns = False
         self._slots: list[int] = []  # of the last turn
 
-    def start(self, before: Launched, capacity: int) -> None:
+    def start(self, before: RunningStep, capacity: int) -> None:
         """Start the step after `before`, if it is known and has room. It never makes room: then `before` goes alone."""
         if self._in_turns or not all(item.continues_alone and alone(item) for item in before.inputs):
             return
@@ -65,16 +65,16 @@ class Ahead:
         if before.stream is not None:
             before.done = before.stream.record_event()
         turn, lengths = 1 - before.turn, [length + 1 for length in before.lengths]
-        before.shape.run_ahead(turn)
-        self._step = Launched(before.shape, before.inputs, lengths, turn, stream_of(self._device))
+        before.step.run_ahead(turn)
+        self._step = RunningStep(before.step, before.inputs, lengths, turn, stream_of(self._device))
         self._before = before
 
-    def collected(self, launched: Launched, results: Sequence[StepOutput]) -> None:
+    def collected(self, running: RunningStep, results: Sequence[StepOutput]) -> None:
         """The host has read a step: if it is the one before, its targets are what the step ahead took as tokens."""
-        if launched is self._before:
+        if running is self._before:
             self._roots = [list(result.targets) for result in results]
 
-    def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> Launched | None:
+    def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> RunningStep | None:
         """The step ahead, if it is the step of these inputs. Else it is forgotten. `cached` are the lengths by slot."""
         if self._step is None and not self._in_turns:
             return None
@@ -91,7 +91,7 @@ class Ahead:
             return None
         return replace(step, inputs=list(inputs))
 
-    def forget(self) -> Launched | None:
+    def forget(self) -> RunningStep | None:
         """Expect nothing of the step ahead. What follows runs behind it, on whichever stream."""
         step = self._step
         if step is not None and step.stream is not None:

@@ -1,8 +1,8 @@
 """The graph backend: Llama-like models with a static K/V buffer, fused layers, and the whole step as one CUDA graph.
 
-A step of a captured shape (batch, K) is: write one packet of integers into pinned memory, replay the graph, read one
-packet back. The graph (`shape.Shape`) copies the packet in, moves the K/V of the tokens accepted last, runs the layers,
-picks targets and top-8, and copies them out. Lengths and positions are read on the device, so that one graph serves
+A step of a captured size (batch, K) is: write one packet of integers into pinned memory, replay the graph, read one
+packet back. The graph (`captured.CapturedStep`) copies the packet in, moves the K/V of the tokens accepted last, runs
+the layers, picks targets and top-8, and copies them out. Lengths and positions are read on the device, so that one graph serves
 every context. Token by token not even the packet is needed: see `ahead`.
 
 On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, not for speed.
@@ -20,8 +20,8 @@ import torch
 from lookahead.algorithm.sampling import pick
 from lookahead.algorithm.tree import StepOutput, TokenTree, below_trail
 from lookahead.backends.base import StepInput, padded
-from lookahead.backends.graph.ahead import Ahead, Launched, stream_of
-from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
+from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import PATH
 from lookahead.backends.graph.products import products_of
@@ -89,12 +89,12 @@ class GraphBackend:
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
         self._room = 1, 0  # rows and tokens of the buffer; a tensor takes microseconds to tell its sizes
         self.cosine, self.sine = w.tables(1)
-        self._shapes: dict[tuple[int, int, bool], Shape] = {}
+        self._steps: dict[tuple[int, int, bool], CapturedStep] = {}
         self._row: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
         self._next_slot = 0
-        self._ahead = Ahead(self.device)
+        self._ahead = StepAhead(self.device)
 
     # Slots
 
@@ -138,7 +138,7 @@ class GraphBackend:
         self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
         self._room = self.cache.shape[2], size
         self.cosine, self.sine = w.tables(size)
-        self._shapes.clear()
+        self._steps.clear()
         self.pool = self._new_pool()  # the old one ends with the last graph that used it
 
     def _new_pool(self) -> Any:
@@ -170,15 +170,15 @@ class GraphBackend:
     # A step.
 
     @on_its_device
-    def launch(self, inputs: Sequence[StepInput]) -> Launched:
+    def launch(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step, if it did not run ahead, and the one that is ahead of it; the host is free until `collect`."""
-        launched = self._ahead.take(inputs, self._length)
-        if launched is None:
-            launched = self._start(inputs)
-        self._ahead.start(launched, self._room[1])
-        return launched
+        running = self._ahead.take(inputs, self._length)
+        if running is None:
+            running = self._start(inputs)
+        self._ahead.start(running, self._room[1])
+        return running
 
-    def _start(self, inputs: Sequence[StepInput]) -> Launched:
+    def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         taken: list[StepInput] = []
         longest, most = 0, 1
         for item in inputs:
@@ -194,43 +194,43 @@ class GraphBackend:
         if batch > len(taken):
             nobody = max(self._row.values()) + 1
         self._reserve(nobody + 1, longest + count)
-        shape = self._shape(batch, count, head=True)
+        step = self._captured_step(batch, count, head=True)
         for place, item in enumerate(taken):
-            self._fill(shape, place, item)
+            self._fill(step, place, item)
             self._length[item.slot] += len(item.trail)  # now it is the root's place, from which `commit` goes on
         for place in range(len(taken), batch):
-            self._fill_nothing(shape, place, nobody)
-        shape.run()
+            self._fill_nothing(step, place, nobody)
+        step.run()
         lengths = [self._length[item.slot] for item in taken]
-        return Launched(shape, taken, lengths, 0, stream_of(self.device))
+        return RunningStep(step, taken, lengths, 0, stream_of(self.device))
 
     @on_its_device
-    def collect(self, launched: Launched) -> list[StepOutput]:
+    def collect(self, running: RunningStep) -> list[StepOutput]:
         """Wait for a step and read its targets and top rows."""
-        launched.wait()
-        top, count = launched.shape.top, launched.shape.count
+        running.wait()
+        top, count = running.step.top, running.step.count
         assert top is not None
-        rows, results = top.rows[launched.turn], []
-        for place, item in enumerate(launched.inputs):
+        rows, results = top.rows[running.turn], []
+        for place, item in enumerate(running.inputs):
             start, end = place * count, place * count + item.tree.sizes[1]
             # Later steps write over all of it: what is handed out is copied.
             result = StepOutput(rows[start:end, 0].tolist())
             if item.top:
                 result.top = top.best(rows[start:end], item.top)
             if item.logits or not item.sampling.greedy:
-                self._read_logits(launched.shape, start, end, item, result)
+                self._read_logits(running.step, start, end, item, result)
             results.append(result)
-        self._ahead.collected(launched, results)
+        self._ahead.collected(running, results)
         return results
 
     @torch.inference_mode()
-    def _read_logits(self, shape: Shape, start: int, end: int, item: StepInput, result: StepOutput) -> None:
+    def _read_logits(self, step: CapturedStep, start: int, end: int, item: StepInput, result: StepOutput) -> None:
         """What targets and top rows alone do not tell: draws, and the logits themselves."""
-        assert shape.logits is not None
+        assert step.logits is not None
         if not item.sampling.greedy:
-            result.targets = pick(shape.logits[start:end], item.sampling, item.uniforms).tolist()
+            result.targets = pick(step.logits[start:end], item.sampling, item.uniforms).tolist()
         if item.logits:
-            result.logits = shape.logits[start:end].clone()
+            result.logits = step.logits[start:end].clone()
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
@@ -244,40 +244,40 @@ class GraphBackend:
             if len(path) > PATH:
                 self._flush()
 
-    def _shape(self, batch: int, count: int, head: bool) -> Shape:
+    def _captured_step(self, batch: int, count: int, head: bool) -> CapturedStep:
         key = (batch, count, head)
-        if key not in self._shapes:
+        if key not in self._steps:
             with torch.inference_mode():
-                self._shapes[key] = Shape(self, *key)
-        return self._shapes[key]
+                self._steps[key] = CapturedStep(self, *key)
+        return self._steps[key]
 
-    def _fill(self, shape: Shape, place: int, item: StepInput) -> None:
+    def _fill(self, step: CapturedStep, place: int, item: StepInput) -> None:
         """One input's part of the packet."""
-        fields, length, pending = shape.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
+        fields, length, pending = step.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
         fields["rows"][place] = self._row[item.slot]
         fields["lengths"][place] = length
         fields["before"][place] = pending.length if pending else 0
         fields["counts"][place] = len(pending.path) if pending else 0
         if pending and pending.path:
             fields["paths"][place, : len(pending.path)] = pending.path
-        shape.packet.put_tree(place, item.tree, length)
+        step.packet.put_tree(place, item.tree, length)
 
-    def _fill_nothing(self, shape: Shape, place: int, row: int) -> None:
+    def _fill_nothing(self, step: CapturedStep, place: int, row: int) -> None:
         """Padding of a batch: tokens that see themselves, in a row of the buffer that belongs to nobody."""
-        fields = shape.packet.fields
+        fields = step.packet.fields
         fields["rows"][place] = row
         for name in ("lengths", "before", "counts"):
             fields[name][place] = 0
-        shape.packet.put_tree(place, chain([0]), 0)
+        step.packet.put_tree(place, chain([0]), 0)
 
     def _prefill(self, item: StepInput) -> None:
         """Run the trail in passes of its own, as chains without a head."""
         while item.trail:
             chunk, item.trail = item.trail[:PREFILL], item.trail[PREFILL:]
             self._reserve(1, self._length[item.slot] + bucket(len(chunk)))
-            shape = self._shape(1, bucket(len(chunk)), head=False)
-            self._fill(shape, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))
-            shape.run()
+            step = self._captured_step(1, bucket(len(chunk)), head=False)
+            self._fill(step, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))
+            step.run()
             self._length[item.slot] += len(chunk)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # the packet's memory is free again

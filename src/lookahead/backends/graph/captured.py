@@ -1,7 +1,7 @@
 """One shape of step of the graph backend, (batch, K): its packet, its activations, and the whole step as a CUDA graph.
 
-`Shape._step` is what the device does in a step, from the packet in to the packet out; `Shape._step_ahead` is a step of
-one token that takes nothing from the host.
+`CapturedStep._step` is what the device does in a step, from the packet in to the packet out;
+`CapturedStep._step_ahead` is a step of one token that takes nothing from the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _no_collection() -> Iterator[None]:
                 gc.enable()
 
 
-class Shape:
+class CapturedStep:
     """One step shape: its packet, its activations and, once captured, its graph."""
 
     def __init__(self, backend: GraphBackend, batch: int, count: int, head: bool) -> None:
@@ -91,7 +91,7 @@ class Shape:
             self._step()
         else:
             self._step()  # compiles the kernels; its K/V writes are repeated by the replay
-            self.graph = self._captured(self._step)
+            self.graph = self._capture(self._step)
             # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
             self.packet.fields["counts"][:] = 0
             self.graph.replay()
@@ -112,9 +112,9 @@ class Shape:
             self._step_ahead()
         self.top.send(turn)
         if self.backend.capture and self.graph_ahead is None:
-            self.graph_ahead = self._captured(self._step_ahead)
+            self.graph_ahead = self._capture(self._step_ahead)
 
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
         graph, where = torch.cuda.CUDAGraph(), (self.backend.pool, self.backend.capture_stream)
         # What other threads do on the GPU meanwhile is their own affair.
