@@ -279,7 +279,7 @@ def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> No
 
 def test_the_buffer_grows(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
     """A step ahead never makes it grow: the step before goes alone, and the next one makes room for both."""
-    monkeypatch.setattr(graph, "GROW", 32)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", 32)
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 90) == [plain(model, PROMPTS[0], 90)]

@@ -227,7 +227,7 @@ def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.M
     wide = GraphBackend(model)
     expected = [run(wide, [prompt], LookaheadConfig(), 900)[0] for prompt in prompts]
     capacity = wide.cache.shape[4]
-    monkeypatch.setattr(graph, "GROW", 160)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", 160)
     backend = GraphBackend(model)
     found, sizes = [], []
     for prompt in prompts:
@@ -300,7 +300,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
             found += [sequence.output for sequence in sequences]
         return backend, found, kept
 
-    monkeypatch.setattr(graph, "GROW", 320)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", 320)
     backend, found, kept = decoded()
     assert backend.cache.shape[4] > 320
     ahead = {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None}

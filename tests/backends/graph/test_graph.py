@@ -28,7 +28,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.sizes import TILE, bucket
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import SamplingParams, StopRules
@@ -137,7 +137,7 @@ def test_a_context_that_is_full_before_the_buffer_is(
     """The padding of a last step reaches past the context, the buffer doubles, and the factors must stay: the K/V that
     is cached was turned by them.
     """
-    monkeypatch.setattr(graph, "GROW", 64)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", 64)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = make("llama", device, rope_parameters=rope, max_position_embeddings=64)
     expected = plain(model, PROMPTS[2], 34)
@@ -255,7 +255,7 @@ def test_a_shared_budget_fills_one_tile(count: int, device: str, plain: Plain) -
     found = outputs(backend, prompts, LookaheadConfig(shared=True), 24)
     assert found == [plain(model, prompt, 24) for prompt in prompts]
     batches = [(batch, size) for batch, size, head in backend._steps if head and batch > 1]
-    assert max(batch * size for batch, size in batches) == TILE
+    assert max(batch * size for batch, size in batches) == INVARIANT_ROWS
     assert max(batch for batch, _ in batches) >= count
 
 
@@ -278,7 +278,7 @@ def test_chunked_prefill(
     name: str, chunk: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of several chunks, of just one, of one and a token more, and of one token, which has no prefill."""
-    monkeypatch.setattr(graph, "PREFILL", chunk)
+    monkeypatch.setattr(graph, "PREFILL_TOKENS", chunk)
     model = make(name, device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     backend = GraphBackend(model)
@@ -321,7 +321,7 @@ def test_an_answer_outgrows_the_buffer(
     start: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a generation; alone, and then with others in rows beside it."""
-    monkeypatch.setattr(graph, "GROW", start)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", start)
     model = make("llama", device)
     backend = GraphBackend(model)
     noted = growing(backend, monkeypatch)
@@ -335,7 +335,7 @@ def test_an_answer_outgrows_the_buffer(
 
 def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit's rows are read where they were written, before the buffer is another one."""
-    monkeypatch.setattr(graph, "GROW", 32)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", 32)
     model = make("llama", device)
     backend, eager = GraphBackend(model), EagerBackend(model)
     noted = growing(backend, monkeypatch)
@@ -355,7 +355,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
 def test_a_long_answer_outgrows_the_buffer_again_and_again(
     device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "GROW", 64)
+    monkeypatch.setattr(graph, "LEAST_CAPACITY", 64)
     model = make("llama", device, max_position_embeddings=2048)
     backend = GraphBackend(model)
     noted = growing(backend, monkeypatch)
@@ -390,7 +390,7 @@ def test_a_new_row_while_commits_wait(
 def test_a_path_longer_than_the_packet_has_room_for(
     longest: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "PATH", longest)
+    monkeypatch.setattr(graph, "LONGEST_PATH", longest)
     model = make("llama", device)
     prompts = [PROMPTS[3], PROMPTS[0]]
     expected = [plain(model, prompt, 40) for prompt in prompts]
@@ -403,7 +403,7 @@ def test_a_path_longer_than_the_packet_has_room_for(
 
 def test_a_path_of_just_the_packets_length(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest path that travels, and one node more: the K/V that the eager backend has, before and after a step."""
-    monkeypatch.setattr(graph, "PATH", 4)
+    monkeypatch.setattr(graph, "LONGEST_PATH", 4)
     model = make("llama", device)
     tokens = random_tree(12, 0).tokens
     depths = [0, *((node + 1) // 2 for node in range(1, 12))]
@@ -772,7 +772,10 @@ def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
     model = make(name, device)
     backend = kind(model)
     rng = random.Random(0)
-    trails = [[rng.randrange(VOCABULARY) for _ in range(count)] for count in (0, 3, graph.TRAIL, graph.TRAIL + 5)]
+    trails = [
+        [rng.randrange(VOCABULARY) for _ in range(count)]
+        for count in (0, 3, graph.LONGEST_TRAIL, graph.LONGEST_TRAIL + 5)
+    ]
     trees = [random_tree(size, size) for size in (12, 5, 20, 7)]
     paths = [descent(tree) for tree in trees]
     slots = [backend.open() for _ in PROMPTS]

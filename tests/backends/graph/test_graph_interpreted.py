@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
-from lookahead.backends.graph import captured
+from lookahead.backends.graph import captured, sizes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference
 from lookahead.backends.graph.kernels.top import TopWork, top_tokens
@@ -53,7 +53,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
         monkeypatch.setattr(captured, "TopOut", InterpretedTop)
-        monkeypatch.setattr(captured, "SIZES", SIZES)
+        monkeypatch.setattr(sizes, "STEP_SIZES", SIZES)
+        monkeypatch.setattr(sizes, "BATCH_SIZES", SIZES)
         for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model)

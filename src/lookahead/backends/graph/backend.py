@@ -23,19 +23,19 @@ from lookahead.backends.base import StepInput, padded
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.packet import PATH
+from lookahead.backends.graph.packet import LONGEST_PATH
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import check_supported, context_length
 from lookahead.config import SamplingParams
 
-PREFILL = 512
+PREFILL_TOKENS = 512
 """Prompt tokens per pass."""
-TRAIL = 32
+LONGEST_TRAIL = 32
 """The longest trail behind cached tokens that runs within the step's own pass: the few tokens that another rank of
 lookahead parallelism computed. Longer ones, and prompts, run by themselves."""
-GROW = 2048
+LEAST_CAPACITY = 2048
 """The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
 
 
@@ -124,7 +124,7 @@ class GraphBackend:
     def _grow(self, rows: int, capacity: int) -> None:
         """A larger buffer. It drops the graphs, which hold the old buffer's address."""
         old = self.cache
-        size = max(old.shape[4], GROW)
+        size = max(old.shape[4], LEAST_CAPACITY)
         if capacity > size:
             size = -(-max(capacity, size + size // 4) // 512) * 512
         if rows > old.shape[2]:
@@ -155,7 +155,7 @@ class GraphBackend:
         self._reserve(1, tokens + bucket(budget))
         slot = self.open()
         try:
-            for size in sizes_to(min(tokens, PREFILL)):
+            for size in sizes_to(min(tokens, PREFILL_TOKENS)):
                 self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
                 self._length[slot] = 0
             for size in sizes_to(budget):
@@ -182,7 +182,7 @@ class GraphBackend:
         taken: list[StepInput] = []
         longest, most = 0, 1
         for item in inputs:
-            if len(item.trail) > TRAIL or not self._length[item.slot]:
+            if len(item.trail) > LONGEST_TRAIL or not self._length[item.slot]:
                 self._prefill(item)
             if item.trail:
                 item = replace(item, tree=below_trail(item.trail, item.tree))
@@ -241,7 +241,7 @@ class GraphBackend:
         for slot, path in accepted:
             self._pending[slot] = Pending(self._length[slot], list(path))
             self._length[slot] += 1 + len(path)
-            if len(path) > PATH:
+            if len(path) > LONGEST_PATH:
                 self._flush()
 
     def _captured_step(self, batch: int, count: int, head: bool) -> CapturedStep:
@@ -273,7 +273,7 @@ class GraphBackend:
     def _prefill(self, item: StepInput) -> None:
         """Run the trail in passes of its own, as chains without a head."""
         while item.trail:
-            chunk, item.trail = item.trail[:PREFILL], item.trail[PREFILL:]
+            chunk, item.trail = item.trail[:PREFILL_TOKENS], item.trail[PREFILL_TOKENS:]
             self._reserve(1, self._length[item.slot] + bucket(len(chunk)))
             step = self._captured_step(1, bucket(len(chunk)), head=False)
             self._fill(step, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))

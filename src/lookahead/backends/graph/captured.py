@@ -16,12 +16,12 @@ import torch
 
 from lookahead.backends.graph.ops import TopOut
 from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.sizes import TILE
+from lookahead.backends.graph.sizes import INVARIANT_ROWS
 
 if TYPE_CHECKING:
     from lookahead.backends.graph.backend import GraphBackend
 
-TOP = 8
+TOP_TOKENS = 8
 _capturing = Lock()
 
 
@@ -56,7 +56,7 @@ class CapturedStep:
         rows = max(product.rows for product in self.products.values())
         # A pass without a head is part of a prompt: the same for every method.
         half = dtype in (torch.float16, torch.bfloat16)
-        invariant = backend.invariant and head and half and size <= TILE
+        invariant = backend.invariant and head and half and size <= INVARIANT_ROWS
         self.tiles = backend.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
         self.slots = backend.ops.slots(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
         self.packet = Packet(batch, count, device.type == "cuda")
@@ -73,7 +73,7 @@ class CapturedStep:
         inner = layer.down.shape[1]
         self.gate_up, self.active = new(2 * inner), new(inner)
         self.logits = new(len(w.head)) if head else None
-        self.top = TopOut(rows, len(w.head), min(TOP, len(w.head)), device) if head else None
+        self.top = TopOut(rows, len(w.head), min(TOP_TOKENS, len(w.head)), device) if head else None
         self.work = backend.ops.workspace()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None

@@ -19,7 +19,7 @@ TRANSPOSE_A = 3
 SPLITS, REDUCTION, CLUSTER = 2, 3, 8
 CLUSTERS = (2, 3, 4, 5, 6, 7)
 """Clusters of 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2 and 4 x 2 multiprocessors that share what they load."""
-MOST = 16
+MOST_SUGGESTIONS = 16
 """Suggestions asked for; cuBLASLt 13 gives eight."""
 ALIGNMENT = 256
 """Bytes to which its kernels may expect a matrix to be aligned. torch's allocations are."""
@@ -96,11 +96,11 @@ class Problem:
 
     def kernels(self) -> list[Kernel]:
         """The kernels that cuBLASLt suggests for this problem, in clusters of several sizes."""
-        wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST)(), ctypes.c_int()
+        wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST_SUGGESTIONS)(), ctypes.c_int()
         self.library("MatmulPreferenceCreate", ctypes.byref(wish))
         self.library(
             "MatmulAlgoGetHeuristic", self.library.handle, self.about, self.weight, self.x, self.out, self.out, wish,
-            MOST, found, ctypes.byref(given),
+            MOST_SUGGESTIONS, found, ctypes.byref(given),
         )  # fmt: skip
         self.library("MatmulPreferenceDestroy", wish)
         kernels: dict[bytes, Kernel] = {}

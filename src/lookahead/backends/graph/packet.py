@@ -9,7 +9,7 @@ from lookahead.algorithm.native import build as native
 from lookahead.algorithm.native import drafter as calls
 from lookahead.algorithm.tree import TokenTree, packed_visibility
 
-PATH = 64
+LONGEST_PATH = 64
 """The longest accepted path that travels with the next step's packet; a longer one moves in a launch of its own."""
 
 
@@ -23,7 +23,7 @@ class Packet:
             "lengths": (batch,),
             "before": (batch,),
             "counts": (batch,),
-            "paths": (batch, PATH),
+            "paths": (batch, LONGEST_PATH),
             "tokens": (batch, count),
             "positions": (batch, count),
             "needed": (batch, count),

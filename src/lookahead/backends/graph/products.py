@@ -1,11 +1,11 @@
 """A step's matrix products: how many rows each is given, and which kernel computes it.
 
 In half precision a row must get the same bits whatever K is, and which order a kernel adds in depends on the shape of
-the product. There are two ways to the same bits as among TILE rows:
+the product. There are two ways to the same bits as among INVARIANT_ROWS rows:
 
 - cuBLASLt's kernels that do not split the sum over the inner dimension. Whatever their tiles, on a Hopper GPU they were
   found to give the same bits, so the fastest may be taken for every number of rows.
-- torch's own choice, with as many rows as it needs to add up as it does for TILE.
+- torch's own choice, with as many rows as it needs to add up as it does for INVARIANT_ROWS.
 
 Neither is taken on trust: numbers whose products cancel tell, bit for bit, since nothing is left of their sums but what
 was rounded away on the way. Which kernel is the fastest is timed, on the model's own weights; no result depends on it.
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from lookahead.backends.graph import cublaslt
-from lookahead.backends.graph.sizes import SIZES, TILE
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, STEP_SIZES
 
-CALLS = 8
+TIMED_CALLS = 8
 """Calls of which a timing takes the mean, on the weights of as many layers: large ones then come from memory."""
-AHEAD = 800_000
+HEAD_START = 800_000
 """Clock ticks that the device waits before a timing, while the host calls ahead of it: 0.4 ms at 2 GHz."""
 FINALISTS = 4
 """The fastest of a first look are timed again, more carefully."""
@@ -71,7 +71,7 @@ class Products:
 
     def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
         """How to multiply `size` rows with matrices of this shape, one of each layer."""
-        if size > TILE or self.device.type != "cuda":
+        if size > INVARIANT_ROWS or self.device.type != "cuda":
             return Product(size, by_torch)
         if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
             for rows in tried(size):
@@ -81,7 +81,7 @@ class Products:
         return Product(self._torch_rows(weights[0], size) if self.invariant else size, by_torch)
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
-        """The rows to give torch's product, so that each has the bits that it has among TILE rows.
+        """The rows to give torch's product, so that each has the bits that it has among INVARIANT_ROWS rows.
 
         On an H200 with a 7B shape's weights one row becomes 64 in `out` and 32 in `down`, which is faster than one, and
         stays one elsewhere.
@@ -89,13 +89,13 @@ class Products:
         key = weight.shape, size
         if key not in self._rows:
             x, other = cancelling(weight)
-            whole = x.new_empty(TILE, len(weight))
+            whole = x.new_empty(INVARIANT_ROWS, len(weight))
             by_torch(x, other, whole)
             self._rows[key] = next(rows for rows in tried(size) if same_bits(by_torch, x, other, whole, rows))
         return self._rows[key]
 
     def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
-        """The fastest kernel for so many rows that gives the bits of the first one for TILE rows, if there is one."""
+        """The fastest kernel for so many rows that gives the bits of the first one for INVARIANT_ROWS rows, if there is one."""
         shape = weights[0].shape
         if (shape, rows) not in self._fastest:
             found = list(self._same_bits(weights[0], rows))
@@ -107,8 +107,8 @@ class Products:
 
     def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
         x, other = cancelling(weight)
-        whole = x.new_empty(TILE, len(weight))
-        for first in self._kernels(weight, TILE):
+        whole = x.new_empty(INVARIANT_ROWS, len(weight))
+        for first in self._kernels(weight, INVARIANT_ROWS):
             try:
                 first(x, other, whole)
             except RuntimeError:
@@ -130,23 +130,23 @@ class Products:
         rounds = []
         for _ in range(times):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD)
+            torch.cuda._sleep(HEAD_START)
             begin.record()
-            for call in range(CALLS):
+            for call in range(TIMED_CALLS):
                 run(x, weights[call % len(weights)], out)
             end.record()
             end.synchronize()
-            rounds.append(begin.elapsed_time(end) / CALLS)
+            rounds.append(begin.elapsed_time(end) / TIMED_CALLS)
         return statistics.median(rounds)
 
 
 def tried(size: int) -> list[int]:
     """How many rows a product of this size may be given."""
-    return [size, *(rows for rows in SIZES if size < rows <= TILE)]
+    return [size, *(rows for rows in STEP_SIZES if size < rows <= INVARIANT_ROWS)]
 
 
 def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [TILE, inner] and a matrix like `weight`, random, whose product is zero but for rounding.
+    """x [INVARIANT_ROWS, inner] and a matrix like `weight`, random, whose product is zero but for rounding.
 
     Every term comes a second time, negative and elsewhere. So a sum in another order leaves something else. They are
     the same every time, and nobody else's random numbers change.
@@ -155,7 +155,7 @@ def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inner = weight.shape[1]
     half = inner // 2
     places = torch.randperm(half, generator=source, device=weight.device)
-    x, other = weight.new_zeros(TILE, inner), torch.zeros_like(weight)
+    x, other = weight.new_zeros(INVARIANT_ROWS, inner), torch.zeros_like(weight)
     x[:, :half].normal_(generator=source)
     other[:, :half].normal_(generator=source)
     x[:, half : 2 * half] = x[:, places]
@@ -165,7 +165,7 @@ def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def same_bits(run: Run, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
     """Whether so many rows at a time, from several places, come out as they are in `whole`."""
-    for start in range(0, TILE - rows + 1, max(rows, TILE // 4)):
+    for start in range(0, INVARIANT_ROWS - rows + 1, max(rows, INVARIANT_ROWS // 4)):
         out = whole.new_full((rows, len(weight)), torch.nan)
         try:
             run(x[start : start + rows].clone(), weight, out)

@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.depths import by_depth, new_slots
-from lookahead.backends.graph.kernels.tiles import FAR, MOST, Tiles, tiles_for
+from lookahead.backends.graph.kernels.tiles import FAR, Tiles, tiles_for
+from lookahead.backends.graph.sizes import INVARIANT_ROWS
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e6)
@@ -305,7 +306,7 @@ def attend(
     group, padded = heads // kv_heads, max(16, triton.next_power_of_2(dim))  # a product needs 16 at least
     tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
     if tiles.reach and slots is None:
-        assert count <= MOST, f"an invariant step has at most {MOST} tokens, not {count}"
+        assert count <= INVARIANT_ROWS, f"an invariant step has at most {INVARIANT_ROWS} rows, not {count}"
         slots = new_slots(batch, count, tiles, group, q.device)
         by_depth(positions, lengths, bits, slots, tiles, group)
     parts = tiles.splits + (tiles.reach > 0)

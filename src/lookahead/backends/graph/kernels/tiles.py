@@ -12,10 +12,6 @@ import triton
 REACH = 16
 """In an invariant step, keys nearer to a row than this are added one by one: as far as a guess may be from the root."""
 
-MOST = 128
-"""The most tokens of an invariant step."""
-
-
 FAR = 32
 """From this block of keys on, all splits of a cut take their turns; before it, if it says so, only the first few."""
 
