@@ -474,7 +474,7 @@ def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
         tokens = hinted(backend, slots, tokens)
     layers = cache_of(eager.model, PROMPTS[2], device)
     fourth = {one: one.open() for one in (backend, eager)}
-    assert backend._row[fourth[backend]] == 3
+    assert backend._lane[fourth[backend]] == 3
     tokens = hinted(backend, slots, tokens)
     for one, slot in fourth.items():
         one.adopt(slot, len(PROMPTS[2]), layers)

@@ -196,7 +196,7 @@ def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadCon
         engine.step()
         step += 1
     assert max(sizes) > 4
-    assert backend._row == backend._length == backend._pending == {}
+    assert backend._lane == backend._length == backend._pending == {}
     for sequence in everyone:
         prompt, count = sequence.tokens[: sequence.prompt_tokens], sequence.rules.max_tokens
         expected = outputs(eager, [prompt], AUTOREGRESSIVE, count, sequence.sampling)[0]
@@ -227,7 +227,7 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Packet, "put_tree", put_chain)
     elif bug == "accepted rows stay where they are":
-        monkeypatch.setattr(backend.ops, "keep", lambda *args: None)
+        monkeypatch.setattr(backend.ops, "move_accepted", lambda *args: None)
     else:
         backend.close(backend.open())  # the tables are made with the first row
         backend.cosine, backend.sine = torch.ones_like(backend.cosine), torch.zeros_like(backend.sine)
@@ -306,9 +306,9 @@ def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     noted: list[tuple[int, int, bool]] = []
     reserve = backend._reserve
 
-    def reserve_and_note(rows: int, capacity: int) -> None:
+    def reserve_and_note(lanes: int, capacity: int) -> None:
         before, waiting = backend.cache.shape, any(pending.path for pending in backend._pending.values())
-        reserve(rows, capacity)
+        reserve(lanes, capacity)
         if backend.cache.shape != before:
             noted.append((backend.cache.shape[2], backend.cache.shape[4], waiting))
 
@@ -431,14 +431,14 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     backend.step([greedy(slot, PROMPTS[2], random_tree(20, 0))])
     backend.commit([(slot, [1])])
     assert backend._pending
-    row = backend._row[slot]
+    lane = backend._lane[slot]
     backend.close(slot)
     assert not backend._pending
     with torch.inference_mode():
         backend.cache.fill_(float("nan"))
 
     second = backend.open()
-    assert (backend._row[second], backend.length(second)) == (row, 0)
+    assert (backend._lane[second], backend.length(second)) == (lane, 0)
     fresh = GraphBackend(make("mistral", device))
     found, wanted = (
         one.step([greedy(s, [8, 9], root(3), logits=True)])[0] for one, s in ((backend, second), (fresh, fresh.open()))
@@ -902,7 +902,7 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
         *((size, False) for size in (1, 16, 32, 64, 128, 256)),
         *((size, True) for size in (1, 16, 32, 64)),
     }
-    assert backend._row == backend._length == backend._pending == {}
+    assert backend._lane == backend._length == backend._pending == {}
     for length in (2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
         assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]

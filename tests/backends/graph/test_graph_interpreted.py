@@ -55,7 +55,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         monkeypatch.setattr(captured, "TopOut", InterpretedTop)
         monkeypatch.setattr(sizes, "STEP_SIZES", SIZES)
         monkeypatch.setattr(sizes, "BATCH_SIZES", SIZES)
-        for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
+        for name in ("attend", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model)
         backend.ops = Ops(backend.device, compiled=True, processors=processors)

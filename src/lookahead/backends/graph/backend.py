@@ -87,10 +87,10 @@ class GraphBackend:
         self.capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         w = self.weights
         self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
-        self._room = 1, 0  # rows and tokens of the buffer; a tensor takes microseconds to tell its sizes
+        self._room = 1, 0  # lanes and tokens of the buffer; a tensor takes microseconds to tell its sizes
         self.cosine, self.sine = w.tables(1)
         self._steps: dict[tuple[int, int, bool], CapturedStep] = {}
-        self._row: dict[int, int] = {}
+        self._lane: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
         self._next_slot = 0
@@ -102,39 +102,39 @@ class GraphBackend:
     def open(self) -> int:
         slot = self._next_slot
         self._next_slot += 1
-        taken = set(self._row.values())
-        self._row[slot] = next(row for row in range(len(taken) + 1) if row not in taken)
+        taken = set(self._lane.values())
+        self._lane[slot] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
         self._length[slot] = 0
-        self._reserve(self._row[slot] + 1, 1)
+        self._reserve(self._lane[slot] + 1, 1)
         return slot
 
     def close(self, slot: int) -> None:
-        del self._row[slot], self._length[slot]
+        del self._lane[slot], self._length[slot]
         self._pending.pop(slot, None)
 
     def length(self, slot: int) -> int:
         return self._length[slot]
 
-    def _reserve(self, rows: int, capacity: int) -> None:
-        """Room for this many rows and tokens."""
-        if rows > self._room[0] or capacity > self._room[1]:
-            self._grow(rows, capacity)
+    def _reserve(self, lanes: int, capacity: int) -> None:
+        """Room for this many lanes and tokens."""
+        if lanes > self._room[0] or capacity > self._room[1]:
+            self._grow(lanes, capacity)
 
     @torch.inference_mode()
-    def _grow(self, rows: int, capacity: int) -> None:
+    def _grow(self, lanes: int, capacity: int) -> None:
         """A larger buffer. It drops the graphs, which hold the old buffer's address."""
         old = self.cache
         size = max(old.shape[4], LEAST_CAPACITY)
         if capacity > size:
             size = -(-max(capacity, size + size // 4) // 512) * 512
-        if rows > old.shape[2]:
-            rows = max(rows, 2 * old.shape[2])
+        if lanes > old.shape[2]:
+            lanes = max(lanes, 2 * old.shape[2])
         w = self.weights
         self._ahead.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # no step that nobody waits for uses what is given back here
         self._flush()
-        self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)
+        self.cache = old.new_zeros(len(w.layers), 2, max(lanes, old.shape[2]), w.kv_heads, size, w.dim)
         self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
         self._room = self.cache.shape[2], size
         self.cosine, self.sine = w.tables(size)
@@ -190,9 +190,9 @@ class GraphBackend:
             longest, most = max(longest, self._length[item.slot]), max(most, item.tree.sizes[0])
         batch = padded(len(taken))
         count = bucket(most, batch)
-        nobody = 0  # else the row that takes the padding of a batch
+        nobody = 0  # else the lane that takes the padding of a batch
         if batch > len(taken):
-            nobody = max(self._row.values()) + 1
+            nobody = max(self._lane.values()) + 1
         self._reserve(nobody + 1, longest + count)
         step = self._captured_step(batch, count, head=True)
         for place, item in enumerate(taken):
@@ -254,19 +254,19 @@ class GraphBackend:
     def _fill(self, step: CapturedStep, place: int, item: StepInput) -> None:
         """One input's part of the packet."""
         fields, length, pending = step.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
-        fields["rows"][place] = self._row[item.slot]
+        fields["lanes"][place] = self._lane[item.slot]
         fields["lengths"][place] = length
-        fields["before"][place] = pending.length if pending else 0
-        fields["counts"][place] = len(pending.path) if pending else 0
+        fields["commit_lengths"][place] = pending.length if pending else 0
+        fields["commit_counts"][place] = len(pending.path) if pending else 0
         if pending and pending.path:
-            fields["paths"][place, : len(pending.path)] = pending.path
+            fields["commit_paths"][place, : len(pending.path)] = pending.path
         step.packet.put_tree(place, item.tree, length)
 
-    def _fill_nothing(self, step: CapturedStep, place: int, row: int) -> None:
-        """Padding of a batch: tokens that see themselves, in a row of the buffer that belongs to nobody."""
+    def _fill_nothing(self, step: CapturedStep, place: int, lane: int) -> None:
+        """Padding of a batch: tokens that see themselves, in a lane of the buffer that belongs to nobody."""
         fields = step.packet.fields
-        fields["rows"][place] = row
-        for name in ("lengths", "before", "counts"):
+        fields["lanes"][place] = lane
+        for name in ("lengths", "commit_lengths", "commit_counts"):
             fields[name][place] = 0
         step.packet.put_tree(place, chain([0]), 0)
 
@@ -286,10 +286,10 @@ class GraphBackend:
     def _flush(self) -> None:
         """Run the commits that wait for a step."""
         for slot, pending in self._pending.items():
-            numbers = [[self._row[slot]], [pending.length], [len(pending.path)]]
-            rows, lengths, counts = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+            numbers = [[self._lane[slot]], [pending.length], [len(pending.path)]]
+            lanes, lengths, counts = torch.tensor(numbers, dtype=torch.int32, device=self.device)
             paths = torch.tensor([pending.path or [0]], dtype=torch.int32, device=self.device)
-            self.ops.keep(self.cache, rows, lengths, paths, counts)
+            self.ops.move_accepted(self.cache, lanes, lengths, paths, counts)
         self._pending.clear()
 
     # K/V from and for elsewhere.
@@ -298,18 +298,18 @@ class GraphBackend:
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """As `EagerBackend.adopt`."""
-        self._ahead.forget()  # it has seen what was there before, or has the row for its padding
+        self._ahead.forget()  # it has seen what was there before, or has the lane for its padding
         self._reserve(1, length)
         for layer, (keys, values) in enumerate(layers):
             for i, part in enumerate((keys, values)):
-                self.cache[layer, i, self._row[slot], :, length - part.shape[1] : length] = part
+                self.cache[layer, i, self._lane[slot], :, length - part.shape[1] : length] = part
         self._length[slot] = length
 
     @on_its_device
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As `EagerBackend.cached`."""
         self._flush()
-        part = self.cache[:, :, self._row[slot], :, : self._length[slot]]
+        part = self.cache[:, :, self._lane[slot], :, : self._length[slot]]
         return [(keys.clone(), values.clone()) for keys, values in part]
 
 

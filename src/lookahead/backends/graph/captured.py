@@ -58,7 +58,7 @@ class CapturedStep:
         half = dtype in (torch.float16, torch.bfloat16)
         invariant = backend.invariant and head and half and size <= INVARIANT_ROWS
         self.tiles = backend.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
-        self.slots = backend.ops.slots(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
+        self.order = backend.ops.new_order(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
         self.packet = Packet(batch, count, device.type == "cuda")
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
@@ -67,7 +67,7 @@ class CapturedStep:
             return torch.zeros(rows, width, dtype=dtype, device=device)
 
         hidden = w.embedding.shape[1]
-        self.stream, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
+        self.residual, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
         self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
         self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
         inner = layer.down.shape[1]
@@ -93,7 +93,7 @@ class CapturedStep:
             self._step()  # compiles the kernels; its K/V writes are repeated by the replay
             self.graph = self._capture(self._step)
             # The first run has moved the accepted K/V already, and moving it again would take the wrong rows.
-            self.packet.fields["counts"][:] = 0
+            self.packet.fields["commit_counts"][:] = 0
             self.graph.replay()
 
     @torch.inference_mode()
@@ -125,12 +125,13 @@ class CapturedStep:
     def _step(self) -> None:
         b, views = self.backend, self.views
         # 1. The packet in, and the accepted K/V of the step before next to its prefix.
-        b.ops.carry(self.packet.host, self.memory)
-        b.ops.keep(b.cache, views["rows"], views["before"], views["paths"], views["counts"])
+        b.ops.copy_pinned(self.packet.host, self.memory)
+        commits = views["commit_lengths"], views["commit_paths"], views["commit_counts"]
+        b.ops.move_accepted(b.cache, views["lanes"], *commits)
         # 2. The forward pass, and the packet out.
         self._forward()
         if self.top is not None:
-            b.ops.carry(self.top.out, self.top.hosts[0])
+            b.ops.copy_pinned(self.top.out, self.top.hosts[0])
 
     def _step_ahead(self) -> None:
         """One token further in every row: the last targets are the tokens, and no accepted K/V has to move."""
@@ -147,35 +148,35 @@ class CapturedStep:
         b, w, ops, views = self.backend, self.backend.weights, self.backend.ops, self.views
         size = self.batch * self.count
         # 1. The embeddings.
-        if self.slots is not None:
+        if self.order is not None:
             group = w.heads // w.kv_heads
-            ops.by_depth(views["positions"], views["lengths"], views["bits"], self.slots, self.tiles, group)
-        ops.embed(w.embedding, views["tokens"].view(-1), self.stream[:size])
+            ops.order_by_depth(views["positions"], views["lengths"], views["bits"], self.order, self.tiles, group)
+        ops.embed(w.embedding, views["tokens"].view(-1), self.residual[:size])
         # 2. The layers.
         q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
         mixed = self.mixed[:size].view_as(q)
         delta: torch.Tensor | None = None
         for number, layer in enumerate(w.layers):
             keys, values = b.cache[number]
-            ops.add_norm(self.stream[:size], delta, layer.before, self.normed[:size], w.eps)
+            ops.add_norm(self.residual[:size], delta, layer.before, self.normed[:size], w.eps)
             self.products["qkv"](self.normed, layer.qkv, self.qkv)
             ops.rotate_write(
-                self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["rows"], views["lengths"],
+                self.qkv, layer.bias, layer.norms, b.cosine, b.sine, views["lanes"], views["lengths"],
                 views["positions"], q, keys, values, w.eps,
             )  # fmt: skip
             ops.attend(
-                q, keys, values, views["rows"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
-                scale=w.scale, window=layer.window, tiles=self.tiles, slots=self.slots,
+                q, keys, values, views["lanes"], views["lengths"], views["positions"], views["bits"], mixed, self.work,
+                scale=w.scale, window=layer.window, tiles=self.tiles, order=self.order,
             )  # fmt: skip
             self.products["out"](self.mixed, layer.out, self.delta)
             delta = self.delta[:size]
-            ops.add_norm(self.stream[:size], delta, layer.after, self.normed[:size], w.eps)
+            ops.add_norm(self.residual[:size], delta, layer.after, self.normed[:size], w.eps)
             self.products["gate_up"](self.normed, layer.gate_up, self.gate_up)
             ops.gate(self.gate_up, self.active[:size])
             self.products["down"](self.active, layer.down, self.delta)
         # 3. The head for the needed rows, their targets and top-8.
         if self.logits is not None and self.top is not None:
             needed = views["needed"].view(-1)
-            ops.add_norm(self.stream[:size], delta, w.norm, self.normed[:size], w.eps, needed)
+            ops.add_norm(self.residual[:size], delta, w.norm, self.normed[:size], w.eps, needed)
             self.products["head"](self.normed, w.head, self.logits)
             self.top.fill(self.logits)

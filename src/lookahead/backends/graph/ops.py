@@ -31,29 +31,29 @@ class Ops:
             self.attend, self._attention, self._depths, self._tiles = attention.attend, attention, depths, tiles
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
-        self.gate, self.keep, self.carry = source.gate, source.keep, source.carry
+        self.gate, self.move_accepted, self.copy_pinned = source.gate, source.move_accepted, source.copy_pinned
 
     def workspace(self) -> Any:
         """What `attend` leaves its partial results in. One shape's layers share it; no other shape may, as a captured
         graph goes on writing to the memory that it was captured with."""
         return self._attention.Workspace(self._device) if self.compiled else None
 
-    def slots(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
-        """Room for what `by_depth` finds."""
-        return self._depths.new_slots(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
+    def new_order(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
+        """Room for what `order_by_depth` finds."""
+        return self._depths.new_order(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
 
-    def by_depth(
+    def order_by_depth(
         self,
         positions: torch.Tensor,
         lengths: torch.Tensor,
         bits: torch.Tensor,
-        slots: torch.Tensor,
+        order: torch.Tensor,
         tiles: Any,
         group: int,
     ) -> None:
         """What `attend` needs to know of an invariant step's trees; see `kernels.attention`."""
         if self.compiled:
-            self._depths.by_depth(positions, lengths, bits, slots, tiles, group)
+            self._depths.order_by_depth(positions, lengths, bits, order, tiles, group)
 
     def tiles(self, batch: int, count: int, heads: int, kv_heads: int, dim: int, *, invariant: bool) -> Any:
         """How `attend` cuts a step of this shape."""

@@ -19,11 +19,11 @@ class Packet:
     def __init__(self, batch: int, count: int, pinned: bool) -> None:
         words = (count + 31) // 32
         parts = {
-            "rows": (batch,),
+            "lanes": (batch,),
             "lengths": (batch,),
-            "before": (batch,),
-            "counts": (batch,),
-            "paths": (batch, LONGEST_PATH),
+            "commit_lengths": (batch,),
+            "commit_counts": (batch,),
+            "commit_paths": (batch, LONGEST_PATH),
             "tokens": (batch, count),
             "positions": (batch, count),
             "needed": (batch, count),

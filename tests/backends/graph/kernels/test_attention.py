@@ -13,7 +13,7 @@ import torch
 from lookahead.algorithm.tree import packed_visibility
 from lookahead.backends.graph.kernels import reference
 from lookahead.backends.graph.kernels.attention import Workspace, attend
-from lookahead.backends.graph.kernels.depths import by_depth, new_slots
+from lookahead.backends.graph.kernels.depths import new_order, order_by_depth
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles, invariant_tiles, tiles_for
 
 DTYPES = [
@@ -41,28 +41,28 @@ def step(
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     batch = len(lengths)
     capacity = capacity or max(lengths) + count + 7
-    rows = rng.sample(range(batch + 2), batch)
+    lanes = rng.sample(range(batch + 2), batch)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     keys, values = normal(batch + 2, kv_heads, capacity, dim), normal(batch + 2, kv_heads, capacity, dim)
     positions, bits = [], []
-    for row, length in zip(rows, lengths, strict=True):
+    for lane, length in zip(lanes, lengths, strict=True):
         parents = [-1, *(rng.randrange(max(0, i - 9), i) for i in range(1, count))]
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
         positions.append([length + depth for depth in depths])
         bits.append(torch.from_numpy(packed_visibility(parents).view("<i4").copy()))
-        keys[row, :, length + count :] = 1e4
-        values[row, :, length + count :] = 1e4
+        keys[lane, :, length + count :] = 1e4
+        values[lane, :, length + count :] = 1e4
     whole = {"dtype": torch.int32, "device": device}
     return {
         "q": normal(batch, count, heads, dim),
         "keys": keys,
         "values": values,
-        "rows": torch.tensor(rows, **whole),
+        "lanes": torch.tensor(lanes, **whole),
         "lengths": torch.tensor(lengths, **whole),
         "positions": torch.tensor(positions, **whole),
         "bits": torch.stack(bits).to(device),
@@ -185,7 +185,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     rng = random.Random(length)
     inputs = step(device, dtype, [length], count, heads, kv_heads, dim)
     inputs["q"] *= spread
-    row = int(inputs["rows"][0])
+    lane = int(inputs["lanes"][0])
 
     def run(**changed: Any) -> torch.Tensor:
         given = {**inputs, **changed}
@@ -210,7 +210,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     lined = {}
     for name in ("keys", "values"):
         lined[name] = inputs[name].clone()
-        lined[name][row, :, length : length + ahead + 1] = inputs[name][row][:, [length + node for node in text]]
+        lined[name][lane, :, length : length + ahead + 1] = inputs[name][lane][:, [length + node for node in text]]
     for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
         alone = run(
@@ -231,10 +231,10 @@ def test_nodes_stand_in_sixteens_of_one_depth(device: torch.device) -> None:
     whole = {"dtype": torch.int32, "device": device}
     bits = torch.from_numpy(packed_visibility(parents).view("<i4").copy())[None].to(device)
     positions = torch.tensor([[70 + depth for depth in depths]], **whole)
-    slots = new_slots(1, count, tiles, 2, device).fill_(99)
-    by_depth(positions, torch.tensor([70], **whole), bits, slots, tiles, 2)
+    order = new_order(1, count, tiles, 2, device).fill_(99)
+    order_by_depth(positions, torch.tensor([70], **whole), bits, order, tiles, 2)
     expected = [[[0], [1, 2, 4, 7], [3, 6], [5]], [[0], [8, 9, 14], [10, 11, 12], [13]]]
-    for block, (used, *places) in enumerate(slots[0].tolist()):
+    for block, (used, *places) in enumerate(order[0].tolist()):
         assert used == 64
         assert places[:64] == [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
         # And a token sees the places of its own path.

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.depths import by_depth, new_slots
+from lookahead.backends.graph.kernels.depths import new_order, order_by_depth
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles, tiles_for
 from lookahead.backends.graph.sizes import INVARIANT_ROWS
 
@@ -118,10 +118,10 @@ def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
 
 # One kernel for all K, batches and capacities of a cut: compiled for particular numbers it is hardly shorter (4% for
 # one token, nothing for 128), and each would take seconds to compile, 13 in fp32.
-@triton.jit(do_not_specialize=["count", "capacity", "kv_heads", "splits", "near_splits", "words", "slots_size"])
+@triton.jit(do_not_specialize=["count", "capacity", "kv_heads", "splits", "near_splits", "words", "order_size"])
 def _attend(
-    q, keys, values, rows, lengths, positions, bits, slots, out, part, part_top, arrived,
-    scale, count, capacity, kv_heads, splits, near_splits, words, slots_size,
+    q, keys, values, lanes, lengths, positions, bits, order, out, part, part_top, arrived,
+    scale, count, capacity, kv_heads, splits, near_splits, words, order_size,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -148,9 +148,9 @@ def _attend(
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
     place = ((batch * count + token) * kv_heads + head) * GROUP + row % GROUP
-    base = (tl.load(rows + batch).to(tl.int64) * kv_heads + head) * capacity
-    own_slots = slots + (batch * tl.num_programs(1) + tl.program_id(1)) * slots_size
-    used = tl.load(own_slots)
+    base = (tl.load(lanes + batch).to(tl.int64) * kv_heads + head) * capacity
+    own_order = order + (batch * tl.num_programs(1) + tl.program_id(1)) * order_size
+    used = tl.load(own_order)
     query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M, 8], tl.float32)
@@ -199,13 +199,13 @@ def _attend(
                 top, total, acc = _add(query, k, v, word_ones, scale, seen, top, total, acc, True, False)
     elif split == splits:
         # With it the rest of the prefix, and then the tree's nodes by depth, each sixteen of one depth: see `depths`.
-        lane = tl.arange(0, BLOCK_N)
+        column = tl.arange(0, BLOCK_N)
         for key0 in range(tl.min(border, 0), length, 16):
             key = key0 + tl.arange(0, 16)
             there = key < length
             at = (base + key)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-            key_again = key0 + lane % 16
+            key_again = key0 + column % 16
             at = (base + key_again)[:, None] * HEAD + dim[None, :]
             v = tl.load(values + at, mask=(key_again < length)[:, None] & whole[None, :], other=0.0)
             seen = there[None, :] & (key[None, :] >= border[:, None])
@@ -213,13 +213,13 @@ def _attend(
                 seen = seen & (position[:, None] - key[None, :] < WINDOW)
             top, total, acc = _add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
         # A token's sight is a byte for each sixteen, 1 more than the place of the one node there that it sees.
-        sights = own_slots + 1 + 16 * count + (token - tl.program_id(1) * BLOCK_M // GROUP) * (count // 4 + 1)
-        turn, place_there = 8 * (lane // 16), lane % 16 + 1
+        sights = own_order + 1 + 16 * count + (token - tl.program_id(1) * BLOCK_M // GROUP) * (count // 4 + 1)
+        turn, place_there = 8 * (column // 16), column % 16 + 1
         next_sight = tl.load(sights)
-        for slot0 in range(0, used, BLOCK_N):
-            sight = next_sight >> (slot0 % 64 // 2)
-            next_sight = tl.load(sights + (slot0 + BLOCK_N) // 64)
-            node = tl.load(own_slots + 1 + slot0 + lane, mask=slot0 + lane < used, other=-1)
+        for first_place in range(0, used, BLOCK_N):
+            sight = next_sight >> (first_place % 64 // 2)
+            next_sight = tl.load(sights + (first_place + BLOCK_N) // 64)
+            node = tl.load(own_order + 1 + first_place + column, mask=first_place + column < used, other=-1)
             there = node >= 0
             at = (base + length + node)[:, None] * HEAD + dim[None, :]
             k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
@@ -233,12 +233,12 @@ def _attend(
     # 4. All but the last leave their part. The last one, whose program is the last to start, waits for them and adds
     # them up, in the splits' order. (Were it to start before them, and fill the device, it would wait for ever.)
     others = live if REACH > 0 else live - 1
-    slot = place * tl.num_programs(2)
+    first_part = place * tl.num_programs(2)
     counter = arrived + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     if split < others:
-        tl.store(part + (slot + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
-        tl.store(part_top + (slot + split) * 2, top, mask=real)
-        tl.store(part_top + (slot + split) * 2 + 1, mass, mask=real)
+        tl.store(part + (first_part + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
+        tl.store(part_top + (first_part + split) * 2, top, mask=real)
+        tl.store(part_top + (first_part + split) * 2 + 1, mass, mask=real)
         tl.debug_barrier()
         tl.atomic_add(counter, 1, sem="release")
         return
@@ -251,9 +251,9 @@ def _attend(
         all_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
         for i in tl.range(0, others, loop_unroll_factor=2):
             # Past the first-level cache, which may hold what stood there before.
-            its_top = tl.load(part_top + (slot + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg")
-            its_mass = tl.load(part_top + (slot + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-            at = (slot + i)[:, None] * DIM + dim[None, :]
+            its_top = tl.load(part_top + (first_part + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg")
+            its_mass = tl.load(part_top + (first_part + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+            at = (first_part + i)[:, None] * DIM + dim[None, :]
             its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
             all_top, all_mass, all_acc = _join(all_top, all_mass, all_acc, its_top, its_mass, its_acc)
         top, mass, acc = _join(all_top, all_mass, all_acc, top, mass, acc)
@@ -283,7 +283,7 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: torch.Tensor,
+    lanes: torch.Tensor,
     lengths: torch.Tensor,
     positions: torch.Tensor,
     bits: torch.Tensor,
@@ -293,30 +293,30 @@ def attend(
     scale: float,
     window: int = 0,
     tiles: Tiles | None = None,
-    slots: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q, out [B, K, H, D]; keys, values [R, Hkv, capacity, D], of which batch row b uses row rows[b].
 
     lengths [B] int32: tokens of each prefix; the step's K tokens follow it in keys and values. positions [B, K] int32;
     bits [B, K, ceil(K/32)] int32, see `tree.packed_visibility`. `window` 0 is none. Bits beyond K are zero.
-    slots: see `by_depth`; only tiles with a reach need them.
+    order: see `order_by_depth`; only tiles with a reach need it.
     """
     batch, count, heads, dim = q.shape
     _, kv_heads, capacity, _ = keys.shape
     group, padded = heads // kv_heads, max(16, triton.next_power_of_2(dim))  # a product needs 16 at least
     tiles = tiles or tiles_for(batch, count, heads, kv_heads, padded)
-    if tiles.reach and slots is None:
+    if tiles.reach and order is None:
         assert count <= INVARIANT_ROWS, f"an invariant step has at most {INVARIANT_ROWS} rows, not {count}"
-        slots = new_slots(batch, count, tiles, group, q.device)
-        by_depth(positions, lengths, bits, slots, tiles, group)
+        order = new_order(batch, count, tiles, group, q.device)
+        order_by_depth(positions, lengths, bits, order, tiles, group)
     parts = tiles.splits + (tiles.reach > 0)
     grid = (batch * kv_heads, triton.cdiv(count * group, tiles.block_m), parts)
     work.reserve(batch * count * heads, parts, padded, grid[0] * grid[1])
     _attend[grid](
-        q, keys, values, rows, lengths, positions, bits, bits if slots is None else slots, out,
+        q, keys, values, lanes, lengths, positions, bits, bits if order is None else order, out,
         work.part, work.top, work.arrived,
         scale * LOG2E, count, capacity, kv_heads, tiles.splits, tiles.near_splits or tiles.splits, bits.shape[2],
-        0 if slots is None else slots.shape[2],
+        0 if order is None else order.shape[2],
         GROUP=group, HEAD=dim, DIM=padded, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,

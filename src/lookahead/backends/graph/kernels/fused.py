@@ -13,18 +13,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _carry(source, target, size, BLOCK: tl.constexpr):
+def _copy_pinned(source, target, size, BLOCK: tl.constexpr):
     """Grid: (blocks)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
-def carry(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy a few numbers from or to the host's pinned memory, which kernels can reach.
 
     In a captured step the copying engine takes several microseconds to begin and to end, a kernel one or two.
     """
-    _carry[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
+    _copy_pinned[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch
 
 @triton.jit
 def _add_norm(
-    stream, delta, rows, weight, out, eps,
+    residual, delta, rows, weight, out, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). stream += delta; out = RMSNorm(stream) * weight; with `rows`, out row i is stream row rows[i]'s."""
+    """Grid: (rows). residual += delta; out = RMSNorm(residual) * weight. With `rows`, out row i is that of row rows[i]."""
     target = tl.program_id(0).to(tl.int64)
     source = target
     if HAS_ROWS:
@@ -58,11 +58,11 @@ def _add_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    x = tl.load(stream + source * WIDTH + column, mask=inside, other=0.0)
+    x = tl.load(residual + source * WIDTH + column, mask=inside, other=0.0)
     if HAS_DELTA:
         x = x + tl.load(delta + source * WIDTH + column, mask=inside, other=0.0)
         if not HAS_ROWS:
-            tl.store(stream + source * WIDTH + column, x, mask=inside)
+            tl.store(residual + source * WIDTH + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     normed = (wide * scale).to(x.dtype)
@@ -70,21 +70,21 @@ def _add_norm(
 
 
 def add_norm(
-    stream: torch.Tensor,
+    residual: torch.Tensor,
     delta: torch.Tensor | None,
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """stream, delta [M, width]; weight [width]; out [M, width] or, of some rows only, [R, width].
+    """residual, delta [M, width]; weight [width]; out [M, width] or, of some rows only, [R, width].
 
     The residual stream takes `delta`, except where only some rows are read: nothing follows the last norm.
     """
-    width = stream.shape[1]
+    width = residual.shape[1]
     block = triton.next_power_of_2(width)
     _add_norm[(out.shape[0],)](
-        stream, stream if delta is None else delta, stream if rows is None else rows, weight, out, eps,
+        residual, residual if delta is None else delta, residual if rows is None else rows, weight, out, eps,
         WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_ROWS=rows is not None,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
@@ -93,7 +93,7 @@ def add_norm(
 
 @triton.jit
 def _rotate_write(
-    qkv, bias, norms, cosine, sine, rows, lengths, positions, q, keys, values, count, capacity, eps,
+    qkv, bias, norms, cosine, sine, lanes, lengths, positions, q, keys, values, count, capacity, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _rotate_write(
     cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
     sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
     place = tl.load(lengths + batch) + token % count
-    base = tl.load(rows + batch).to(tl.int64) * KV_HEADS
+    base = tl.load(lanes + batch).to(tl.int64) * KV_HEADS
     a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
     b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
     if HAS_BIAS:
@@ -132,7 +132,7 @@ def _rotate_write(
     sin = tl.where(turned[:, None], sin, 0.0)
     a = (first * cos - second * sin).to(a.dtype)
     b = (second * cos + first * sin).to(b.dtype)
-    # Queries stay in the step's order; keys and values go behind their row's prefix.
+    # Queries stay in the step's order; keys and values go behind their lane's prefix.
     is_q = inside & (head < HEADS)[:, None]
     at = token * HEADS * DIM + low
     tl.store(q + at, a, mask=is_q)
@@ -153,7 +153,7 @@ def rotate_write(
     norms: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    rows: torch.Tensor,
+    lanes: torch.Tensor,
     lengths: torch.Tensor,
     positions: torch.Tensor,
     q: torch.Tensor,
@@ -161,9 +161,9 @@ def rotate_write(
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
-    """qkv [M, (H + 2 Hkv) D], M at least B x K -> q [B, K, H, D], and K/V behind each row's prefix in the cache.
+    """qkv [M, (H + 2 Hkv) D], M at least B x K -> q [B, K, H, D], and K/V behind each lane's prefix in the cache.
 
-    cosine, sine [positions, D / 2] fp32; rows, lengths [B] int32; positions [B, K] int32; keys, values
+    cosine, sine [positions, D / 2] fp32; lanes, lengths [B] int32; positions [B, K] int32; keys, values
     [R, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
     queries' and the keys' own RMSNorm (Qwen3).
     """
@@ -171,7 +171,7 @@ def rotate_write(
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     block = min(32, triton.next_power_of_2(heads + 2 * kv_heads))
     _rotate_write[(batch * count, triton.cdiv(heads + 2 * kv_heads, block))](
-        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, rows, lengths, positions,
+        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, lanes, lengths, positions,
         q, keys, values, count, capacity, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
         HAS_BIAS=bias is not None, HAS_NORM=norms is not None, num_warps=4,
@@ -200,13 +200,15 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _keep(cache, rows, lengths, paths, counts, all_rows, capacity, longest, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _move_accepted(
+    cache, lanes, lengths, paths, counts, all_lanes, capacity, longest, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Grid: (layers x 2, batch, kv heads). A path's nodes rise, so no place is read after it was written."""
     layer, batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     count = tl.load(counts + batch)
     length = tl.load(lengths + batch)
-    row = tl.load(rows + batch)
-    base = cache + ((layer * all_rows + row) * tl.num_programs(2) + head) * capacity * DIM
+    lane = tl.load(lanes + batch)
+    base = cache + ((layer * all_lanes + lane) * tl.num_programs(2) + head) * capacity * DIM
     column = tl.arange(0, BLOCK)
     for i in range(0, count):
         source = length + tl.load(paths + batch * longest + i)
@@ -214,16 +216,16 @@ def _keep(cache, rows, lengths, paths, counts, all_rows, capacity, longest, DIM:
         tl.store(base + (length + 1 + i) * DIM + column, value, mask=column < DIM)
 
 
-def keep(
-    cache: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
+def move_accepted(
+    cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
     """Move the accepted nodes' K/V next to their prefix, in place. The root stands there already.
 
-    cache [layers, 2, R, Hkv, capacity, D]; rows, lengths, counts [B] int32: row, prefix and accepted nodes;
+    cache [layers, 2, R, Hkv, capacity, D]; lanes, lengths, counts [B] int32: lane, prefix and accepted nodes;
     paths [B, longest] int32: the nodes.
     """
-    layers, two, all_rows, heads, capacity, dim = cache.shape
-    _keep[(layers * two, len(rows), heads)](
-        cache, rows, lengths, paths, counts, all_rows, capacity, paths.shape[1],
+    layers, two, all_lanes, heads, capacity, dim = cache.shape
+    _move_accepted[(layers * two, len(lanes), heads)](
+        cache, lanes, lengths, paths, counts, all_lanes, capacity, paths.shape[1],
         DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
