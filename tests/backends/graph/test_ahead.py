@@ -19,11 +19,11 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import ahead
+from lookahead.backends.graph import ahead, lanes
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
-from lookahead.backends.graph.ops import TopOut
+from lookahead.backends.graph.ops import TopTokens
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.processors import Rule, Walk
@@ -279,11 +279,11 @@ def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> No
 
 def test_the_buffer_grows(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
     """A step ahead never makes it grow: the step before goes alone, and the next one makes room for both."""
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", 32)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 90) == [plain(model, PROMPTS[0], 90)]
-    assert backend.cache.shape[4] > 95
+    assert backend.kv.cache.shape[4] > 95
     # 26 tokens fit behind the six of the prompt, and the last of them had none ahead of it.
     assert ran == ["prompt", "step", *["ahead"] * 26, "step", *["ahead"] * 62]
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
@@ -302,19 +302,19 @@ def test_a_new_row_while_a_step_is_ahead(device: str, plain: Plain, ran: list[st
         for _ in range(5):
             engine.step()
     finish(engine)
-    assert backend.cache.shape[2] >= 4
+    assert backend.kv.cache.shape[2] >= 4
     assert [sequence.output for sequence in sequences] == [plain(model, prompt, 40) for prompt in PROMPTS]
 
 
 def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of padding go along with a step ahead. In half precision they may overflow, and nobody would know."""
-    fill = TopOut.fill
+    fill = TopTokens.fill
 
-    def overflow(top: TopOut, logits: torch.Tensor) -> None:
+    def overflow(top: TopTokens, logits: torch.Tensor) -> None:
         fill(top, logits)
         top.out[3:, 0] = 2**31 - 1
 
-    monkeypatch.setattr(TopOut, "fill", overflow)
+    monkeypatch.setattr(TopTokens, "fill", overflow)
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(model, prompt, 24) for prompt in PROMPTS[:3]]

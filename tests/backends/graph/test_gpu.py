@@ -22,6 +22,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph import lanes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -167,13 +168,13 @@ def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int
     captured = backend._steps[1, graph.bucket(count), True]
     assert captured.graph is not None
     assert captured.logits is not None
-    first, cache = captured.logits[:count].clone(), backend.cache.clone()
+    first, cache = captured.logits[:count].clone(), backend.kv.cache.clone()
     differed = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(3000):
         captured.graph.replay()
         differed += (captured.logits[:count] != first).any()
     assert int(differed) == 0
-    assert torch.equal(backend.cache, cache)
+    assert torch.equal(backend.kv.cache, cache)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -226,13 +227,13 @@ def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.M
     model, prompts = medium(dtype), texts(3, (100, 8))
     wide = GraphBackend(model)
     expected = [run(wide, [prompt], LookaheadConfig(), 900)[0] for prompt in prompts]
-    capacity = wide.cache.shape[4]
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", 160)
+    capacity = wide.kv.cache.shape[4]
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 160)
     backend = GraphBackend(model)
     found, sizes = [], []
     for prompt in prompts:
         found.append(run(backend, [prompt], LookaheadConfig(), 900)[0])
-        sizes.append(backend.cache.shape[4])
+        sizes.append(backend.kv.cache.shape[4])
     assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
     assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
     assert 160 < sizes[0] < capacity
@@ -300,9 +301,9 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
             found += [sequence.output for sequence in sequences]
         return backend, found, kept
 
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", 320)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 320)
     backend, found, kept = decoded()
-    assert backend.cache.shape[4] > 320
+    assert backend.kv.cache.shape[4] > 320
     ahead = {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None}
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):

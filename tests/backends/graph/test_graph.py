@@ -26,6 +26,7 @@ from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph import lanes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
@@ -137,13 +138,13 @@ def test_a_context_that_is_full_before_the_buffer_is(
     """The padding of a last step reaches past the context, the buffer doubles, and the factors must stay: the K/V that
     is cached was turned by them.
     """
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", 64)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 64)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = make("llama", device, rope_parameters=rope, max_position_embeddings=64)
     expected = plain(model, PROMPTS[2], 34)
     backend = GraphBackend(model)
     assert outputs(backend, [PROMPTS[2]], settings, 100) == [expected]
-    assert backend.cache.shape[4] > 64
+    assert backend.kv.cache.shape[4] > 64
 
 
 def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings: LookaheadConfig) -> None:
@@ -227,10 +228,10 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Packet, "put_tree", put_chain)
     elif bug == "accepted rows stay where they are":
-        monkeypatch.setattr(backend.ops, "move_accepted", lambda *args: None)
+        monkeypatch.setattr(backend.state.ops, "move_accepted", lambda *args: None)
     else:
         backend.close(backend.open())  # the tables are made with the first row
-        backend.cosine, backend.sine = torch.ones_like(backend.cosine), torch.zeros_like(backend.sine)
+        backend.kv.cosine, backend.kv.sine = torch.ones_like(backend.kv.cosine), torch.zeros_like(backend.kv.sine)
     found = []
     for seed in range(8):
         prompt = random.Random(seed).choices(range(VOCABULARY), k=20) * 2
@@ -307,10 +308,10 @@ def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     reserve = backend._reserve
 
     def reserve_and_note(lanes: int, capacity: int) -> None:
-        before, waiting = backend.cache.shape, any(pending.path for pending in backend._pending.values())
+        before, waiting = backend.kv.cache.shape, any(pending.path for pending in backend._pending.values())
         reserve(lanes, capacity)
-        if backend.cache.shape != before:
-            noted.append((backend.cache.shape[2], backend.cache.shape[4], waiting))
+        if backend.kv.cache.shape != before:
+            noted.append((backend.kv.cache.shape[2], backend.kv.cache.shape[4], waiting))
 
     monkeypatch.setattr(backend, "_reserve", reserve_and_note)
     return noted
@@ -321,7 +322,7 @@ def test_an_answer_outgrows_the_buffer(
     start: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a generation; alone, and then with others in rows beside it."""
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", start)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", start)
     model = make("llama", device)
     backend = GraphBackend(model)
     noted = growing(backend, monkeypatch)
@@ -335,7 +336,7 @@ def test_an_answer_outgrows_the_buffer(
 
 def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit's rows are read where they were written, before the buffer is another one."""
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", 32)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
     model = make("llama", device)
     backend, eager = GraphBackend(model), EagerBackend(model)
     noted = growing(backend, monkeypatch)
@@ -347,7 +348,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
         one.step([greedy(slot, [1, 2, 3], tree)])
         one.commit([(slot, path)])
         results.append(one.step([greedy(slot, (), random_tree(40, 2), logits=True)])[0].logits)
-    assert noted[-1][1:] == (backend.cache.shape[4], True)
+    assert noted[-1][1:] == (backend.kv.cache.shape[4], True)
     assert noted[-1][1] > 32
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
@@ -355,7 +356,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
 def test_a_long_answer_outgrows_the_buffer_again_and_again(
     device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "LEAST_CAPACITY", 64)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 64)
     model = make("llama", device, max_position_embeddings=2048)
     backend = GraphBackend(model)
     noted = growing(backend, monkeypatch)
@@ -435,7 +436,7 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     backend.close(slot)
     assert not backend._pending
     with torch.inference_mode():
-        backend.cache.fill_(float("nan"))
+        backend.kv.cache.fill_(float("nan"))
 
     second = backend.open()
     assert (backend._lane[second], backend.length(second)) == (lane, 0)
@@ -897,7 +898,7 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
     """Nothing is captured later, and the K/V buffer need not grow; tokens are as ever."""
     backend = GraphBackend(make("llama", device))
     backend.prepare(230, 64)
-    steps, cache = dict(backend._steps), backend.cache
+    steps, cache = dict(backend._steps), backend.kv.cache
     assert {(count, head) for _, count, head in steps} == {
         *((size, False) for size in (1, 16, 32, 64, 128, 256)),
         *((size, True) for size in (1, 16, 32, 64)),
@@ -907,7 +908,7 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
         assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
     assert backend._steps == steps
-    assert backend.cache is cache
+    assert backend.kv.cache is cache
 
 
 @pytest.mark.parametrize(("has_it", "current", "entered"), [(1, 0, [1]), (1, 1, []), (0, 0, [])])

@@ -23,7 +23,7 @@ from lookahead.backends.graph import captured, sizes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference
 from lookahead.backends.graph.kernels.top import TopWork, top_tokens
-from lookahead.backends.graph.ops import Ops, TopOut
+from lookahead.backends.graph.ops import Ops, TopTokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
@@ -33,7 +33,7 @@ SIZES = (1, 5, 16)
 PROMPT = [*range(2, 14)]
 
 
-class InterpretedTop(TopOut):
+class InterpretedTop(TopTokens):
     """The kernels' top-8 on a CPU."""
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
@@ -52,13 +52,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         raise AssertionError("a twin was called in place of its kernel")
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
-        monkeypatch.setattr(captured, "TopOut", InterpretedTop)
+        monkeypatch.setattr(captured, "TopTokens", InterpretedTop)
         monkeypatch.setattr(sizes, "STEP_SIZES", SIZES)
         monkeypatch.setattr(sizes, "BATCH_SIZES", SIZES)
         for name in ("attend", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model)
-        backend.ops = Ops(backend.device, compiled=True, processors=processors)
+        backend.state.ops = Ops(backend.device, compiled=True, processors=processors)
         return backend
 
     return make
@@ -132,7 +132,7 @@ def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., Graph
         given[q.shape[1]] = [weakref.ref(x) for x in (work.part, work.top, work.arrived)]
         return result
 
-    backend.ops.attend = noting
+    backend.state.ops.attend = noting
     slot = backend.open()
     generator = torch.Generator().manual_seed(0)
     backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])

@@ -50,7 +50,7 @@ def _add_norm(
     residual, delta, rows, weight, out, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). residual += delta; out = RMSNorm(residual) * weight. With `rows`, out row i is that of row rows[i]."""
+    """Grid: (rows of out). residual += delta; out = RMSNorm(residual) * weight. Row i of out is that of row rows[i]."""
     target = tl.program_id(0).to(tl.int64)
     source = target
     if HAS_ROWS:
