@@ -1,4 +1,4 @@
-"""What the host tells the device of a step: one piece of pinned memory, copied once."""
+"""The packet: all integers that the host sends the device for one step, in one piece of memory that is copied once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ from lookahead.algorithm.native import drafter as calls
 from lookahead.algorithm.tree import TokenTree, packed_visibility
 
 LONGEST_PATH = 64
-"""The longest accepted path that travels with the next step's packet; a longer one moves in a launch of its own."""
+"""The longest accepted path that a packet has room for. The K/V of a longer one is moved before the next step."""
 
 
 class Packet:
-    """The integers of one step of B rows and K tokens, in one piece of memory, as named views."""
+    """The integers of one step, for B trees of K nodes each, as named int32 fields.
+
+    lanes [B]             each sequence's lane of the K/V buffer
+    lengths [B]           how many tokens it has cached: the root's position
+    commit_lengths [B]    for the commit of the step before: the position of that step's root,
+    commit_counts [B]     how many of that step's nodes below the root were accepted,
+    commit_paths [B, 64]  and which ones
+    tokens [B, K]         the nodes' tokens
+    positions [B, K]      the nodes' positions
+    needed [B, K]         the needed nodes, as rows of the whole step, B x K rows
+    bits [B, K, words]    who sees whom within a tree, see `tree.packed_visibility`
+
+    `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
+    """
 
     def __init__(self, batch: int, count: int, pinned: bool) -> None:
         words = (count + 31) // 32
@@ -60,5 +73,5 @@ class Packet:
         bits[:size], bits[size:] = packed_visibility(tree.parents, words).view("<i4"), self._itself[size:]
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same views of a copy on the device."""
+        """The fields as views of `memory`, a copy of `host` on the device."""
         return {name: memory[a:b].view(shape) for name, (a, b, shape) in self._places.items()}

@@ -1,14 +1,15 @@
 """A step's matrix products: how many rows each is given, and which kernel computes it.
 
-In half precision a row must get the same bits whatever K is, and which order a kernel adds in depends on the shape of
-the product. There are two ways to the same bits as among INVARIANT_ROWS rows:
+In half precision a row must get the same bits in steps of every size, but the order in which a kernel adds depends on
+the number of rows. There are two ways to give a row the bits that it gets among INVARIANT_ROWS rows:
 
-- cuBLASLt's kernels that do not split the sum over the inner dimension. Whatever their tiles, on a Hopper GPU they were
-  found to give the same bits, so the fastest may be taken for every number of rows.
-- torch's own choice, with as many rows as it needs to add up as it does for INVARIANT_ROWS.
+- Use cuBLASLt's kernels that do not split the sum over the inner dimension. On a Hopper GPU all of them were found to
+  give the same bits, whatever their tiles, so we may take the fastest for each number of rows.
+- Let torch choose the kernel, and give it more rows than the step has, until it adds in the same order.
 
-Neither is taken on trust: numbers whose products cancel tell, bit for bit, since nothing is left of their sums but what
-was rounded away on the way. Which kernel is the fastest is timed, on the model's own weights; no result depends on it.
+We check both. A kernel is tested on inputs whose products cancel: the exact result is zero, so all that is left are
+rounding errors, and any change in the order of adding changes them. Which of the kernels that pass is the fastest is
+timed on the model's own weights. No result depends on that choice.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from lookahead.backends.graph import cublaslt
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, STEP_SIZES
 
 TIMED_CALLS = 8
-"""Calls of which a timing takes the mean, on the weights of as many layers: large ones then come from memory."""
+"""Calls per timing. Each uses another layer's weights, so that large ones are read from memory and not from a cache."""
 HEAD_START = 800_000
-"""Clock ticks that the device waits before a timing, while the host calls ahead of it: 0.4 ms at 2 GHz."""
+"""Clock ticks that the device sleeps before a timing, while the host queues all calls: 0.4 ms at 2 GHz."""
 FINALISTS = 4
-"""The fastest of a first look are timed again, more carefully."""
+"""How many of the fastest kernels of a first timing are timed again, more carefully."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Computes out = x weight^T."""
+"""A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product as a step computes it: of so many rows, in this way."""
+    """How a step computes a product: `run` on the first `rows` rows.
+
+    x [at least rows, inner], weight [outer, inner], out [at least rows, outer].
+    """
 
     rows: int
     run: Run
@@ -47,19 +51,21 @@ class Product:
 
 
 def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, with the kernel that torch chooses."""
     torch.mm(x, weight.t(), out=out)
 
 
 @cache
 def products_of(device: torch.device, dtype: torch.dtype, invariant: bool) -> Products:
-    """One for all models: what is found for a shape holds for the next model that has it."""
+    """The `Products` that all models share: what was found for a matrix shape holds for every model that has it."""
     return Products(device, dtype, invariant)
 
 
 class Products:
     """Plans the products of one dtype on one device.
 
-    `library` is cuBLASLt where it was found to help: in half precision on Hopper GPUs. Elsewhere torch chooses.
+    `library` is cuBLASLt where it was found to help, in half precision on Hopper GPUs. Elsewhere it is None, and torch
+    chooses the kernels.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool) -> None:
@@ -70,7 +76,7 @@ class Products:
         self._rows: dict[tuple[torch.Size, int], int] = {}
 
     def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
-        """How to multiply `size` rows with matrices of this shape, one of each layer."""
+        """How to multiply `size` rows with any of these matrices [outer, inner]: the layers' matrices of one kind."""
         if size > INVARIANT_ROWS or self.device.type != "cuda":
             return Product(size, by_torch)
         if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
@@ -81,10 +87,10 @@ class Products:
         return Product(self._torch_rows(weights[0], size) if self.invariant else size, by_torch)
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
-        """The rows to give torch's product, so that each has the bits that it has among INVARIANT_ROWS rows.
+        """How many rows to give torch's product, so that each row gets the bits that it gets among INVARIANT_ROWS.
 
-        On an H200 with a 7B shape's weights one row becomes 64 in `out` and 32 in `down`, which is faster than one, and
-        stays one elsewhere.
+        On an H200 with the weights of a 7B model, one row becomes 64 in `out` and 32 in `down`, which is faster than
+        one, and stays one elsewhere.
         """
         key = weight.shape, size
         if key not in self._rows:
@@ -95,7 +101,7 @@ class Products:
         return self._rows[key]
 
     def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
-        """The fastest kernel for so many rows that gives the bits of the first one for INVARIANT_ROWS rows, if there is one."""
+        """The fastest kernel for so many rows that gives the right bits, or None; see `_same_bits`."""
         shape = weights[0].shape
         if (shape, rows) not in self._fastest:
             found = list(self._same_bits(weights[0], rows))
@@ -106,6 +112,7 @@ class Products:
         return self._fastest[shape, rows]
 
     def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
+        """The kernels for so many rows that give the bits of cuBLASLt's first kernel for INVARIANT_ROWS rows."""
         x, other = cancelling(weight)
         whole = x.new_empty(INVARIANT_ROWS, len(weight))
         for first in self._kernels(weight, INVARIANT_ROWS):
@@ -117,6 +124,7 @@ class Products:
             return
 
     def _kernels(self, weight: torch.Tensor, rows: int) -> list[cublaslt.Kernel]:
+        """cuBLASLt's kernels for so many rows and this weight [outer, inner]."""
         try:
             outer, inner = weight.shape
             return cublaslt.Problem(self.library, rows, outer, inner, self.dtype).kernels()
@@ -124,7 +132,7 @@ class Products:
             return []
 
     def _time(self, run: Run, weights: Sequence[torch.Tensor], rows: int, times: int) -> float:
-        """Milliseconds of a call, the median of so many rounds."""
+        """Milliseconds per call: the median of `times` rounds."""
         x = weights[0].new_zeros(rows, weights[0].shape[1])
         out = weights[0].new_empty(rows, len(weights[0]))
         rounds = []
@@ -141,15 +149,15 @@ class Products:
 
 
 def tried(size: int) -> list[int]:
-    """How many rows a product of this size may be given."""
+    """The numbers of rows to try for a step of `size` rows: its own, then the larger captured sizes."""
     return [size, *(rows for rows in STEP_SIZES if size < rows <= INVARIANT_ROWS)]
 
 
 def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [INVARIANT_ROWS, inner] and a matrix like `weight`, random, whose product is zero but for rounding.
+    """Random x [INVARIANT_ROWS, inner] and a matrix like `weight` [outer, inner] whose product is all rounding errors.
 
-    Every term comes a second time, negative and elsewhere. So a sum in another order leaves something else. They are
-    the same every time, and nobody else's random numbers change.
+    Every term of a sum comes a second time, negated and at another place. So a sum in another order has other rounding
+    errors. The numbers are the same in every call, and come from a generator of their own.
     """
     source = torch.Generator(weight.device).manual_seed(0)
     inner = weight.shape[1]
@@ -164,7 +172,10 @@ def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same_bits(run: Run, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
-    """Whether so many rows at a time, from several places, come out as they are in `whole`."""
+    """Whether `run` on `rows` rows of x at a time, from several places, gives the bits of `whole`.
+
+    x [INVARIANT_ROWS, inner], weight [outer, inner], whole [INVARIANT_ROWS, outer].
+    """
     for start in range(0, INVARIANT_ROWS - rows + 1, max(rows, INVARIANT_ROWS // 4)):
         out = whole.new_full((rows, len(weight)), torch.nan)
         try:
