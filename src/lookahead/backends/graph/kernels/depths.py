@@ -1,4 +1,8 @@
-"""The nodes of an invariant step's trees by depth, once for all layers: `attention` adds one depth after the other."""
+"""Sorts the nodes of an invariant step's trees by depth, once for all layers.
+
+`attention` then adds one depth after the other. Nodes of one depth stand in groups of 16, which is how many keys the
+matrix units add at once. A token sees at most one node of each depth, so at most one of a group.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,11 @@ def _order_by_depth(
     positions, lengths, bits, order, count, words, size,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch, blocks of rows as `_attend` has them). A node that some row of the block sees stands behind the
-    sixteens of lesser depths and the nodes of its own depth before it."""
+    """Grid: (batch, blocks of queries as in `attention._attend`). See `order_by_depth` for the tensors.
+
+    Only nodes that some token of the block sees get a place: behind all groups of lesser depths, and behind the earlier
+    nodes of the same depth.
+    """
     batch, block = tl.program_id(0), tl.program_id(1)
     order += (batch * tl.num_programs(1) + block) * size
     node = tl.arange(0, BLOCK)
@@ -31,7 +38,8 @@ def _order_by_depth(
     depth = tl.where(seen_here, tl.minimum(tl.maximum(depth, 0), count - 1), BLOCK)
     same = depth[:, None] == depth[None, :]
     rank = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), 1)
-    sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)  # by depth, which is below BLOCK, too
+    # Nodes per depth. `node` counts depths here: like nodes, they are below BLOCK.
+    sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)
     sixteens = (sizes + 15) // 16
     before = tl.cumsum(sixteens, 0) - sixteens
     place = 16 * tl.sum(tl.where(depth[:, None] == node[None, :], before[None, :], 0), 1) + rank
@@ -50,24 +58,29 @@ def _order_by_depth(
 
 
 def new_order(batch: int, count: int, tiles: Tiles, group: int, device: torch.device) -> torch.Tensor:
-    """[B, blocks of rows, ...] int32 for `order_by_depth`."""
+    """Memory for `order_by_depth`: int32 [B, blocks of queries, 1 + 16 K + tokens per block x (K / 4 + 1) + 1]."""
     blocks = triton.cdiv(count * group, tiles.block_m)
     size = 1 + 16 * count + _tokens(tiles, group) * (count // 4 + 1) + 1
     return torch.zeros(batch, blocks, size, dtype=torch.int32, device=device)
 
 
 def _tokens(tiles: Tiles, group: int) -> int:
-    """Room for the tokens of a block of rows; the first and the last may share theirs with the next block."""
+    """Room for the tokens of a block of queries, a power of two. Its first and last token may be only partly in it."""
     return triton.next_power_of_2(tiles.block_m // group + 2 * (tiles.block_m % group > 0))
 
 
 def order_by_depth(
     positions: torch.Tensor, lengths: torch.Tensor, bits: torch.Tensor, order: torch.Tensor, tiles: Tiles, group: int
 ) -> torch.Tensor:
-    """For each block of rows, the tree's nodes that it sees in sixteens of one depth, of which a row sees at most one.
+    """For each block of queries, sort the nodes that it sees into groups of 16 nodes of one depth.
 
-    order, see `new_order`: how many places are used; the nodes, -1 where nobody stands, room for 16 K; and for each
-    token of the block K / 4 + 1 words, a byte for every sixteen: 1 more than the place of the node there that it sees.
+    positions [B, K], lengths [B], bits [B, K, ceil(K/32)], all int32, as for `attention.attend`. `group`: how many
+    query heads share a K/V head. order, made by `new_order`, gets for each block:
+
+    - one number: how many places are used, a multiple of 16
+    - 16 K places: a node, or -1 where a group is not full
+    - for each token of the block K / 4 + 1 words, one byte per group: the place within the group of the node that the
+      token sees, plus 1, or 0 if it sees none
     """
     batch, count = positions.shape
     _order_by_depth[(batch, order.shape[1])](

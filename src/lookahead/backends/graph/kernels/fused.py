@@ -1,8 +1,8 @@
-"""What stands before and between the matrix products, one launch each: embedding, norm, rotary positions and K/V write,
-gate.
+"""The operations between the matrix products, one launch each: embedding, norm, rotary positions with K/V write, gate.
+And two of a step's beginning and end: copies from and to pinned memory, and the move of accepted K/V.
 
-Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. Every result
-belongs to one token and depends on no other: not on K, not on the batch.
+Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. A row's result
+depends on that row alone: not on K, not on the batch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import triton.language as tl
 
 @triton.jit
 def _copy_pinned(source, target, size, BLOCK: tl.constexpr):
-    """Grid: (blocks)."""
+    """Grid: (blocks of numbers)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
 def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a few numbers from or to the host's pinned memory, which kernels can reach.
+    """Copy a few integers [n] from or to the host's pinned memory, with a kernel.
 
-    In a captured step the copying engine takes several microseconds to begin and to end, a kernel one or two.
+    In a captured step the GPU's copy engine takes several microseconds to begin and to end, a kernel one or two.
     """
     _copy_pinned[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
 
@@ -38,7 +38,7 @@ def _embed(table, tokens, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """table [vocabulary, width]; tokens [M] -> out [M, width], their rows. (`index_select` takes 14 us for 16 rows.)"""
+    """table [vocabulary, width], tokens [M] -> out [M, width]. (`index_select` takes 14 us for 16 tokens.)"""
     width = table.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _embed[(len(tokens), triton.cdiv(width, block))](table, tokens, out, WIDTH=width, BLOCK=block)
@@ -77,9 +77,10 @@ def add_norm(
     eps: float,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual, delta [M, width]; weight [width]; out [M, width] or, of some rows only, [R, width].
+    """Add delta to the residual stream, and write the stream's RMSNorm to out.
 
-    The residual stream takes `delta`, except where only some rows are read: nothing follows the last norm.
+    residual, delta [M, width]; weight [width]; out [M, width]. With rows [R] int32, out [R, width] are the norms of
+    these rows alone, and the residual stream stays as it is: that is for the last norm, after which nobody reads it.
     """
     width = residual.shape[1]
     block = triton.next_power_of_2(width)
@@ -97,7 +98,7 @@ def _rotate_write(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch x count, blocks of all heads). Rotates queries and keys, writes keys and values to the cache."""
+    """Grid: (batch x count, blocks of all heads). See `rotate_write`."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // count
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -161,10 +162,11 @@ def rotate_write(
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
-    """qkv [M, (H + 2 Hkv) D], M at least B x K -> q [B, K, H, D], and K/V behind each lane's prefix in the cache.
+    """Rotate queries and keys by their positions; write the queries to q, and keys and values behind each prefix.
 
+    qkv [M, (H + 2 Hkv) D], M at least B x K, is the fused projections' result. q [B, K, H, D].
     cosine, sine [positions, D / 2] fp32; lanes, lengths [B] int32; positions [B, K] int32; keys, values
-    [R, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
+    [lanes, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
     queries' and the keys' own RMSNorm (Qwen3).
     """
     batch, count, heads, dim = q.shape
@@ -192,7 +194,7 @@ def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x [M, 2 width], gate and up beside each other -> out [M, width] = silu(gate) * up."""
+    """x [M, 2 width], whose halves are gate and up -> out [M, width] = silu(gate) * up."""
     width = out.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _gate[(out.shape[0], triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4)
@@ -219,10 +221,10 @@ def _move_accepted(
 def move_accepted(
     cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Move the accepted nodes' K/V next to their prefix, in place. The root stands there already.
+    """Commit: move the accepted nodes' K/V next to the root, in place. The root stands behind its prefix already.
 
-    cache [layers, 2, R, Hkv, capacity, D]; lanes, lengths, counts [B] int32: lane, prefix and accepted nodes;
-    paths [B, longest] int32: the nodes.
+    cache [layers, 2, lanes, Hkv, capacity, D]. Per entry, int32: lanes [B], lengths [B] of the prefixes, paths
+    [B, longest] the accepted nodes in rising order, counts [B] how many they are.
     """
     layers, two, all_lanes, heads, capacity, dim = cache.shape
     _move_accepted[(layers * two, len(lanes), heads)](

@@ -1,4 +1,4 @@
-"""The kernels' slow twins: the same functions in PyTorch's own operations, on any device, for tests and for CPUs."""
+"""The kernels' slow twins: the same functions and shapes in PyTorch's own operations, for tests and for CPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend(
     tiles: object = None,
     order: object = None,
 ) -> torch.Tensor:
-    """As `attention.attend`, with a dense mask, in the dtype of `q`. How the kernel cuts the work does not matter."""
+    """As `attention.attend`, with a dense mask, in the dtype of `q`. `work`, `tiles` and `order` are ignored."""
     batch, count, heads, _ = q.shape
     group = heads // keys.shape[1]
     out = torch.empty_like(q) if out is None else out
@@ -44,12 +44,12 @@ def attend(
 
 
 def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
-    """See `fused`."""
+    """As `fused.copy_pinned`."""
     target.copy_(source)
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """See `fused`."""
+    """As `fused.embed`."""
     return torch.index_select(table, 0, tokens, out=out)
 
 
@@ -61,7 +61,7 @@ def add_norm(
     eps: float,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `fused`."""
+    """As `fused.add_norm`."""
     if rows is not None:
         residual = residual[rows.long()]
         delta = delta if delta is None else delta[rows.long()]
@@ -89,7 +89,7 @@ def rotate_write(
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
-    """See `fused`."""
+    """As `fused.rotate_write`."""
     batch, count, heads, dim = q.shape
     kv_heads = keys.shape[1]
     x = qkv[: batch * count] if bias is None else qkv[: batch * count] + bias
@@ -111,7 +111,7 @@ def rotate_write(
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """See `fused`."""
+    """As `fused.gate`."""
     first, up = x[: len(out)].chunk(2, dim=-1)
     return out.copy_(torch.nn.functional.silu(first) * up)
 
@@ -119,14 +119,14 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def move_accepted(
     cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """See `fused`."""
+    """As `fused.move_accepted`."""
     for lane, length, path, count in zip(lanes.tolist(), lengths.tolist(), paths, counts.tolist(), strict=True):
         source = length + path[:count].long()
         cache[:, :, lane, :, length + 1 : length + 1 + count] = cache[:, :, lane].index_select(3, source)
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As `top.top_tokens`; see `sampling.top_rows`."""
+    """As `top.top_tokens`. Of equal logits any may come first, as with `torch.topk`."""
     top = (out.shape[1] - 1) // 2
     ids, levels = top_rows(logits, top)
     out[:, 0] = logits.argmax(dim=-1)
