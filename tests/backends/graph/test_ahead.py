@@ -1,7 +1,7 @@
-"""The step ahead: token by token, the same tokens in as many steps, whatever the host asks for next.
+"""The step ahead: it changes neither tokens nor the number of steps, whatever the host asks for next.
 
-`ran` tells what the device was given: prompts, steps, and steps ahead. The latter's number shows that they were used:
-an answer of n tokens is one step and n - 1 of them.
+`ran` lists what the device ran: passes over prompts, steps, and steps ahead. It shows that steps ahead are used: an
+answer of n tokens takes one step and n - 1 steps ahead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What runs from here on, in order."""
+    """A list of what the device runs from now on, in order."""
     told: list[str] = []
     step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
@@ -77,10 +77,10 @@ def finish(engine: Engine) -> None:
 def test_greedy_equals_transformers(
     kind: str, changes: dict[str, Any], device: str, plain: Plain, ran: list[str]
 ) -> None:
-    """Alone and in batches of two, three and four; as many steps as tokens."""
+    """Alone and in batches of two, three and four. There are as many steps as tokens."""
     model = tiny(kind, device=device, **changes)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
-    assert sum(output[1:] != output[:-1] for output in expected) > 2  # a token late or early would be seen
+    assert sum(output[1:] != output[:-1] for output in expected) > 2  # a token too early or too late would show
     assert len({token for output in expected for token in output}) > 10
     backend = GraphBackend(tiny(kind, device=device, **changes))
     for prompt, output in zip(PROMPTS, expected, strict=True):
@@ -94,7 +94,7 @@ def test_greedy_equals_transformers(
         together = run(backend, PROMPTS[:size], AUTOREGRESSIVE)
         assert [sequence.output for sequence in together] == expected[:size]
         assert [sequence.stats.steps for sequence in together] == [24] * size
-        # Each one's first step is its own, then comes one together, and 22 of the other 22 were ahead.
+        # Each sequence takes its first step alone, then they take one together; the other 22 are steps ahead.
         assert ran.count("step") == size + 1
         assert ran.count("ahead") == 22
 
@@ -115,7 +115,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: list[str]) -> None:
-    """Up to five, of several lengths, each to its own end; the batch is padded now and then, and rows are reused."""
+    """Up to five sequences, of several lengths. The batch is padded at times, and lanes are reused."""
     rng = random.Random(seed)
     model = tiny("Llama", device=device)
     engine = Engine(GraphBackend(tiny("Llama", device=device)))
@@ -135,7 +135,7 @@ def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: lis
 
 @pytest.mark.parametrize("end", [1, 2, 7])
 def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, ran: list[str]) -> None:
-    """The step ahead was for nothing, and those who come next, into the same row, do not notice it."""
+    """The step ahead was wasted. The next sequences, in the same lane, are not affected by it."""
     model = tiny("Llama", device=device)
     expected = plain(model, PROMPTS[2], 24)
     stop = expected[end - 1]
@@ -156,7 +156,7 @@ def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, 
 
 
 def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> None:
-    """One of three ends with a step ahead on its way for all; a newcomer takes its row while the others go on."""
+    """One of three ends while a step ahead runs for all of them. A new sequence takes its lane, the others continue."""
     model = tiny("Llama", device=device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     stop = next(token for i, token in enumerate(expected[0]) if i > 3 and token not in expected[0][:i])
@@ -175,7 +175,7 @@ def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> N
 
 
 def test_no_step_ahead_of_the_last_token(device: str, ran: list[str]) -> None:
-    """Nor of a context that is full."""
+    """Nothing runs ahead of an answer's last token, nor of the last token of a full context."""
     backend = GraphBackend(tiny("Llama", device=device))
     outputs(backend, [[7]], AUTOREGRESSIVE, 1)
     assert ran == ["step"]
@@ -189,7 +189,7 @@ def test_no_step_ahead_of_the_last_token(device: str, ran: list[str]) -> None:
 
 
 def test_beside_lookahead(device: str, settings: LookaheadConfig, plain: Plain, ran: list[str]) -> None:
-    """With one in the batch that guesses, the next step is not known; when it has left, it is."""
+    """While a sequence of the batch guesses, the next step is unknown. When it has left, steps run ahead."""
     model = tiny("Llama", device=device)
     engine = Engine(GraphBackend(tiny("Llama", device=device)))
     guessing = sequence_of(PROMPTS[3], 10, settings)
@@ -206,7 +206,7 @@ def test_beside_lookahead(device: str, settings: LookaheadConfig, plain: Plain, 
 
 
 def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: list[str]) -> None:
-    """And when one of them is done, the other runs ahead again."""
+    """Only the first step ahead is wasted. When one engine is done, the other runs ahead again."""
     model = tiny("Llama", device=device)
     backend, sequences, engines = GraphBackend(model), [sequence_of(PROMPTS[i], 12 + 10 * i) for i in (0, 1)], []
     for sequence in sequences:
@@ -222,7 +222,7 @@ def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: lis
 
 
 class FakeStream:
-    """Writes down what it is told."""
+    """A stream that writes down what it is told."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told
@@ -239,7 +239,7 @@ class FakeStream:
 
 
 def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    """By a mark where another step runs behind it, and for the stream where none does. Streams may change."""
+    """It waits for an event if a step ahead follows on the stream, else for the stream. The stream may change."""
     streams = [FakeStream("a", ran), FakeStream("b", ran)]
     now = [streams[0]]
     for module in (ahead, graph):
@@ -265,7 +265,7 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:
-    """What the next token is, the device does not know: no step is ahead, and the tokens are the eager backend's."""
+    """The device does not know the next token then, so no step runs ahead. The tokens are the eager backend's."""
     eager, backend = (kind(tiny("Llama", device=device)) for kind in (EagerBackend, GraphBackend))
     expected = outputs(eager, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING)
     assert outputs(backend, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING) == expected
@@ -278,20 +278,20 @@ def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> No
 
 
 def test_the_buffer_grows(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    """A step ahead never makes it grow: the step before goes alone, and the next one makes room for both."""
+    """A step ahead never makes the buffer grow. Without room there is none, and the next step makes room."""
     monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 90) == [plain(model, PROMPTS[0], 90)]
     assert backend.kv.cache.shape[4] > 95
-    # 26 tokens fit behind the six of the prompt, and the last of them had none ahead of it.
+    # 26 tokens fit behind the prompt's six; no step ran ahead of the last of them.
     assert ran == ["prompt", "step", *["ahead"] * 26, "step", *["ahead"] * 62]
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     assert outputs(backend, prompts, AUTOREGRESSIVE, 90) == [plain(model, prompt, 90) for prompt in prompts]
 
 
-def test_a_new_row_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
-    """The buffer is made anew, the graphs go, and the step ahead with them."""
+def test_a_new_lane_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
+    """The buffer is replaced, and the captured steps are dropped, together with the step ahead."""
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     engine = Engine(backend)
@@ -307,7 +307,7 @@ def test_a_new_row_while_a_step_is_ahead(device: str, plain: Plain, ran: list[st
 
 
 def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of padding go along with a step ahead. In half precision they may overflow, and nobody would know."""
+    """A batch's padding takes part in steps ahead. In half precision it may overflow, and then has no valid target."""
     fill = TopTokens.fill
 
     def overflow(top: TopTokens, logits: torch.Tensor) -> None:
@@ -321,14 +321,14 @@ def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: py
 
 
 class Replayed:
-    """A captured step, as far as a CPU can have one: capturing runs nothing, and a replay is the step."""
+    """Stands in for a CUDA graph on a CPU: capturing runs nothing, and a replay runs the step."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.replay = torch.inference_mode()(step)
 
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay on top of it would be another token further; the first step of a size does run twice."""
+    """Repeating a step ahead would go one token further. (The first ordinary step of a size does run twice.)"""
     monkeypatch.setattr(GraphBackend, "_new_pool", lambda backend: None)
     monkeypatch.setattr(CapturedStep, "_capture", lambda captured, step: Replayed(step))
     backend = GraphBackend(tiny("Llama"), capture=True)
@@ -340,7 +340,7 @@ def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeyp
 # Whatever the host asks for next
 
 TEXTS = ([5, 9, 5, 9, 5, 3], [8, 1, 30, 2, 60, 7])
-"""Of one length, so that the two can be taken for one another."""
+"""Of equal length, so that a mix-up of the two would go unnoticed by their lengths."""
 
 Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
 
@@ -348,7 +348,7 @@ Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
 def steps(
     backend: GraphBackend, ask: Ask, *, hint: bool, commit: bool = True
 ) -> tuple[list[StepOutput], list[torch.Tensor]]:
-    """Three steps of two sequences token by token, the step in question, and the logits of one more of each slot."""
+    """Run three plain steps of two sequences, then the step that `ask` makes, then one more per slot for its logits."""
     slots = [backend.open() for _ in TEXTS]
     tokens = list[int]()
     for slot, text in zip(slots, TEXTS, strict=True):
@@ -389,7 +389,7 @@ def other_root(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
 
 
 def other_order(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    """The tokens stand where they stood, as if both slots had the other's."""
+    """The slots in the other order, but the tokens not: each slot gets the other one's token."""
     return same(slots[::-1], tokens)
 
 
@@ -406,7 +406,7 @@ def trees(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
 
 
 def with_trail(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    """As a rank does it that has yet to run what another one accepted. The roots are still the targets."""
+    """As in lookahead parallelism: a rank has yet to run tokens that another one accepted."""
     return [greedy(slots[0], [3, 4], root(tokens[0]), 8), greedy(slots[1], (), root(tokens[1]), 8)]
 
 
@@ -416,7 +416,7 @@ ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
 def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
-    """Results and K/V are those of steps without a hint, bit for bit; without a commit the step is one behind."""
+    """Results and K/V are those of steps without a hint, bit for bit. Without a commit, slots are a token shorter."""
     backend = GraphBackend(tiny("Llama", device=device))
     found, after = steps(backend, ask, hint=True, commit=commit)
     taken = ask is same and commit
@@ -433,7 +433,7 @@ def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list
 
 @pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_trail])
 def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> None:
-    """Their next token is not the one target, or what is wanted of them would be overwritten."""
+    """No step may run ahead of these inputs: their next token is unknown, or the results would be overwritten."""
     backend = GraphBackend(tiny("Llama", device=device))
 
     def hinting(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
@@ -449,7 +449,7 @@ def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> N
 
 
 def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """One step token by token, committed, with another one ahead of it. Returns the targets."""
+    """Run and commit a plain step with the hint, so that a step ahead follows it. Returns the targets."""
     items = same(slots, tokens)
     for item in items:
         item.continues_alone = True
@@ -464,11 +464,11 @@ def cache_of(model: Any, tokens: Sequence[int], device: str) -> list[tuple[torch
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
-def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
-    """Three sequences go on, padded to four, while a fourth comes with its K/V: its row is not theirs any more."""
+def test_kv_is_adopted_into_the_lane_of_the_padding(device: str) -> None:
+    """Three sequences run, padded to four. A fourth adopts K/V into the padding's lane, which must stay untouched."""
     model = tiny("Llama", device=device)
     backend, eager = GraphBackend(model), EagerBackend(tiny("Llama", device=device))
-    backend._reserve(5, 1)  # so that no growth forgets the step ahead
+    backend._reserve(5, 1)  # so that the buffer does not grow, which would forget the step ahead
     slots, tokens = [backend.open() for _ in range(3)], [5, 6, 7]
     for _ in range(3):
         tokens = hinted(backend, slots, tokens)
@@ -485,7 +485,7 @@ def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
 
 
 def test_kv_is_adopted_into_a_slot_with_a_step_ahead(device: str) -> None:
-    """As many tokens as it had, but others: the step ahead has seen the old ones."""
+    """The slot gets as many tokens as it had, but others. The step ahead has read the old ones and is useless."""
     backend, eager = (kind(tiny("Llama", device=device)) for kind in (GraphBackend, EagerBackend))
     slot, tokens = backend.open(), [5]
     for _ in range(6):
@@ -499,7 +499,7 @@ def test_kv_is_adopted_into_a_slot_with_a_step_ahead(device: str) -> None:
 
 
 def test_the_cache_is_whole_with_a_step_ahead(device: str, plain: Plain) -> None:
-    """It is read when a sequence leaves, by a stop token or before its end, alone and beside another one."""
+    """The cache is read when a sequence leaves: stopped by a token or removed, alone or beside another one."""
     model = tiny("Llama", device=device)
     expected = plain(model, PROMPTS[0], 24)
     kept: dict[DecodingSequence, Any] = {}

@@ -1,7 +1,7 @@
 """On CUDA: the tokens of the model's own `generate`, and sampling equal to autoregressive sampling.
 
 Then the graph backend on a model large enough for several tiles, heads and splits: half precision, captured graphs, and
-what happens to them when the buffer grows or a larger step comes along. `test_graph.py` runs there as well.
+what happens to them when the buffer grows or a larger step is captured. `test_graph.py` runs on CUDA as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lm(make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig
 
 @pytest.fixture(autouse=True)
 def full_precision() -> Any:
-    """fp32 as such: tf32 would leave ten bits of mantissa, too few to compare tokens."""
+    """Real fp32 products: tf32 has ten bits of mantissa, too few to compare tokens."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -96,8 +96,8 @@ def texts(count: int, sizes: Sequence[int], vocabulary: int = 1024) -> list[list
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype) -> None:
-    """Steps of 1 token and of 128 give the same tokens, although random weights are never sure of one: in half
-    precision the two best logits of one row in twenty are equal or neighbours."""
+    """Steps of 1 token and of 128 give the same tokens. This is hard with random weights: in half precision the two
+    best logits of one row in twenty are equal or neighbours."""
     backend = GraphBackend(medium(dtype, 64))
     for prompt in texts(40, (8, 40, 300), 64):
         plain = outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0]
@@ -162,7 +162,7 @@ def test_capture_changes_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [1, 30, 128])
 @pytest.mark.parametrize("context", [60, 3000])
 def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int, invariant: bool) -> None:
-    """Thousands of times: programs wait for each other, and a race would show here."""
+    """Replay it thousands of times: programs wait for each other, and a race would show here."""
     backend = GraphBackend(medium(torch.bfloat16), invariant=invariant)
     backend.step([greedy(backend.open(), texts(1, (context,))[0], random_tree(count, 0), logits=True)])
     captured = backend._steps[1, graph.bucket(count), True]
@@ -190,7 +190,7 @@ def test_graph_equals_eager(invariant: bool) -> None:
 
 
 def test_batches_equal_their_sequences_alone() -> None:
-    """Three and five at once, which are padded; joining while others run; a budget for each."""
+    """Three and five at once, which are padded; then eight that join one by one, with different budgets."""
     backend = GraphBackend(medium(torch.float32))
     prompts = texts(8, (300, 8, 40, 1))
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
@@ -213,7 +213,7 @@ def test_batches_equal_their_sequences_alone() -> None:
 
 @pytest.mark.parametrize("count", [2, 5, 16])
 def test_half_precision_batches_that_share_equal_their_sequences_alone(count: int) -> None:
-    """A shared budget keeps all rows of a step within a tile, in which a row's bits are its own."""
+    """A shared budget keeps a step within 128 rows, where a row's bits do not depend on the others."""
     backend = GraphBackend(medium(torch.bfloat16, 64))
     prompts = texts(count, (300, 8, 40, 1), 64)
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
@@ -223,7 +223,7 @@ def test_half_precision_batches_that_share_equal_their_sequences_alone(count: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs hold the buffer's address and must go with it. Where keys stand in memory changes no bit of the result."""
+    """Graphs hold the buffer's address, so they must be dropped with it. The results stay the same, bit for bit."""
     model, prompts = medium(dtype), texts(3, (100, 8))
     wide = GraphBackend(model)
     expected = [run(wide, [prompt], LookaheadConfig(), 900)[0] for prompt in prompts]
@@ -237,14 +237,14 @@ def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.M
     assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
     assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
     assert 160 < sizes[0] < capacity
-    if dtype is torch.float32:  # and with several rows, where growth comes while others' commits wait
+    if dtype is torch.float32:  # and with several lanes, where the buffer grows while others' commits wait
         batch = outputs(GraphBackend(model), prompts, LookaheadConfig(), 300)
         assert batch == [sequence.output[:300] for sequence in expected]
 
 
 def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
-    """A graph writes to the addresses it was captured with. Were one of them given back when a larger step needed more
-    room, the next owner of that memory would find it changed, and the splits' counters would not start at zero.
+    """A graph writes to the addresses it was captured with. If some of that memory were freed when a larger step needs
+    more room, its next owner would find it changed, and the splits' counters would not start at zero.
     """
     model = medium(torch.bfloat16)
     backend = GraphBackend(model)
@@ -264,7 +264,7 @@ def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
     assert torch.equal(alone(), expected)
     for size in (30, 100, 128, 300):
         backend.step([greedy(slots[1], (), random_tree(size, 0))])
-        # Whoever takes the memory that was given back: many pieces of every size, all sevens.
+        # Take any memory that was freed: many pieces of every size, filled with sevens.
         taken = [
             torch.full((1 << bits,), 7, dtype=torch.int32, device="cuda") for bits in range(2, 24) for _ in range(8)
         ]
@@ -277,8 +277,8 @@ def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
 def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured or not, alone and in padded batches: the same tokens, which half precision does not forgive, and the
-    same K/V. The buffer grows on the way.
+    """Captured or not, alone and in padded batches, steps ahead give the same tokens and the same K/V, in half
+    precision as well. The buffer grows on the way.
     """
     model, prompts = medium(dtype, 64), texts(5, (300, 8, 1, 40), 64)
     batches = [prompts[:1], prompts[1:2], prompts[:3], prompts]
@@ -317,7 +317,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
 
 
 def test_a_step_ahead_that_nobody_waits_for() -> None:
-    """It is still on its way when other work comes: on another stream, of another backend, or none at all."""
+    """It still runs when other work comes: on another stream, of another backend, or none at all."""
     model, prompts = medium(torch.float32), texts(4, (300, 8))
     first, *others = (outputs(GraphBackend(model), [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts)
     stop = [token for i, token in enumerate(first) if token not in first[:i]][-1]
@@ -354,14 +354,15 @@ def test_auto_is_the_graph_backend(dtype: torch.dtype) -> None:
 
 
 def test_graphs_that_nobody_needs_end_between_captures() -> None:
-    """A backend and its captured steps refer to each other, so that only the collector ends them. It may come at any
-    allocation, and during a capture that would end the process."""
+    """A backend in a reference cycle is freed by the garbage collector, which may run at any allocation. If it ran
+    during a capture, freeing the backend's graphs would end the process."""
     before = gc.get_threshold()
     model, (prompt,) = medium(torch.float32), texts(1, (20,))
     expected = outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24)
     for _ in range(3):
         left = GraphBackend(model)
         outputs(left, [prompt], LookaheadConfig(), 8)
+        left.itself = left  # type: ignore[attr-defined]
         del left
         gc.set_threshold(1)
         try:

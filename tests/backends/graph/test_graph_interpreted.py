@@ -1,7 +1,7 @@
 """The graph backend on the real Triton kernels, run by Triton's interpreter: the whole step without a GPU.
 
-`test_graph.py` runs it on the kernels' twins, and tests/kernels compares each kernel with its twin. What is left is how
-the backend calls the kernels: strides, dtypes, which buffer is handed on to whom.
+`test_graph.py` runs the backend on the kernels' twins, and `kernels/` compares each kernel with its twin. What remains
+to test is how the backend calls the kernels: strides, dtypes, and which buffer goes where.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels a
 
 SETTINGS = LookaheadConfig(window=0, budget=5)
 SIZES = (1, 5, 16)
-"""Small steps, little padding: the interpreter takes a millisecond for a program, and a launch has one per token."""
+"""Small steps with little padding: the interpreter takes a millisecond per program, and a launch has one per token."""
 PROMPT = [*range(2, 14)]
 
 
 class InterpretedTop(TopTokens):
-    """The kernels' top-8 on a CPU."""
+    """Top tokens by the Triton kernel, on a CPU."""
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         super().__init__(rows, vocabulary, top, device)
@@ -46,7 +46,7 @@ class InterpretedTop(TopTokens):
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
-    """A backend on a CPU whose every operation is the Triton kernel. A twin that is called after all raises."""
+    """Makes a backend on a CPU that runs every operation as its Triton kernel. Calling a twin raises."""
 
     def twin(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a twin was called in place of its kernel")
@@ -67,7 +67,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
 def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], int]:
     """Decode as many tokens as the answer has, by trees that hold its next two tokens, each behind a wrong one.
 
-    Returns the tokens and the number of steps. Every accepted path stands apart, so its K/V rows have to move.
+    Returns the tokens and the number of steps. Accepted nodes never stand next to their prefix, so their K/V must move.
     """
     slot, tokens, steps = backend.open(), list(prompt), 0
     while len(tokens) < len(prompt) + len(answer):
@@ -111,7 +111,7 @@ def test_a_ragged_batch(
     interpreted: Callable[[Any], GraphBackend],
     plain: Callable[[Any, Sequence[int], int], list[int]],
 ) -> None:
-    """Three sequences and a row of padding. Token by token the device goes on with its own targets, after a step."""
+    """Three sequences, padded to four. Token by token, the device continues with its own targets."""
     model = tiny("Llama", num_hidden_layers=1)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
@@ -119,8 +119,8 @@ def test_a_ragged_batch(
 
 
 def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
-    """A captured graph writes to the addresses that it was captured with. A larger step, captured later, must not
-    give them back while the smaller one's graph is there to be replayed.
+    """A captured graph writes to the addresses that it was captured with. Capturing a larger step later must not free
+    that memory, as the smaller step's graph may be replayed.
     """
     model = tiny("Llama", num_hidden_layers=1)
     backend = interpreted(model, processors=132)

@@ -36,7 +36,7 @@ def step(
     dim: int,
     capacity: int | None = None,
 ) -> dict[str, Any]:
-    """A step of random trees behind prefixes of these lengths. What no one may see is huge, so that it would show."""
+    """Random trees behind prefixes of these lengths. K/V that no node may see is huge, so that it would show."""
     rng = random.Random(repr((lengths, count, heads, kv_heads, dim)))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     batch = len(lengths)
@@ -121,7 +121,7 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int)
 @pytest.mark.parametrize("length", [64 * FAR - 3, 64 * FAR + 70, 64 * FAR + 1000])
 @pytest.mark.parametrize("near_splits", [1, 3])
 def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
-    """Every block is read once, whether or not all splits have taken turns already."""
+    """Every block is read once, before the block from which all splits take part and after it."""
     inputs = step(device, torch.float32, [length, 40], 3, 2, 1, 64)
     ours, plain = errors(inputs, tiles=Tiles(16, 64, 5, near_splits=near_splits))
     assert ours <= 2 * plain + 1e-7
@@ -177,7 +177,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
 ) -> None:
     """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree.
 
-    With a large `spread` as in a trained model: few keys have nearly all of the weight, others next to nothing.
+    A large `spread` is as in a trained model: few keys have nearly all of the weight, the others next to none.
     """
     ahead, count, scale = 16, 70, dim**-0.5
     if device.type == "cuda":  # the interpreter would take minutes
@@ -223,8 +223,8 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
         assert torch.equal(alone[0, 0], tree[0, node]), depth
 
 
-def test_nodes_stand_in_sixteens_of_one_depth(device: torch.device) -> None:
-    """Two blocks of rows, of eight tokens each: the first needs no later node, the second few earlier ones."""
+def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
+    """Two blocks of queries, of eight tokens each. The first sees no later node, the second few earlier ones."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
     depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1, 2, 2, 2, 3, 1]
     count, tiles = len(parents), Tiles(16, 64, 1, reach=16)
@@ -237,11 +237,11 @@ def test_nodes_stand_in_sixteens_of_one_depth(device: torch.device) -> None:
     for block, (used, *places) in enumerate(order[0].tolist()):
         assert used == 64
         assert places[:64] == [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
-        # And a token sees the places of its own path.
+        # A token's sights are the places of its own path.
         words = places[16 * count :]
         for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
             sight = words[local * (count // 4 + 1)].to_bytes(4, "little", signed=True)
-            seen = {places[16 * sixteen + byte - 1] for sixteen, byte in enumerate(sight) if byte}
+            seen = {places[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}
             path = [token]
             while parents[path[-1]] >= 0:
                 path.append(parents[path[-1]])
