@@ -34,7 +34,7 @@ from lookahead.algorithm.native import build as native
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.captured import CapturedStep
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 
@@ -66,19 +66,19 @@ class Played(GraphBackend):
         self.likely = self.rng.integers(0, VOCABULARY, (VOCABULARY, 8), dtype=np.int32)
         self.forward_seconds = 0.0
 
-    def _shape(self, batch: int, count: int, head: bool) -> Shape:
-        shape = super()._shape(batch, count, head)
+    def _captured_step(self, batch: int, count: int, head: bool) -> CapturedStep:
+        shape = super()._captured_step(batch, count, head)
         shape.run = lambda: self._play(shape)  # type: ignore[method-assign]
         return shape
 
-    def _play(self, shape: Shape) -> None:
+    def _play(self, shape: CapturedStep) -> None:
         """Targets from the text; the top-8 of a token, in which a target takes a random place half of the time."""
         begin = perf_counter()
         if shape.top is not None:
             fields = shape.packet.fields
-            out = shape.top.rows[0].reshape(shape.batch, shape.count, -1)
+            out = shape.top.arrays[0].reshape(shape.batch, shape.count, -1)
             for place in range(shape.batch):
-                played = self.texts.get(int(fields["rows"][place]), np.zeros(1, dtype=np.int32))
+                played = self.texts.get(int(fields["lanes"][place]), np.zeros(1, dtype=np.int32))
                 nodes = fields["needed"][place] - place * shape.count
                 tokens, positions = fields["tokens"][place][nodes], fields["positions"][place][nodes]
                 targets = played[np.minimum(positions + 1, len(played) - 1)]

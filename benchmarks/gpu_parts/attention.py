@@ -52,7 +52,7 @@ def case(
     tree = tree_of(count)
     bits = torch.from_numpy(packed_visibility(tree.parents).view("<i4").copy())[None].to(DEVICE)
     places = {
-        "rows": torch.zeros(1, **whole),
+        "lanes": torch.zeros(1, **whole),
         "lengths": torch.tensor([context], **whole),
         "positions": torch.tensor([[context + d for d in tree.depths]], **whole),
         "bits": bits,
@@ -91,12 +91,12 @@ def case(
     best = sorted(tried.items(), key=lambda one: one[1])
     floor = 2 * kv_heads * (context + count) * dim * 2 / bandwidth * 1e6
     for invariant in (True, False):
-        cut, slots = tiles.tiles_for(1, count, heads, kv_heads, dim), None
+        cut, order = tiles.tiles_for(1, count, heads, kv_heads, dim), None
         if invariant:  # the trees' nodes by depth, once for all layers
             cut, group = tiles.invariant_tiles(count, heads, kv_heads, dim), heads // kv_heads
-            slots = depths.new_slots(1, count, cut, group, DEVICE)
-            depths.by_depth(places["positions"], places["lengths"], bits, slots, cut, group)
-        ours = timed(tiles=cut, slots=slots)
+            order = depths.new_order(1, count, cut, group, DEVICE)
+            depths.order_by_depth(places["positions"], places["lengths"], bits, order, cut, group)
+        ours = timed(tiles=cut, order=order)
         yield {
             "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context, "invariant": invariant,
             "us": round(ours, 1),

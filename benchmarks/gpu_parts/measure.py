@@ -110,7 +110,7 @@ class CountedBackend(GraphBackend):
         decoding = not any(item.trail for item in inputs)
         launched = super().launch(inputs)
         if decoding:
-            self.used[launched.shape.count] += 1
+            self.used[launched.step.count] += 1
             self.contexts += [self.length(item.slot) for item in inputs]
         return launched
 
@@ -120,7 +120,7 @@ def step_of(backend: GraphBackend, slot: int, count: int, context: int) -> tuple
     item = StepInput(slot, (), tree_of(count, min(1000, backend.vocab_size)), SamplingParams(), (), top=8)
     backend._length[slot] = context
     backend.step([item])
-    return item, backend._shapes[1, bucket(count), True]
+    return item, backend._steps[1, bucket(count), True]
 
 
 def replay_of(shape: Any) -> Callable[[], Any]:

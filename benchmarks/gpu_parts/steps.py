@@ -11,7 +11,8 @@ import torch
 from gpu_parts.bench import INVARIANT, Bench
 from gpu_parts.measure import CountedBackend, clock_mhz, graphed, median_ms, replay_of, step_of, wall_ms
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.sizes import SIZES
+from lookahead.backends.graph.captured import DeviceState
+from lookahead.backends.graph.sizes import STEP_SIZES
 
 CONTEXTS = (1024, 4096, 16384, 32768)
 
@@ -24,7 +25,7 @@ def ready(bench: Bench, invariant: bool, capacity: int) -> tuple[CountedBackend,
     backend = CountedBackend(bench.large, invariant=invariant)
     slot = backend.open()
     backend._reserve(1, capacity)
-    backend.cache.normal_()
+    backend.kv.cache.normal_()
     return backend, slot
 
 
@@ -93,21 +94,21 @@ def context_part(bench: Bench) -> None:
             backend, slot = ready(bench, INVARIANT, context + count)
             before = allocated()
             row = step_case(backend, slot, count, context)
-            shape = backend._shapes[1, row["bucket"], True]
-            kv = backend.cache.numel() * backend.cache.element_size()
-            row |= {"slots": backend.cache.shape[4], "kv_mb": mb(kv)}
-            row["scratch_mb"] = mb(kv / backend.cache.shape[4] * count)
-            row["tables_mb"] = mb(held(backend.cosine, {}) + held(backend.sine, {}))
+            shape = backend._steps[1, row["bucket"], True]
+            kv = backend.kv.cache.numel() * backend.kv.cache.element_size()
+            row |= {"slots": backend.kv.cache.shape[4], "kv_mb": mb(kv)}
+            row["scratch_mb"] = mb(kv / backend.kv.cache.shape[4] * count)
+            row["tables_mb"] = mb(held(backend.kv.cosine, {}) + held(backend.kv.sine, {}))
             row["step_mb"] = mb(held(shape, {}))
             row["of_step_mb"] = {"logits": mb(held(shape.logits, {})), "attention": mb(held(shape.work, {}))}
             row["of_step_mb"]["top"] = mb(held(shape.top, {}))
             if torch.cuda.is_available():
                 row["allocated_by_step_mb"] = mb(allocated() - before)
                 row["pool_mb"] = mb(pool_bytes(backend))
-            for size in (s for s in SIZES if s < count):
+            for size in (s for s in STEP_SIZES if s < count):
                 step_of(backend, slot, size, context)
             seen: dict[int, int] = {}
-            row["all_steps_mb"] = mb(sum(held(one, seen) for one in backend._shapes.values()))
+            row["all_steps_mb"] = mb(sum(held(one, seen) for one in backend._steps.values()))
             bench.add(row)
             del backend, shape
 
@@ -129,7 +130,7 @@ def held(thing: Any, seen: dict[int, int]) -> int:
         return storage.nbytes() if new else 0
     if isinstance(thing, dict):
         return sum(held(value, seen) for value in thing.values())
-    if type(thing).__module__.startswith("lookahead.") and not isinstance(thing, GraphBackend):
+    if type(thing).__module__.startswith("lookahead.") and not isinstance(thing, GraphBackend | DeviceState):
         fields = vars(thing) if hasattr(thing, "__dict__") else {}
         return sum(held(value, seen) for value in fields.values())
     return 0
@@ -138,4 +139,4 @@ def held(thing: Any, seen: dict[int, int]) -> int:
 def pool_bytes(backend: GraphBackend) -> int:
     """What the pool of the captured graphs has taken from the device."""
     segments = torch.cuda.memory_snapshot()
-    return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(backend.pool))
+    return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(backend.state.pool))

@@ -90,7 +90,7 @@ def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, 
     both(model, batch, max_new_tokens=MANY, hook=graph()).same()
     assert run._known[model].graph is kept
     assert kept is not None
-    assert not kept._row, "every row was given back"
+    assert not kept._lane, "every lane was given back"
 
 
 def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any
         model.generate(**prompt, logits_processor=LogitsProcessorList([fail]), custom_generate=graph())
     kept = run._known[model].graph
     assert kept is not None
-    assert not kept._row
+    assert not kept._lane
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     assert run._known[model].graph is kept
 

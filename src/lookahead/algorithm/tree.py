@@ -189,8 +189,8 @@ def packed_visibility(parents: Sequence[int], words: int | None = None) -> npt.N
     """`visibility` as a [K, words] array, by default as many words as K bits need: bit j % 32 of word j // 32 of line i
     says whether node i sees node j.
 
-    By doubling: after r rounds a node has the bits of itself and its next 2^r - 1 ancestors, and `above` is the ancestor
-    after those. A few rounds of numpy are three times as fast as a loop over 128 nodes.
+    By doubling: after r rounds a node has the bits of itself and its next 2^r - 1 ancestors, and `above` is the
+    ancestor after those. A few rounds of numpy are three times as fast as a loop over 128 nodes.
     """
     size = len(parents)
     seen = _own_bits(size, words or (size + 31) // 32).copy()

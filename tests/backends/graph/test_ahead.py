@@ -1,7 +1,7 @@
-"""The step ahead: token by token, the same tokens in as many steps, whatever the host asks for next.
+"""The step ahead: it changes neither tokens nor the number of steps, whatever the host asks for next.
 
-`ran` tells what the device was given: prompts, steps, and steps ahead. The latter's number shows that they were used:
-an answer of n tokens is one step and n - 1 of them.
+`ran` lists what the device ran: passes over prompts, steps, and steps ahead. It shows that steps ahead are used: an
+answer of n tokens takes one step and n - 1 steps ahead.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import ahead
+from lookahead.backends.graph import ahead, lanes
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import Shape
-from lookahead.backends.graph.ops import TopOut
+from lookahead.backends.graph.captured import CapturedStep
+from lookahead.backends.graph.ops import TopTokens
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
-from lookahead.engine.processors import Rule, Walk
+from lookahead.engine.processors import PathVerifier, Rule
+from lookahead.engine.request import Request
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 
@@ -36,20 +37,20 @@ SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, seed=11)
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What runs from here on, in order."""
+    """A list of what the device runs from now on, in order."""
     told: list[str] = []
-    step, step_ahead = Shape.run, Shape.run_ahead
+    step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
-    def note_step(shape: Shape) -> None:
-        told.append("step" if shape.head else "prompt")
-        step(shape)
+    def note_step(captured: CapturedStep) -> None:
+        told.append("step" if captured.head else "prompt")
+        step(captured)
 
-    def note_ahead(shape: Shape, turn: int) -> None:
+    def note_ahead(captured: CapturedStep, turn: int) -> None:
         told.append("ahead")
-        step_ahead(shape, turn)
+        step_ahead(captured, turn)
 
-    monkeypatch.setattr(Shape, "run", note_step)
-    monkeypatch.setattr(Shape, "run_ahead", note_ahead)
+    monkeypatch.setattr(CapturedStep, "run", note_step)
+    monkeypatch.setattr(CapturedStep, "run_ahead", note_ahead)
     return told
 
 
@@ -77,10 +78,10 @@ def finish(engine: Engine) -> None:
 def test_greedy_equals_transformers(
     kind: str, changes: dict[str, Any], device: str, plain: Plain, ran: list[str]
 ) -> None:
-    """Alone and in batches of two, three and four; as many steps as tokens."""
+    """Alone and in batches of two, three and four. There are as many steps as tokens."""
     model = tiny(kind, device=device, **changes)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
-    assert sum(output[1:] != output[:-1] for output in expected) > 2  # a token late or early would be seen
+    assert sum(output[1:] != output[:-1] for output in expected) > 2  # a token too early or too late would show
     assert len({token for output in expected for token in output}) > 10
     backend = GraphBackend(tiny(kind, device=device, **changes))
     for prompt, output in zip(PROMPTS, expected, strict=True):
@@ -94,7 +95,7 @@ def test_greedy_equals_transformers(
         together = run(backend, PROMPTS[:size], AUTOREGRESSIVE)
         assert [sequence.output for sequence in together] == expected[:size]
         assert [sequence.stats.steps for sequence in together] == [24] * size
-        # Each one's first step is its own, then comes one together, and 22 of the other 22 were ahead.
+        # Each sequence takes its first step alone, then they take one together; the other 22 are steps ahead.
         assert ran.count("step") == size + 1
         assert ran.count("ahead") == 22
 
@@ -115,7 +116,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: list[str]) -> None:
-    """Up to five, of several lengths, each to its own end; the batch is padded now and then, and rows are reused."""
+    """Up to five sequences, of several lengths. The batch is padded at times, and lanes are reused."""
     rng = random.Random(seed)
     model = tiny("Llama", device=device)
     engine = Engine(GraphBackend(tiny("Llama", device=device)))
@@ -123,7 +124,7 @@ def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: lis
     everyone, sizes = list(waiting), set()
     while waiting or engine.running:
         if waiting and len(engine.running) < 5 and (not engine.running or rng.random() < 0.3):
-            engine.add(waiting.pop())
+            engine.submit(Request(waiting.pop()))
         sizes.add(len(engine.running))
         engine.step()
     assert {1, 2, 3} <= sizes
@@ -135,7 +136,7 @@ def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: lis
 
 @pytest.mark.parametrize("end", [1, 2, 7])
 def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, ran: list[str]) -> None:
-    """The step ahead was for nothing, and those who come next, into the same row, do not notice it."""
+    """The step ahead was wasted. The next sequences, in the same lane, are not affected by it."""
     model = tiny("Llama", device=device)
     expected = plain(model, PROMPTS[2], 24)
     stop = expected[end - 1]
@@ -143,20 +144,20 @@ def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, 
     backend = GraphBackend(tiny("Llama", device=device))
     engine = Engine(backend)
     sequence = DecodingSequence(PROMPTS[2], AUTOREGRESSIVE, rules=StopRules(24, frozenset([stop])))
-    engine.add(sequence)
+    engine.submit(Request(sequence))
     finish(engine)
     assert sequence.output == expected[:count]
     assert sequence.stats.steps == count
     assert ran == ["prompt", "step", *["ahead"] * count]
     for prompt, config in ((PROMPTS[1], AUTOREGRESSIVE), (PROMPTS[0], LookaheadConfig(window=3, ngram=4, budget=14))):
         following = sequence_of(prompt, 24, config)
-        engine.add(following)
+        engine.submit(Request(following))
         finish(engine)
         assert following.output == plain(model, prompt, 24)
 
 
 def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> None:
-    """One of three ends with a step ahead on its way for all; a newcomer takes its row while the others go on."""
+    """One of three ends while a step ahead runs for all of them. A new sequence takes its lane, the others continue."""
     model = tiny("Llama", device=device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     stop = next(token for i, token in enumerate(expected[0]) if i > 3 and token not in expected[0][:i])
@@ -165,17 +166,17 @@ def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> N
     sequences = [sequence_of(prompt) for prompt in PROMPTS]
     sequences[0] = DecodingSequence(PROMPTS[0], AUTOREGRESSIVE, rules=StopRules(24, frozenset([stop])))
     for sequence in sequences[:3]:
-        engine.add(sequence)
-    while sequences[0] in engine.running:
+        engine.submit(Request(sequence))
+    while sequences[0].finish_reason is None:
         engine.step()
     assert ran[-1] == "ahead"
-    engine.add(sequences[3])
+    engine.submit(Request(sequences[3]))
     finish(engine)
     assert [sequence.output for sequence in sequences] == [expected[0][:count], *expected[1:]]
 
 
 def test_no_step_ahead_of_the_last_token(device: str, ran: list[str]) -> None:
-    """Nor of a context that is full."""
+    """Nothing runs ahead of an answer's last token, nor of the last token of a full context."""
     backend = GraphBackend(tiny("Llama", device=device))
     outputs(backend, [[7]], AUTOREGRESSIVE, 1)
     assert ran == ["step"]
@@ -189,14 +190,14 @@ def test_no_step_ahead_of_the_last_token(device: str, ran: list[str]) -> None:
 
 
 def test_beside_lookahead(device: str, settings: LookaheadConfig, plain: Plain, ran: list[str]) -> None:
-    """With one in the batch that guesses, the next step is not known; when it has left, it is."""
+    """While a sequence of the batch guesses, the next step is unknown. When it has left, steps run ahead."""
     model = tiny("Llama", device=device)
     engine = Engine(GraphBackend(tiny("Llama", device=device)))
     guessing = sequence_of(PROMPTS[3], 10, settings)
     others = [sequence_of(prompt, 40) for prompt in PROMPTS[:2]]
     for sequence in (*others, guessing):
-        engine.add(sequence)
-    while guessing in engine.running:
+        engine.submit(Request(sequence))
+    while guessing.finish_reason is None:
         engine.step()
     assert "ahead" not in ran
     finish(engine)
@@ -206,12 +207,12 @@ def test_beside_lookahead(device: str, settings: LookaheadConfig, plain: Plain, 
 
 
 def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: list[str]) -> None:
-    """And when one of them is done, the other runs ahead again."""
+    """Only the first step ahead is wasted. When one engine is done, the other runs ahead again."""
     model = tiny("Llama", device=device)
     backend, sequences, engines = GraphBackend(model), [sequence_of(PROMPTS[i], 12 + 10 * i) for i in (0, 1)], []
     for sequence in sequences:
         engines.append(Engine(backend))
-        engines[-1].add(sequence)
+        engines[-1].submit(Request(sequence))
     while engines[0].running:
         for engine in engines:
             engine.step()
@@ -222,7 +223,7 @@ def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: lis
 
 
 class FakeStream:
-    """Writes down what it is told."""
+    """A stream that writes down what it is told."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told
@@ -239,14 +240,14 @@ class FakeStream:
 
 
 def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    """By a mark where another step runs behind it, and for the stream where none does. Streams may change."""
+    """It waits for an event if a step ahead follows on the stream, else for the stream. The stream may change."""
     streams = [FakeStream("a", ran), FakeStream("b", ran)]
     now = [streams[0]]
     for module in (ahead, graph):
         monkeypatch.setattr(module, "stream_of", lambda device: now[0])
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
-    engine.add(sequence_of(PROMPTS[0], 4))
+    engine.submit(Request(sequence_of(PROMPTS[0], 4)))
     engine.step()
     assert ran == ["prompt", "step", "mark a", "ahead", "wait for mark of a"]
     ran.clear()
@@ -265,82 +266,82 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:
-    """What the next token is, the device does not know: no step is ahead, and the tokens are the eager backend's."""
+    """The device does not know the next token then, so no step runs ahead. The tokens are the eager backend's."""
     eager, backend = (kind(tiny("Llama", device=device)) for kind in (EagerBackend, GraphBackend))
     expected = outputs(eager, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING)
     assert outputs(backend, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING) == expected
     sequence = sequence_of(PROMPTS[0])
-    engine = Engine(backend, Walk([sequence], torch.tensor([PROMPTS[0]], device=device), Rule()))
-    engine.add(sequence)
+    engine = Engine(backend)
+    engine.submit(Request(sequence, PathVerifier([sequence], torch.tensor([PROMPTS[0]], device=device), Rule())))
     finish(engine)
     assert [sequence.output] == outputs(eager, PROMPTS[:1], AUTOREGRESSIVE)
     assert "ahead" not in ran
 
 
 def test_the_buffer_grows(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    """A step ahead never makes it grow: the step before goes alone, and the next one makes room for both."""
-    monkeypatch.setattr(graph, "GROW", 32)
+    """A step ahead never makes the buffer grow. Without room there is none, and the next step makes room."""
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 90) == [plain(model, PROMPTS[0], 90)]
-    assert backend.cache.shape[4] > 95
-    # 26 tokens fit behind the six of the prompt, and the last of them had none ahead of it.
+    assert backend.kv.cache.shape[4] > 95
+    # 26 tokens fit behind the prompt's six; no step ran ahead of the last of them.
     assert ran == ["prompt", "step", *["ahead"] * 26, "step", *["ahead"] * 62]
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     assert outputs(backend, prompts, AUTOREGRESSIVE, 90) == [plain(model, prompt, 90) for prompt in prompts]
 
 
-def test_a_new_row_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
-    """The buffer is made anew, the graphs go, and the step ahead with them."""
+def test_a_new_lane_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
+    """The buffer is replaced, and the captured steps are dropped, together with the step ahead."""
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     engine = Engine(backend)
     sequences = [sequence_of(prompt, 40) for prompt in PROMPTS]
     for sequence in sequences:
         assert ran[-1:] in ([], ["ahead"])
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         for _ in range(5):
             engine.step()
     finish(engine)
-    assert backend.cache.shape[2] >= 4
+    assert backend.kv.cache.shape[2] >= 4
     assert [sequence.output for sequence in sequences] == [plain(model, prompt, 40) for prompt in PROMPTS]
 
 
 def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of padding go along with a step ahead. In half precision they may overflow, and nobody would know."""
-    fill = TopOut.fill
+    """A batch's padding takes part in steps ahead. In half precision it may overflow, and then has no valid target."""
+    fill = TopTokens.fill
 
-    def overflow(top: TopOut, logits: torch.Tensor) -> None:
+    def overflow(top: TopTokens, logits: torch.Tensor) -> None:
         fill(top, logits)
         top.out[3:, 0] = 2**31 - 1
 
-    monkeypatch.setattr(TopOut, "fill", overflow)
+    monkeypatch.setattr(TopTokens, "fill", overflow)
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(model, prompt, 24) for prompt in PROMPTS[:3]]
 
 
 class Replayed:
-    """A captured step, as far as a CPU can have one: capturing runs nothing, and a replay is the step."""
+    """Stands in for a CUDA graph on a CPU: capturing runs nothing, and a replay runs the step."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.replay = torch.inference_mode()(step)
 
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay on top of it would be another token further; the first step of a shape does run twice."""
+    """Repeating a step ahead would go one token further. (The first ordinary step of a size does run twice.)"""
     monkeypatch.setattr(GraphBackend, "_new_pool", lambda backend: None)
-    monkeypatch.setattr(Shape, "_captured", lambda shape, step: Replayed(step))
+    monkeypatch.setattr(CapturedStep, "_capture", lambda captured, step: Replayed(step))
     backend = GraphBackend(tiny("Llama"), capture=True)
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
     assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
-    assert {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None} == {1, 4}
+    assert {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None} == {1, 4}
 
 
 # Whatever the host asks for next
 
 TEXTS = ([5, 9, 5, 9, 5, 3], [8, 1, 30, 2, 60, 7])
-"""Of one length, so that the two can be taken for one another."""
+"""Of equal length, so that a mix-up of the two would go unnoticed by their lengths."""
 
 Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
 
@@ -348,7 +349,7 @@ Ask = Callable[[Sequence[int], Sequence[int]], list[StepInput]]
 def steps(
     backend: GraphBackend, ask: Ask, *, hint: bool, commit: bool = True
 ) -> tuple[list[StepOutput], list[torch.Tensor]]:
-    """Three steps of two sequences token by token, the step in question, and the logits of one more of each slot."""
+    """Run three plain steps of two sequences, then the step that `ask` makes, then one more per slot for its logits."""
     slots = [backend.open() for _ in TEXTS]
     tokens = list[int]()
     for slot, text in zip(slots, TEXTS, strict=True):
@@ -389,7 +390,7 @@ def other_root(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
 
 
 def other_order(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    """The tokens stand where they stood, as if both slots had the other's."""
+    """The slots in the other order, but the tokens not: each slot gets the other one's token."""
     return same(slots[::-1], tokens)
 
 
@@ -406,7 +407,7 @@ def trees(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
 
 
 def with_trail(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
-    """As a rank does it that has yet to run what another one accepted. The roots are still the targets."""
+    """As in lookahead parallelism: a rank has yet to run tokens that another one accepted."""
     return [greedy(slots[0], [3, 4], root(tokens[0]), 8), greedy(slots[1], (), root(tokens[1]), 8)]
 
 
@@ -416,7 +417,7 @@ ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
 def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
-    """Results and K/V are those of steps without a hint, bit for bit; without a commit the step is one behind."""
+    """Results and K/V are those of steps without a hint, bit for bit. Without a commit, slots are a token shorter."""
     backend = GraphBackend(tiny("Llama", device=device))
     found, after = steps(backend, ask, hint=True, commit=commit)
     taken = ask is same and commit
@@ -433,7 +434,7 @@ def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list
 
 @pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_trail])
 def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> None:
-    """Their next token is not the one target, or what is wanted of them would be overwritten."""
+    """No step may run ahead of these inputs: their next token is unknown, or the results would be overwritten."""
     backend = GraphBackend(tiny("Llama", device=device))
 
     def hinting(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
@@ -449,7 +450,7 @@ def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> N
 
 
 def hinted(backend: GraphBackend, slots: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """One step token by token, committed, with another one ahead of it. Returns the targets."""
+    """Run and commit a plain step with the hint, so that a step ahead follows it. Returns the targets."""
     items = same(slots, tokens)
     for item in items:
         item.continues_alone = True
@@ -464,17 +465,17 @@ def cache_of(model: Any, tokens: Sequence[int], device: str) -> list[tuple[torch
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
-def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
-    """Three sequences go on, padded to four, while a fourth comes with its K/V: its row is not theirs any more."""
+def test_kv_is_adopted_into_the_lane_of_the_padding(device: str) -> None:
+    """Three sequences run, padded to four. A fourth adopts K/V into the padding's lane, which must stay untouched."""
     model = tiny("Llama", device=device)
     backend, eager = GraphBackend(model), EagerBackend(tiny("Llama", device=device))
-    backend._reserve(5, 1)  # so that no growth forgets the step ahead
+    backend._reserve(5, 1)  # so that the buffer does not grow, which would forget the step ahead
     slots, tokens = [backend.open() for _ in range(3)], [5, 6, 7]
     for _ in range(3):
         tokens = hinted(backend, slots, tokens)
     layers = cache_of(eager.model, PROMPTS[2], device)
     fourth = {one: one.open() for one in (backend, eager)}
-    assert backend._row[fourth[backend]] == 3
+    assert backend._lane[fourth[backend]] == 3
     tokens = hinted(backend, slots, tokens)
     for one, slot in fourth.items():
         one.adopt(slot, len(PROMPTS[2]), layers)
@@ -485,7 +486,7 @@ def test_kv_is_adopted_into_the_row_of_the_padding(device: str) -> None:
 
 
 def test_kv_is_adopted_into_a_slot_with_a_step_ahead(device: str) -> None:
-    """As many tokens as it had, but others: the step ahead has seen the old ones."""
+    """The slot gets as many tokens as it had, but others. The step ahead has read the old ones and is useless."""
     backend, eager = (kind(tiny("Llama", device=device)) for kind in (GraphBackend, EagerBackend))
     slot, tokens = backend.open(), [5]
     for _ in range(6):
@@ -499,21 +500,27 @@ def test_kv_is_adopted_into_a_slot_with_a_step_ahead(device: str) -> None:
 
 
 def test_the_cache_is_whole_with_a_step_ahead(device: str, plain: Plain) -> None:
-    """It is read when a sequence leaves, by a stop token or before its end, alone and beside another one."""
+    """The cache is read when a sequence leaves: stopped by a token or cancelled, alone or beside another one."""
     model = tiny("Llama", device=device)
     expected = plain(model, PROMPTS[0], 24)
     kept: dict[DecodingSequence, Any] = {}
     backend = GraphBackend(tiny("Llama", device=device))
-    engine = Engine(backend, leaving=lambda sequence, slot: kept.update({sequence: backend.cached(slot)}))
+    engine = Engine(backend)
+
+    def keep(request: Request) -> None:
+        kept[request.sequence] = backend.cached(request.slot)
+
     stopped = DecodingSequence(PROMPTS[0], AUTOREGRESSIVE, rules=StopRules(24, frozenset(expected[5:6])))
     removed = sequence_of(PROMPTS[3])
-    for sequence in (stopped, removed):
-        engine.add(sequence)
-    while stopped in engine.running:
+    requests = [Request(sequence, finished=keep) for sequence in (stopped, removed)]
+    for request in requests:
+        engine.submit(request)
+    while stopped.finish_reason is None:
         engine.step()
     for _ in range(3):
         engine.step()
-    engine.remove(removed)
+    keep(requests[1])
+    engine.cancel(requests[1].id)
     for sequence, layers in kept.items():
         wanted = cache_of(model, sequence.tokens[:-1], device)
         for ours, theirs in zip(layers, wanted, strict=True):

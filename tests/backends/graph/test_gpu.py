@@ -1,7 +1,7 @@
 """On CUDA: the tokens of the model's own `generate`, and sampling equal to autoregressive sampling.
 
 Then the graph backend on a model large enough for several tiles, heads and splits: half precision, captured graphs, and
-what happens to them when the buffer grows or a larger step comes along. `test_graph.py` runs there as well.
+what happens to them when the buffer grows or a larger step is captured. `test_graph.py` runs on CUDA as well.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph import lanes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 from lookahead.transformers_hook.run import _known as known
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -40,7 +42,7 @@ def lm(make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig
 
 @pytest.fixture(autouse=True)
 def full_precision() -> Any:
-    """fp32 as such: tf32 would leave ten bits of mantissa, too few to compare tokens."""
+    """Real fp32 products: tf32 has ten bits of mantissa, too few to compare tokens."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -95,8 +97,8 @@ def texts(count: int, sizes: Sequence[int], vocabulary: int = 1024) -> list[list
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype) -> None:
-    """Steps of 1 token and of 128 give the same tokens, although random weights are never sure of one: in half
-    precision the two best logits of one row in twenty are equal or neighbours."""
+    """Steps of 1 token and of 128 give the same tokens. This is hard with random weights: in half precision the two
+    best logits of one row in twenty are equal or neighbours."""
     backend = GraphBackend(medium(dtype, 64))
     for prompt in texts(40, (8, 40, 300), 64):
         plain = outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0]
@@ -124,9 +126,9 @@ def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_capture_changes_nothing(dtype: torch.dtype) -> None:
-    """The same kernels in the same order: the same bits, from the first run on, whatever shape came between.
+    """The same kernels in the same order: the same bits, from the first run on, whatever size came between.
 
-    The first run of a shape is special: it runs twice, and must move the accepted K/V once.
+    The first run of a size is special: it runs twice, and must move the accepted K/V once.
     """
     model = medium(dtype)
     backends = [GraphBackend(model), GraphBackend(model, capture=False)]
@@ -153,27 +155,27 @@ def test_capture_changes_nothing(dtype: torch.dtype) -> None:
     for captured, plain in zip(*slots, strict=True):
         layers = zip(backends[0].cached(captured), backends[1].cached(plain), strict=True)
         assert all(torch.equal(a, b) for ours, theirs in layers for a, b in zip(ours, theirs, strict=True))
-    assert all(shape.graph is not None for shape in backends[0]._shapes.values())
-    assert all(shape.graph is None for shape in backends[1]._shapes.values())
+    assert all(captured.graph is not None for captured in backends[0]._steps.values())
+    assert all(captured.graph is None for captured in backends[1]._steps.values())
 
 
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("count", [1, 30, 128])
 @pytest.mark.parametrize("context", [60, 3000])
 def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int, invariant: bool) -> None:
-    """Thousands of times: programs wait for each other, and a race would show here."""
+    """Replay it thousands of times: programs wait for each other, and a race would show here."""
     backend = GraphBackend(medium(torch.bfloat16), invariant=invariant)
     backend.step([greedy(backend.open(), texts(1, (context,))[0], random_tree(count, 0), logits=True)])
-    shape = backend._shapes[1, graph.bucket(count), True]
-    assert shape.graph is not None
-    assert shape.logits is not None
-    first, cache = shape.logits[:count].clone(), backend.cache.clone()
+    captured = backend._steps[1, graph.bucket(count), True]
+    assert captured.graph is not None
+    assert captured.logits is not None
+    first, cache = captured.logits[:count].clone(), backend.kv.cache.clone()
     differed = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(3000):
-        shape.graph.replay()
-        differed += (shape.logits[:count] != first).any()
+        captured.graph.replay()
+        differed += (captured.logits[:count] != first).any()
     assert int(differed) == 0
-    assert torch.equal(backend.cache, cache)
+    assert torch.equal(backend.kv.cache, cache)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -189,7 +191,7 @@ def test_graph_equals_eager(invariant: bool) -> None:
 
 
 def test_batches_equal_their_sequences_alone() -> None:
-    """Three and five at once, which are padded; joining while others run; a budget for each."""
+    """Three and five at once, which are padded; then eight that join one by one, with different budgets."""
     backend = GraphBackend(medium(torch.float32))
     prompts = texts(8, (300, 8, 40, 1))
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
@@ -202,7 +204,7 @@ def test_batches_equal_their_sequences_alone() -> None:
         for i, prompt in enumerate(prompts)
     ]
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         engine.step()
         engine.step()
     while engine.running:
@@ -212,7 +214,7 @@ def test_batches_equal_their_sequences_alone() -> None:
 
 @pytest.mark.parametrize("count", [2, 5, 16])
 def test_half_precision_batches_that_share_equal_their_sequences_alone(count: int) -> None:
-    """A shared budget keeps all rows of a step within a tile, in which a row's bits are its own."""
+    """A shared budget keeps a step within 128 rows, where a row's bits do not depend on the others."""
     backend = GraphBackend(medium(torch.bfloat16, 64))
     prompts = texts(count, (300, 8, 40, 1), 64)
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
@@ -222,28 +224,28 @@ def test_half_precision_batches_that_share_equal_their_sequences_alone(count: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs hold the buffer's address and must go with it. Where keys stand in memory changes no bit of the result."""
+    """Graphs hold the buffer's address, so they must be dropped with it. The results stay the same, bit for bit."""
     model, prompts = medium(dtype), texts(3, (100, 8))
     wide = GraphBackend(model)
     expected = [run(wide, [prompt], LookaheadConfig(), 900)[0] for prompt in prompts]
-    capacity = wide.cache.shape[4]
-    monkeypatch.setattr(graph, "GROW", 160)
+    capacity = wide.kv.cache.shape[4]
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 160)
     backend = GraphBackend(model)
     found, sizes = [], []
     for prompt in prompts:
         found.append(run(backend, [prompt], LookaheadConfig(), 900)[0])
-        sizes.append(backend.cache.shape[4])
+        sizes.append(backend.kv.cache.shape[4])
     assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
     assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
     assert 160 < sizes[0] < capacity
-    if dtype is torch.float32:  # and with several rows, where growth comes while others' commits wait
+    if dtype is torch.float32:  # and with several lanes, where the buffer grows while others' commits wait
         batch = outputs(GraphBackend(model), prompts, LookaheadConfig(), 300)
         assert batch == [sequence.output[:300] for sequence in expected]
 
 
 def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
-    """A graph writes to the addresses it was captured with. Were one of them given back when a larger step needed more
-    room, the next owner of that memory would find it changed, and the splits' counters would not start at zero.
+    """A graph writes to the addresses it was captured with. If some of that memory were freed when a larger step needs
+    more room, its next owner would find it changed, and the splits' counters would not start at zero.
     """
     model = medium(torch.bfloat16)
     backend = GraphBackend(model)
@@ -263,7 +265,7 @@ def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
     assert torch.equal(alone(), expected)
     for size in (30, 100, 128, 300):
         backend.step([greedy(slots[1], (), random_tree(size, 0))])
-        # Whoever takes the memory that was given back: many pieces of every size, all sevens.
+        # Take any memory that was freed: many pieces of every size, filled with sevens.
         taken = [
             torch.full((1 << bits,), 7, dtype=torch.int32, device="cuda") for bits in range(2, 24) for _ in range(8)
         ]
@@ -276,8 +278,8 @@ def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
 def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured or not, alone and in padded batches: the same tokens, which half precision does not forgive, and the
-    same K/V. The buffer grows on the way.
+    """Captured or not, alone and in padded batches, steps ahead give the same tokens and the same K/V, in half
+    precision as well. The buffer grows on the way.
     """
     model, prompts = medium(dtype, 64), texts(5, (300, 8, 1, 40), 64)
     batches = [prompts[:1], prompts[1:2], prompts[:3], prompts]
@@ -286,24 +288,26 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
         kept: list[torch.Tensor] = []
         backend = GraphBackend(model, **options)
         found = []
+
+        def keep(request: Request) -> None:
+            kept.extend(kv for layer in backend.cached(request.slot) for kv in layer)
+
         for batch in batches:
-            engine = Engine(
-                backend, leaving=lambda _, slot: kept.extend(kv for layer in backend.cached(slot) for kv in layer)
-            )
+            engine = Engine(backend)
             sequences = [
                 DecodingSequence(prompt, AUTOREGRESSIVE, rules=StopRules(60 + 9 * i)) for i, prompt in enumerate(batch)
             ]
             for sequence in sequences:
-                engine.add(sequence)
+                engine.submit(Request(sequence, finished=keep))
             while engine.running:
                 engine.step()
             found += [sequence.output for sequence in sequences]
         return backend, found, kept
 
-    monkeypatch.setattr(graph, "GROW", 320)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 320)
     backend, found, kept = decoded()
-    assert backend.cache.shape[4] > 320
-    ahead = {batch for (batch, _, _), shape in backend._shapes.items() if shape.graph_ahead is not None}
+    assert backend.kv.cache.shape[4] > 320
+    ahead = {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None}
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):
         if not hint:
@@ -312,11 +316,11 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
         assert found == expected
         assert len(kept) == len(wanted)
         assert all(map(torch.equal, kept, wanted))
-        assert all(shape.graph_ahead is None for shape in other._shapes.values())
+        assert all(captured.graph_ahead is None for captured in other._steps.values())
 
 
 def test_a_step_ahead_that_nobody_waits_for() -> None:
-    """It is still on its way when other work comes: on another stream, of another backend, or none at all."""
+    """It still runs when other work comes: on another stream, of another backend, or none at all."""
     model, prompts = medium(torch.float32), texts(4, (300, 8))
     first, *others = (outputs(GraphBackend(model), [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts)
     stop = [token for i, token in enumerate(first) if token not in first[:i]][-1]
@@ -325,7 +329,7 @@ def test_a_step_ahead_that_nobody_waits_for() -> None:
     def stopped(backend: GraphBackend) -> list[int]:
         sequence = DecodingSequence(prompts[0], AUTOREGRESSIVE, rules=StopRules(40, frozenset([stop])))
         engine = Engine(backend)
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         while engine.running:
             engine.step()
         return sequence.output
@@ -353,14 +357,15 @@ def test_auto_is_the_graph_backend(dtype: torch.dtype) -> None:
 
 
 def test_graphs_that_nobody_needs_end_between_captures() -> None:
-    """A backend and its captured steps refer to each other, so that only the collector ends them. It may come at any
-    allocation, and during a capture that would end the process."""
+    """A backend in a reference cycle is freed by the garbage collector, which may run at any allocation. If it ran
+    during a capture, freeing the backend's graphs would end the process."""
     before = gc.get_threshold()
     model, (prompt,) = medium(torch.float32), texts(1, (20,))
     expected = outputs(GraphBackend(model), [prompt], LookaheadConfig(), 24)
     for _ in range(3):
         left = GraphBackend(model)
         outputs(left, [prompt], LookaheadConfig(), 8)
+        left.itself = left  # type: ignore[attr-defined]
         del left
         gc.set_threshold(1)
         try:
@@ -382,4 +387,4 @@ def test_generate_on_the_graph_backend() -> None:
             assert found[0] == found[1]
     kept = known[model].graph
     assert kept is not None
-    assert all(shape.graph is not None for shape in kept._shapes.values())
+    assert all(captured.graph is not None for captured in kept._steps.values())

@@ -1,6 +1,6 @@
-"""The graph backend: the tokens of `model.generate`, whatever the family, the batch, K, and the state of its buffer.
+"""The graph backend gives the tokens of `model.generate` for every family, batch, K, and state of its K/V buffer.
 
-On a CPU its steps run on the kernels' slow twins; where there is CUDA every test runs there as well, captured.
+On a CPU its steps run on the kernels' slow twins. Where there is CUDA, every test runs there as well, captured.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph import lanes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.sizes import TILE, bucket
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
-from lookahead.engine.processors import Rule, Walk
+from lookahead.engine.processors import PathVerifier, Rule
+from lookahead.engine.request import Request
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 
@@ -85,7 +87,7 @@ def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadC
     """Alone and in a batch, against a model that the backend has not touched."""
     model = make(name, device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
-    assert len({token for output in expected for token in output}) > 10  # it has more to say than a token or two
+    assert len({token for output in expected for token in output}) > 10  # the answers are not just a token or two
     backend = GraphBackend(make(name, device))
     assert [outputs(backend, [prompt], settings)[0] for prompt in PROMPTS] == expected
     together = run(backend, PROMPTS, settings)
@@ -95,7 +97,7 @@ def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadC
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sampling_equals_autoregressive(name: str, device: str, settings: LookaheadConfig) -> None:
-    """The same seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
+    """One seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
     eager = EagerBackend(make(name, device))
     expected = [outputs(eager, [prompt], AUTOREGRESSIVE, sampling=SAMPLING)[0] for prompt in PROMPTS]
     backend = GraphBackend(make(name, device))
@@ -115,15 +117,15 @@ def test_sampling_equals_autoregressive(name: str, device: str, settings: Lookah
     ],
 )
 def test_what_the_families_add_matters(name: str, changes: dict[str, Any], plain: Plain) -> None:
-    """Biases, norms of q and k, windows: without them the tokens differ, so the tests above can fail."""
+    """Without its biases, norms of q and k, or windows a model gives other tokens: the tests above would notice."""
     with_it, without = make(name), make(name, **changes)
     assert [plain(with_it, p, 24) for p in PROMPTS] != [plain(without, p, 24) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_scaled_rotary_positions(kind: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
-    """Dynamic and longrope factors follow the furthest position of a pass: asking for all of a buffer's positions at
-    once, most of them beyond the context, would answer for a text that long.
+    """Dynamic and longrope factors depend on the furthest position that is asked for. The backend makes tables for all
+    of the buffer's positions, most of them beyond the context, and must still get the factors of a short text.
     """
     rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
     model = make("llama", device, rope_parameters=rope)
@@ -134,20 +136,20 @@ def test_scaled_rotary_positions(kind: str, device: str, settings: LookaheadConf
 def test_a_context_that_is_full_before_the_buffer_is(
     device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The padding of a last step reaches past the context, the buffer doubles, and the factors must stay: the K/V that
-    is cached was turned by them.
+    """The last step's padding reaches past the context, so the buffer grows. The rotary factors must stay the same,
+    because the cached keys were rotated with them.
     """
-    monkeypatch.setattr(graph, "GROW", 64)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 64)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = make("llama", device, rope_parameters=rope, max_position_embeddings=64)
     expected = plain(model, PROMPTS[2], 34)
     backend = GraphBackend(model)
     assert outputs(backend, [PROMPTS[2]], settings, 100) == [expected]
-    assert backend.cache.shape[4] > 64
+    assert backend.kv.cache.shape[4] > 64
 
 
 def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings: LookaheadConfig) -> None:
-    """It remembers the factors of the longest text, until it sees a short one; the backend wants those of a short."""
+    """It keeps the factors of a long text until it sees a short one. The backend needs those of a short one."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     expected = outputs(EagerBackend(make("llama", device, rope_parameters=rope)), PROMPTS, settings)
     model = make("llama", device, rope_parameters=rope, max_position_embeddings=256)
@@ -157,7 +159,7 @@ def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings
 
 
 def test_a_guess_beyond_the_context_is_harmless(device: str) -> None:
-    """Nothing that stands there can be accepted, but the rows before it must be what they are without it."""
+    """A node there can never be accepted, and must not change the logits of the nodes before it."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = make("llama", device, rope_parameters=rope, max_position_embeddings=64)
     found = []
@@ -170,9 +172,9 @@ def test_a_guess_beyond_the_context_is_harmless(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadConfig) -> None:
-    """Up to seven at once, greedy and sampled, each with its own budget; one is taken out. Those that stay are exact.
+    """Up to seven at once, greedy and sampled, each with its own budget. One is removed; the others stay exact.
 
-    Rows are given back and taken again, and batches of 3, 5, 6 and 7 are padded to a power of two.
+    Lanes are given back and taken again, and batches of 3, 5, 6 and 7 are padded to a power of two.
     """
     rng = random.Random(seed)
     eager = EagerBackend(make("llama", device))
@@ -186,17 +188,18 @@ def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadCon
         sequence = DecodingSequence(prompt, config, sampling, StopRules(rng.choice([6, 20, 30])))
         waiting.append((max(0, number - 5) * 2, sequence))
     everyone = [sequence for _, sequence in waiting]
-    dropped, step, sizes = rng.choice(everyone), 0, set()
+    dropped, step, sizes, ids = rng.choice(everyone), 0, set(), {}
     while waiting or engine.running:
         while waiting and waiting[0][0] <= step:
-            engine.add(waiting.pop(0)[1])
-        if step == 4 and dropped in engine.running:
-            engine.remove(dropped)
+            sequence = waiting.pop(0)[1]
+            ids[sequence] = engine.submit(Request(sequence))
+        if step == 4 and dropped in ids:
+            engine.cancel(ids[dropped])
         sizes.add(len(engine.running))
         engine.step()
         step += 1
     assert max(sizes) > 4
-    assert backend._row == backend._length == backend._pending == {}
+    assert backend._lane == backend._length == backend._pending == {}
     for sequence in everyone:
         prompt, count = sequence.tokens[: sequence.prompt_tokens], sequence.rules.max_tokens
         expected = outputs(eager, [prompt], AUTOREGRESSIVE, count, sequence.sampling)[0]
@@ -212,12 +215,12 @@ def test_invariant_or_not(invariant: bool, device: str, settings: LookaheadConfi
     backend = GraphBackend(model, invariant=invariant)
     assert outputs(backend, PROMPTS, settings) == expected
     assert outputs(backend, PROMPTS[:1], LookaheadConfig(budget=200), 24) == expected[:1]
-    assert {count for _, count, _ in backend._shapes} >= {1, 64, 256}
+    assert {count for _, count, _ in backend._steps} >= {1, 64, 256}
 
 
-@pytest.mark.parametrize("bug", ["every earlier token is seen", "accepted rows stay where they are", "no rotation"])
+@pytest.mark.parametrize("bug", ["every earlier token is seen", "accepted K/V does not move", "no rotation"])
 def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail."""
+    """With a bug in the backend, the tokens differ: so the comparisons above can fail."""
     backend = GraphBackend(make("llama"))
     if bug == "every earlier token is seen":
         put = Packet.put_tree
@@ -226,11 +229,11 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
             put(packet, place, replace(tree, parents=list(range(-1, len(tree) - 1))), length)
 
         monkeypatch.setattr(Packet, "put_tree", put_chain)
-    elif bug == "accepted rows stay where they are":
-        monkeypatch.setattr(backend.ops, "keep", lambda *args: None)
+    elif bug == "accepted K/V does not move":
+        monkeypatch.setattr(backend.state.ops, "move_accepted", lambda *args: None)
     else:
-        backend.close(backend.open())  # the tables are made with the first row
-        backend.cosine, backend.sine = torch.ones_like(backend.cosine), torch.zeros_like(backend.sine)
+        backend.close(backend.open())  # the tables are made with the first lane
+        backend.kv.cosine, backend.kv.sine = torch.ones_like(backend.kv.cosine), torch.zeros_like(backend.kv.sine)
     found = []
     for seed in range(8):
         prompt = random.Random(seed).choices(range(VOCABULARY), k=20) * 2
@@ -238,7 +241,7 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     assert any(found)
 
 
-# Shapes of steps
+# Sizes of steps
 
 
 def test_buckets() -> None:
@@ -247,21 +250,21 @@ def test_buckets() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
-def test_a_shared_budget_fills_one_tile(count: int, device: str, plain: Plain) -> None:
-    """However many there are, their steps together have at most 128 tokens, padding and all."""
+def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain: Plain) -> None:
+    """However many sequences there are, a step has at most 128 rows, padding included."""
     rng, model = random.Random(3), make("llama", device)
     prompts = [rng.choices(range(VOCABULARY), k=rng.randrange(1, 30)) * 2 for _ in range(count)]
     backend = GraphBackend(model)
     found = outputs(backend, prompts, LookaheadConfig(shared=True), 24)
     assert found == [plain(model, prompt, 24) for prompt in prompts]
-    batches = [(batch, size) for batch, size, head in backend._shapes if head and batch > 1]
-    assert max(batch * size for batch, size in batches) == TILE
+    batches = [(batch, size) for batch, size, head in backend._steps if head and batch > 1]
+    assert max(batch * size for batch, size in batches) == INVARIANT_ROWS
     assert max(batch for batch, _ in batches) >= count
 
 
 @pytest.mark.parametrize("budget", [1, 2, 9, 16, 17, 33, 100, 200])
 def test_every_budget(budget: int, device: str, plain: Plain) -> None:
-    """Steps of every bucket up to 256, full and with a rest of padding."""
+    """Steps of every captured size up to 256, full ones and padded ones."""
     prompt = random.Random(5).choices(range(VOCABULARY), k=40) * 2
     config = AUTOREGRESSIVE if budget == 1 else LookaheadConfig().adapted(budget=budget)
     model = make("llama", device)
@@ -269,7 +272,7 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     backend = GraphBackend(model)
     assert outputs(backend, [prompt], config, 40) == [expected]
     assert outputs(backend, [prompt, PROMPTS[1]], config, 40) == [expected, plain(model, PROMPTS[1], 40)]
-    assert max(count for _, count, head in backend._shapes if head) == bucket(budget)
+    assert max(count for _, count, head in backend._steps if head) == bucket(budget)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -277,22 +280,22 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
 def test_chunked_prefill(
     name: str, chunk: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of several chunks, of just one, of one and a token more, and of one token, which has no prefill."""
-    monkeypatch.setattr(graph, "PREFILL", chunk)
+    """Prompts of several chunks, of exactly one, of one and a token more, and of one token, which needs no prefill."""
+    monkeypatch.setattr(graph, "PREFILL_TOKENS", chunk)
     model = make(name, device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     backend = GraphBackend(model)
     assert outputs(backend, PROMPTS, settings) == expected
-    assert max(count for _, count, head in backend._shapes if not head) == bucket(min(chunk, 29))
+    assert max(count for _, count, head in backend._steps if not head) == bucket(min(chunk, 29))
 
 
 def test_a_prompt_is_run_without_the_head(device: str) -> None:
-    """The head is a fifth of a small model, and of a prompt only the last token's logits are needed."""
+    """Only a prompt's last token needs logits, and the head is a fifth of a small model's work."""
     backend = GraphBackend(make("llama", device))
     slot = backend.open()
     backend.step([greedy(slot, [3] * 20, root(5))])
-    assert set(backend._shapes) == {(1, 32, False), (1, 1, True)}
-    assert backend._shapes[1, 32, False].logits is None
+    assert set(backend._steps) == {(1, 32, False), (1, 1, True)}
+    assert backend._steps[1, 32, False].logits is None
     assert backend.length(slot) == 20  # the root counts once it is committed
     backend.commit([(slot, ())])
     assert backend.length(slot) == 21
@@ -302,15 +305,15 @@ def test_a_prompt_is_run_without_the_head(device: str) -> None:
 
 
 def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Notes every growth of the buffer: its rows and its capacity, and whether accepted K/V was waiting to move."""
+    """Note every growth of the buffer: its lanes, its capacity, and whether accepted K/V was waiting to move."""
     noted: list[tuple[int, int, bool]] = []
     reserve = backend._reserve
 
-    def reserve_and_note(rows: int, capacity: int) -> None:
-        before, waiting = backend.cache.shape, any(pending.path for pending in backend._pending.values())
-        reserve(rows, capacity)
-        if backend.cache.shape != before:
-            noted.append((backend.cache.shape[2], backend.cache.shape[4], waiting))
+    def reserve_and_note(lanes: int, capacity: int) -> None:
+        before, waiting = backend.kv.cache.shape, any(pending.path for pending in backend._pending.values())
+        reserve(lanes, capacity)
+        if backend.kv.cache.shape != before:
+            noted.append((backend.kv.cache.shape[2], backend.kv.cache.shape[4], waiting))
 
     monkeypatch.setattr(backend, "_reserve", reserve_and_note)
     return noted
@@ -320,8 +323,8 @@ def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tupl
 def test_an_answer_outgrows_the_buffer(
     start: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a generation; alone, and then with others in rows beside it."""
-    monkeypatch.setattr(graph, "GROW", start)
+    """In the middle of a generation; alone, and then with others in the lanes beside it."""
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", start)
     model = make("llama", device)
     backend = GraphBackend(model)
     noted = growing(backend, monkeypatch)
@@ -334,8 +337,8 @@ def test_an_answer_outgrows_the_buffer(
 
 
 def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit's rows are read where they were written, before the buffer is another one."""
-    monkeypatch.setattr(graph, "GROW", 32)
+    """The commit's K/V moves before the buffer is replaced."""
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
     model = make("llama", device)
     backend, eager = GraphBackend(model), EagerBackend(model)
     noted = growing(backend, monkeypatch)
@@ -347,7 +350,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
         one.step([greedy(slot, [1, 2, 3], tree)])
         one.commit([(slot, path)])
         results.append(one.step([greedy(slot, (), random_tree(40, 2), logits=True)])[0].logits)
-    assert noted[-1][1:] == (backend.cache.shape[4], True)
+    assert noted[-1][1:] == (backend.kv.cache.shape[4], True)
     assert noted[-1][1] > 32
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
@@ -355,7 +358,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
 def test_a_long_answer_outgrows_the_buffer_again_and_again(
     device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "GROW", 64)
+    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 64)
     model = make("llama", device, max_position_embeddings=2048)
     backend = GraphBackend(model)
     noted = growing(backend, monkeypatch)
@@ -365,10 +368,10 @@ def test_a_long_answer_outgrows_the_buffer_again_and_again(
     assert len(sizes) > 2
 
 
-def test_a_new_row_while_commits_wait(
+def test_a_new_lane_while_commits_wait(
     device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row more makes the buffer anew; what was accepted and has not moved yet must move before."""
+    """One more lane replaces the buffer. Accepted K/V that has not moved yet must move before that."""
     model = make("llama", device)
     expected = [plain(model, prompt, 40) for prompt in PROMPTS]
     backend = GraphBackend(model)
@@ -376,7 +379,7 @@ def test_a_new_row_while_commits_wait(
     engine = Engine(backend)
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(40)) for prompt in PROMPTS]
     for sequence in reversed(sequences):
-        engine.add(sequence)
+        engine.submit(Request(sequence))
         engine.step()
         while engine.running and not any(pending.path for pending in backend._pending.values()):
             engine.step()
@@ -390,7 +393,7 @@ def test_a_new_row_while_commits_wait(
 def test_a_path_longer_than_the_packet_has_room_for(
     longest: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "PATH", longest)
+    monkeypatch.setattr(graph, "LONGEST_PATH", longest)
     model = make("llama", device)
     prompts = [PROMPTS[3], PROMPTS[0]]
     expected = [plain(model, prompt, 40) for prompt in prompts]
@@ -402,8 +405,8 @@ def test_a_path_longer_than_the_packet_has_room_for(
 
 
 def test_a_path_of_just_the_packets_length(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest path that travels, and one node more: the K/V that the eager backend has, before and after a step."""
-    monkeypatch.setattr(graph, "PATH", 4)
+    """The longest path that a packet has room for, and one node more, give the eager backend's logits and K/V."""
+    monkeypatch.setattr(graph, "LONGEST_PATH", 4)
     model = make("llama", device)
     tokens = random_tree(12, 0).tokens
     depths = [0, *((node + 1) // 2 for node in range(1, 12))]
@@ -423,7 +426,7 @@ def test_a_path_of_just_the_packets_length(device: str, monkeypatch: pytest.Monk
 
 
 def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, plain: Plain) -> None:
-    """It is closed with a commit on its way. What its row and the padding's hold is made NaN: it would spread."""
+    """A slot is closed while its commit waits. All K/V is then set to NaN, which would spread if anything read it."""
     model = make("mistral", device)
     backend = GraphBackend(model)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
@@ -431,14 +434,14 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     backend.step([greedy(slot, PROMPTS[2], random_tree(20, 0))])
     backend.commit([(slot, [1])])
     assert backend._pending
-    row = backend._row[slot]
+    lane = backend._lane[slot]
     backend.close(slot)
     assert not backend._pending
     with torch.inference_mode():
-        backend.cache.fill_(float("nan"))
+        backend.kv.cache.fill_(float("nan"))
 
     second = backend.open()
-    assert (backend._row[second], backend.length(second)) == (row, 0)
+    assert (backend._lane[second], backend.length(second)) == (lane, 0)
     fresh = GraphBackend(make("mistral", device))
     found, wanted = (
         one.step([greedy(s, [8, 9], root(3), logits=True)])[0] for one, s in ((backend, second), (fresh, fresh.open()))
@@ -450,7 +453,7 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
 
 
 def test_slots_in_any_order(device: str) -> None:
-    """A step's inputs need not come in the order of their rows, nor have neighbouring ones."""
+    """A step's inputs may come in any order of their lanes, with gaps between them."""
     model = make("llama", device)
     backend = GraphBackend(model)
     slots = [backend.open() for _ in range(5)]
@@ -480,7 +483,7 @@ def assert_close(
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, plain: Plain) -> None:
-    """What is cached is what the eager backend caches, a waiting commit included, and either can go on from it."""
+    """The cached K/V, with a waiting commit, is the eager backend's, and both backends can continue from it."""
     model = make(name, device)
     backend, eager = GraphBackend(model), EagerBackend(make(name, device))
     tree = random_tree(20, 1)
@@ -489,7 +492,7 @@ def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, pla
     assert path[0] > 1  # so the commit moves something
     slots = []
     for one in (backend, eager):
-        one.open()  # someone else's row before it
+        one.open()  # another sequence's lane before it
         slots.append(one.open())
         one.step([greedy(slots[-1], PROMPTS[2], tree)])
         one.commit([(slots[-1], path)])
@@ -510,29 +513,33 @@ def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, pla
         assert one.length(adopted) == len(text)
         sequence = DecodingSequence([*text, next_root], settings, rules=StopRules(20))
         engine = Engine(one)
-        engine.add(sequence, adopted)
+        engine.submit(Request(sequence, slot=adopted))
         while engine.running:
             engine.step()
         assert sequence.output == expected
-    # The copies are their reader's own: what has run since did not change them.
+    # `cached` gave copies: what has run since did not change them.
     assert_close(ours, theirs)
     sequence = DecodingSequence([*text, next_root], settings, rules=StopRules(20))
     engine = Engine(backend)
-    engine.add(sequence, slot)
+    engine.submit(Request(sequence, slot=slot))
     while engine.running:
         engine.step()
     assert sequence.output == expected
 
 
 def test_the_cache_is_whole_when_a_sequence_leaves(device: str, settings: LookaheadConfig) -> None:
-    """`leaving` reads the K/V of a sequence whose last commit has not moved; the others' commits wait beside it."""
+    """`finished` reads a sequence's K/V while its last commit, and those of the others, have not moved yet."""
     model = make("llama", device)
     kept: dict[DecodingSequence, Any] = {}
     backend = GraphBackend(model)
-    engine = Engine(backend, leaving=lambda sequence, slot: kept.update({sequence: backend.cached(slot)}))
+    engine = Engine(backend)
+
+    def keep(request: Request) -> None:
+        kept[request.sequence] = backend.cached(request.slot)
+
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(9 + 4 * i)) for i, prompt in enumerate(PROMPTS)]
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence, finished=keep))
     while engine.running:
         engine.step()
     for sequence in sequences:
@@ -566,7 +573,7 @@ def held(backend: GraphBackend) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "qwen2", "qwen3"])
 def test_weights_are_held_once(name: str, device: str, plain: Plain) -> None:
-    """The model's matrices are views of the fused ones, and still its own: same numbers, same output."""
+    """The model's matrices are views of the fused ones, with the same numbers, and it gives the same output."""
     model = make(name, device)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     before = sum(storages(*model.parameters()).values())
@@ -589,7 +596,7 @@ def test_weights_are_held_once(name: str, device: str, plain: Plain) -> None:
 
 
 def test_a_second_backend_shares_the_weights_of_the_first(device: str, settings: LookaheadConfig, plain: Plain) -> None:
-    """As one with and one without `invariant`: they hold the model once."""
+    """One backend with and one without `invariant` hold the model once."""
     model = make("llama", device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     backends = [GraphBackend(model, invariant=invariant) for invariant in (True, False)]
@@ -600,7 +607,7 @@ def test_a_second_backend_shares_the_weights_of_the_first(device: str, settings:
 
 
 def test_a_model_can_be_saved_afterwards(tmp_path: Path, plain: Plain) -> None:
-    """Its matrices share memory now, which writers of checkpoints look for."""
+    """Its matrices share memory now, and code that writes checkpoints treats shared memory specially."""
     model = make("qwen2")
     expected = plain(model, PROMPTS[0], 24)
     relay(model)
@@ -643,11 +650,11 @@ def broken(reason: str) -> Any:
 
 
 class Adapted(nn.Linear):
-    """As adapters do it: a matrix and something on top."""
+    """A subclass of a plain matrix, as adapters use it."""
 
 
 class WQLinear_GEMM(nn.Module):
-    """Named as AWQ names it, and with packed weights in buffers, as it has them."""
+    """AWQ's name for a layer with packed weights, which it keeps in buffers."""
 
     def __init__(self, of: nn.Linear) -> None:
         super().__init__()
@@ -676,7 +683,7 @@ class WQLinear_GEMM(nn.Module):
     ],
 )
 def test_refuses(reason: str, message: str) -> None:
-    """With the reason, and before a weight is touched."""
+    """It says why, and leaves the model's weights as they are."""
     model = broken(reason)
     weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     with pytest.raises(UnsupportedModelError, match=rf"^the graph backend does not run this model: .*({message})"):
@@ -690,7 +697,7 @@ def test_does_not_refuse(name: str) -> None:
 
 
 def test_hooks_of_transformers_own_are_no_reason(settings: LookaheadConfig, plain: Plain) -> None:
-    """Who has once asked for hidden states has hooks in the model that stay, and only note what passes."""
+    """Asking a model for hidden states leaves hooks in it, which only record what passes."""
     model = make("llama")
     expected = plain(model, PROMPTS[0], 24)
     with torch.inference_mode():
@@ -700,7 +707,7 @@ def test_hooks_of_transformers_own_are_no_reason(settings: LookaheadConfig, plai
 
 
 def test_what_no_backend_runs_is_refused_first() -> None:
-    """An attention without a 4-D mask has no parity with anything: the reason is the general one."""
+    """An attention that takes no 4-D mask is refused by every backend, so the reason given is the general one."""
     model = make("llama")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match=r"cannot be decoded exactly: attention 'flash_attention_2'"):
@@ -711,12 +718,12 @@ def test_what_no_backend_runs_is_refused_first() -> None:
 
 
 def tops(result: StepOutput) -> list[tuple[int, ...]]:
-    """The likeliest tokens and their levels, which come as tuples or as an array."""
-    return [tuple(map(int, row)) for row in result.top]
+    """The top tokens and their levels as tuples; nothing where nobody asked."""
+    return [] if result.top is None else [tuple(line) for line in result.top.tolist()]
 
 
 def assert_same_results(found: StepOutput, expected: StepOutput, top: int) -> None:
-    """Targets and the best tokens, judged by the eager backend's logits: equal up to ties. Levels within one."""
+    """Logits, targets and top tokens agree; top tokens up to ties in the expected logits, levels within one."""
     logits = expected.logits
     assert len(found.targets) == len(expected.targets) == len(logits)
     torch.testing.assert_close(found.logits, logits, atol=2e-4, rtol=1e-4)
@@ -746,7 +753,7 @@ def test_results_equal_the_eager_backends(name: str, size: int, device: str) -> 
 
 
 def test_results_of_a_ragged_batch(device: str) -> None:
-    """Trees of four sizes, some rows' logits only, one sequence sampled, one without the likeliest tokens."""
+    """Trees of four sizes, not all nodes needed; one sequence is sampled, one asks for no top tokens."""
     model = make("qwen2", device)
     trees = [random_tree(size, size, rows) for size, rows in ((1, 1), (40, 7), (12, 12), (5, 2))]
     uniforms = [0.3, NO_DRAW, *[0.05 * i for i in range(10)]]
@@ -765,14 +772,17 @@ def test_results_of_a_ragged_batch(device: str) -> None:
 @pytest.mark.parametrize("kind", [EagerBackend, GraphBackend])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
-    """Rows of a batch that lack none, a few and many of the tokens before their roots: K/V stand where they belong.
+    """Sequences of a batch have no trail, a short one and a long one. Afterwards all K/V stands where it belongs:
 
-    Then a step without trails on top of it gives the logits of the whole text.
+    a further step without trails gives the logits of the whole text.
     """
     model = make(name, device)
     backend = kind(model)
     rng = random.Random(0)
-    trails = [[rng.randrange(VOCABULARY) for _ in range(count)] for count in (0, 3, graph.TRAIL, graph.TRAIL + 5)]
+    trails = [
+        [rng.randrange(VOCABULARY) for _ in range(count)]
+        for count in (0, 3, graph.LONGEST_TRAIL, graph.LONGEST_TRAIL + 5)
+    ]
     trees = [random_tree(size, size) for size in (12, 5, 20, 7)]
     paths = [descent(tree) for tree in trees]
     slots = [backend.open() for _ in PROMPTS]
@@ -785,9 +795,9 @@ def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
     for text, trail, tree, path in zip(texts, trails, trees, paths, strict=True):
         text += [*trail, tree.tokens[0], *(tree.tokens[node] for node in path)]
     assert [backend.length(slot) for slot in slots] == list(map(len, texts))
-    if kind is GraphBackend:  # those that are short enough cost no pass of their own
-        assert max(count for batch, count, head in backend._shapes if head and batch == 4) >= 32 + 20
-        assert [count for _, count, head in backend._shapes if not head and count > 32] == [64]
+    if kind is GraphBackend:  # the short trails needed no pass of their own
+        assert max(count for batch, count, head in backend._steps if head and batch == 4) >= 32 + 20
+        assert [count for _, count, head in backend._steps if not head and count > 32] == [64]
     found = backend.step([greedy(slot, (), root(2), logits=True) for slot in slots])
     for text, result in zip(texts, found, strict=True):
         ids = torch.tensor([[*text, 2]], device=device)
@@ -823,7 +833,7 @@ def test_a_vocabulary_smaller_than_the_top(device: str, plain: Plain) -> None:
 
 
 def test_logits_stay_their_readers(device: str) -> None:
-    """Who asked for logits may read them after a step of another sequence, which reuses the memory of the shape."""
+    """Logits that were handed out stay as they are when another sequence's step reuses the captured step's memory."""
     backend = GraphBackend(make("llama", device))
     slots = [backend.open(), backend.open()]
     first = backend.step([greedy(slots[0], PROMPTS[0], root(3), logits=True)])[0].logits
@@ -833,29 +843,31 @@ def test_logits_stay_their_readers(device: str) -> None:
     assert torch.equal(first, copied)
 
 
-def test_a_judge_sees_every_newcomers_logits(device: str, settings: LookaheadConfig) -> None:
-    """Newcomers run one after another and are judged together. The processor here only halves, but it has to ask."""
+def test_a_verifier_sees_every_newcomers_logits(device: str, settings: LookaheadConfig) -> None:
+    """New sequences take their first steps one by one; a logits processor (here it halves) sees them together."""
     expected = [outputs(EagerBackend(make("llama", device)), [prompt], settings)[0] for prompt in PROMPTS]
     backend = GraphBackend(make("llama", device))
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(24)) for prompt in PROMPTS]
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in PROMPTS], device=device)
-    engine = Engine(backend, Walk(sequences, ids, Rule(processors=lambda ids, scores: scores / 2, pad=0)))
+    engine = Engine(backend)
+    verifier = PathVerifier(sequences, ids, Rule(processors=lambda ids, scores: scores / 2, pad=0))
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence, verifier))
     while engine.running:
         engine.step()
     assert [sequence.output for sequence in sequences] == expected
 
 
 def test_launch_and_collect_apart(device: str) -> None:
-    """The host may do as it likes between them; `step` is the two together."""
+    """Between the two, the host may change what it passed in. `step` is both in one."""
     model = make("llama", device)
     backend = GraphBackend(model)
     tree = random_tree(20, 5)
     slots = [backend.open(), backend.open()]
     launched = backend.launch([greedy(slots[0], PROMPTS[0], tree, 8)])
-    tree.tokens[:] = [0] * 20  # the packet is written
+    for node in range(20):
+        tree.tokens[node] = 0  # no harm: the packet is written
     found = backend.collect(launched)[0]
     again = backend.step([greedy(slots[1], PROMPTS[0], random_tree(20, 5), 8)])[0]
     assert (found.targets, tops(found)) == (again.targets, tops(again))
@@ -863,12 +875,12 @@ def test_launch_and_collect_apart(device: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What verification reads of a tree is made after the launch, and before anybody waits for the device."""
+    """What verification needs of a tree is computed after the launch and before the wait for the device."""
     backend = GraphBackend(make("llama", "cpu"))
     launch, collect, told = backend.launch, backend.collect, list[tuple[str, bool]]()
 
     def note(when: str, inputs: Any) -> None:
-        told.extend((when, item.tree._guesses is not None) for item in inputs)
+        told.extend((when, item.tree._below is not None) for item in inputs)
 
     def noted_launch(inputs: Any) -> Any:
         note("launch", inputs)
@@ -884,27 +896,27 @@ def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypa
     ]
     engine = Engine(backend)
     for sequence in sequences:
-        engine.add(sequence)
+        engine.submit(Request(sequence))
     while engine.running:
         engine.step()
     assert set(told) == {("launch", False), ("launched", False), ("collect", True)}
 
 
 def test_prepared_for_every_length(device: str, plain: Plain) -> None:
-    """Nothing is captured later, and the K/V buffer need not grow; tokens are as ever."""
+    """After `prepare` nothing more is captured, and the K/V buffer does not grow. The tokens are the usual ones."""
     backend = GraphBackend(make("llama", device))
     backend.prepare(230, 64)
-    shapes, cache = dict(backend._shapes), backend.cache
-    assert {(count, head) for _, count, head in shapes} == {
+    steps, cache = dict(backend._steps), backend.kv.cache
+    assert {(count, head) for _, count, head in steps} == {
         *((size, False) for size in (1, 16, 32, 64, 128, 256)),
         *((size, True) for size in (1, 16, 32, 64)),
     }
-    assert backend._row == backend._length == backend._pending == {}
+    assert backend._lane == backend._length == backend._pending == {}
     for length in (2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
         assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
-    assert backend._shapes == shapes
-    assert backend.cache is cache
+    assert backend._steps == steps
+    assert backend.kv.cache is cache
 
 
 @pytest.mark.parametrize(("has_it", "current", "entered"), [(1, 0, [1]), (1, 1, []), (0, 0, [])])

@@ -1,7 +1,7 @@
 """The graph backend on the real Triton kernels, run by Triton's interpreter: the whole step without a GPU.
 
-`test_graph.py` runs it on the kernels' twins, and tests/kernels compares each kernel with its twin. What is left is how
-the backend calls the kernels: strides, dtypes, which buffer is handed on to whom.
+`test_graph.py` runs the backend on the kernels' twins, and `kernels/` compares each kernel with its twin. What remains
+to test is how the backend calls the kernels: strides, dtypes, and which buffer goes where.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ pytest.importorskip("triton")
 from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
-from lookahead.backends.graph import captured as shape
+from lookahead.backends.graph import captured, sizes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference
 from lookahead.backends.graph.kernels.top import TopWork, top_tokens
-from lookahead.backends.graph.ops import Ops, TopOut
+from lookahead.backends.graph.ops import Ops, TopTokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
 SETTINGS = LookaheadConfig(window=0, budget=5)
 SIZES = (1, 5, 16)
-"""Small steps, little padding: the interpreter takes a millisecond for a program, and a launch has one per token."""
+"""Small steps with little padding: the interpreter takes a millisecond per program, and a launch has one per token."""
 PROMPT = [*range(2, 14)]
 
 
-class InterpretedTop(TopOut):
-    """The kernels' top-8 on a CPU."""
+class InterpretedTop(TopTokens):
+    """Top tokens by the Triton kernel, on a CPU."""
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         super().__init__(rows, vocabulary, top, device)
@@ -46,18 +46,19 @@ class InterpretedTop(TopOut):
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
-    """A backend on a CPU whose every operation is the Triton kernel. A twin that is called after all raises."""
+    """Makes a backend on a CPU that runs every operation as its Triton kernel. Calling a twin raises."""
 
     def twin(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a twin was called in place of its kernel")
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
-        monkeypatch.setattr(shape, "TopOut", InterpretedTop)
-        monkeypatch.setattr(shape, "SIZES", SIZES)
-        for name in ("attend", "add_norm", "rotate_write", "gate", "keep", "top_tokens"):
+        monkeypatch.setattr(captured, "TopTokens", InterpretedTop)
+        monkeypatch.setattr(sizes, "STEP_SIZES", SIZES)
+        monkeypatch.setattr(sizes, "BATCH_SIZES", SIZES)
+        for name in ("attend", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         backend = GraphBackend(model)
-        backend.ops = Ops(backend.device, compiled=True, processors=processors)
+        backend.state.ops = Ops(backend.device, compiled=True, processors=processors)
         return backend
 
     return make
@@ -66,7 +67,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
 def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) -> tuple[list[int], int]:
     """Decode as many tokens as the answer has, by trees that hold its next two tokens, each behind a wrong one.
 
-    Returns the tokens and the number of steps. Every accepted path stands apart, so its K/V rows have to move.
+    Returns the tokens and the number of steps. Accepted nodes never stand next to their prefix, so their K/V must move.
     """
     slot, tokens, steps = backend.open(), list(prompt), 0
     while len(tokens) < len(prompt) + len(answer):
@@ -110,16 +111,16 @@ def test_a_ragged_batch(
     interpreted: Callable[[Any], GraphBackend],
     plain: Callable[[Any, Sequence[int], int], list[int]],
 ) -> None:
-    """Three sequences and a row of padding. Token by token the device goes on with its own targets, after a step."""
+    """Three sequences, padded to four. Token by token, the device continues with its own targets."""
     model = tiny("Llama", num_hidden_layers=1)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
     assert outputs(interpreted(model), prompts, config, 5) == expected
 
 
-def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
-    """A captured graph writes to the addresses that it was captured with. A larger step, captured later, must not
-    give them back while the smaller one's graph is there to be replayed.
+def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
+    """A captured graph writes to the addresses that it was captured with. Capturing a larger step later must not free
+    that memory, as the smaller step's graph may be replayed.
     """
     model = tiny("Llama", num_hidden_layers=1)
     backend = interpreted(model, processors=132)
@@ -131,12 +132,12 @@ def test_memory_of_a_captured_shape_is_not_freed(interpreted: Callable[..., Grap
         given[q.shape[1]] = [weakref.ref(x) for x in (work.part, work.top, work.arrived)]
         return result
 
-    backend.ops.attend = noting
+    backend.state.ops.attend = noting
     slot = backend.open()
     generator = torch.Generator().manual_seed(0)
     backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])
     backend.step([greedy(slot, (), root(3))])
     backend.step([greedy(slot, (), random_tree(14, 0))])
     assert set(given) == {1, 16}
-    assert {count for _, count, _ in backend._shapes} == {1, 16}
+    assert {count for _, count, _ in backend._steps} == {1, 16}
     assert all(ref() is not None for refs in given.values() for ref in refs)

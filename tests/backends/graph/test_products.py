@@ -1,4 +1,4 @@
-"""Which rows and kernels a step's products get: bits decide what may be taken, time which of it is."""
+"""Which rows and kernels a step's products get: those that give the right bits, and of these the fastest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights() -> list[torch.Tensor]:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Products:
-    """As on a GPU without cuBLASLt, but computed here."""
+    """As on a GPU without cuBLASLt, but computed on the CPU."""
     made = Products(torch.device("cpu"), torch.float32, invariant=True)
     monkeypatch.setattr(made, "device", torch.device("cuda"))
     return made
@@ -31,7 +31,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
 def test_torch_is_given_the_rows_that_make_it_invariant(
     products: Products, weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here a product of fewer than 30 rows, or of 64, adds up in another order; no step may use one."""
+    """Here torch adds products of fewer than 30 rows, and of 64, in another order. No step may use those."""
 
     def mm(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         FakeKernel(0, usual=30 <= len(x) != 64)(x, y.t(), out)
@@ -44,7 +44,7 @@ def test_torch_is_given_the_rows_that_make_it_invariant(
 
 
 class FakeKernel:
-    """Takes so long, and adds in the usual order or in another."""
+    """A kernel that takes so long, and adds in the usual order or in another one."""
 
     def __init__(self, milliseconds: float, usual: bool = True) -> None:
         self.milliseconds, self.usual = milliseconds, usual
@@ -85,7 +85,7 @@ def test_the_fastest_kernel_of_the_same_bits_is_taken(
     assert products.plan(weights, 256) == Product(256, by_torch)
 
 
-def test_the_first_kernel_for_a_whole_tile_says_which_bits(
+def test_the_first_kernel_for_128_rows_says_which_bits(
     with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
 ) -> None:
     usual, other = FakeKernel(1), FakeKernel(2, usual=False)
@@ -124,8 +124,8 @@ def test_a_kernel_with_a_fault_is_not_taken(
     assert products.plan(weights, 1) == Product(1, right)
 
 
-def test_numbers_that_cancel_tell_orders_apart() -> None:
-    """A sum in one go, in halves, and backwards: of bf16 numbers that do not cancel hardly one result would differ."""
+def test_inputs_that_cancel_tell_orders_apart() -> None:
+    """Sums in one go, in halves, and backwards differ. With bf16 inputs that do not cancel, hardly one result would."""
     x, weight = cancelling(torch.empty(64, 576, dtype=torch.bfloat16))
     terms = x[:, None].float() * weight.float()
     assert terms.double().sum(-1).abs().max() == 0

@@ -1,10 +1,13 @@
-"""The step ahead: token by token, the device goes on by itself while the host reads what the last step gave.
+"""The step ahead: token by token, the device starts the next step by itself while the host reads the last one.
 
-A step of one token needs nothing of the host that is not on the device: its token is the last target, its place the
-next one. So where the inputs say that they go on, the graph backend starts the following step behind the one that it
-was asked for, and the device does not wait for the host. If that step is what the host asks for next, it has begun or
-is done. If not (a stop token, a newcomer), it is forgotten: it has written one row of K/V per sequence, behind all that
-is cached, and whatever comes next runs after it and writes over that.
+A step of one token per sequence needs nothing from the host: its token is the last target, and its position the next
+one. So when all inputs of a step say that they continue alone, the graph backend starts the following step right behind
+it, and the device does not have to wait for the host. If the host then asks for that very step, it is running already
+or done.
+
+If the host asks for something else (a sequence stopped, another one joined), the step ahead is forgotten. It does no
+harm: it wrote the K/V of one token per sequence, behind all that is cached, and whatever comes next runs after it and
+overwrites that.
 """
 
 from __future__ import annotations
@@ -16,17 +19,19 @@ import torch
 
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.captured import CapturedStep
 
 
 @dataclass(slots=True)
-class Launched:
-    """A step on its way: its roots' places, which of the host's two copies gets its results, and its stream.
+class RunningStep:
+    """A step that was launched.
 
-    `done` comes to pass after it, where another step was given to the stream meanwhile.
+    `lengths` are the positions of its roots, `turn` the host copy that gets its results, `stream` the CUDA stream it
+    runs on (None on a CPU). `done` is set when a step ahead follows on the same stream: waiting for the stream would
+    wait for that step, too, so the host waits for this event instead.
     """
 
-    shape: Shape
+    step: CapturedStep
     inputs: list[StepInput]
     lengths: list[int]
     turn: int
@@ -34,79 +39,85 @@ class Launched:
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Until its results are there. On a CPU they are."""
+        """Block until the results are on the host. On a CPU they are there at once."""
         if self.done is not None:
             self.done.synchronize()
         elif self.stream is not None:
             self.stream.synchronize()
 
 
-class Ahead:
-    """At most one step that runs before it is asked for.
+class StepAhead:
+    """At most one step that runs before the host asks for it.
 
-    When one was in vain because other sequences had their turn, none is started until the same have two turns running:
-    two engines that step in turn would waste every one.
+    Two engines that step in turn on one backend would waste every step ahead. So after one was wasted on other
+    sequences, none is started until the same sequences step twice in a row.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._step: Launched | None = None
-        self._before: Launched | None = None
-        self._roots: list[list[int]] = []
-        self._in_turns = False
-        self._slots: list[int] = []  # of the last turn
+        self._running: RunningStep | None = None  # the step ahead
+        self._before: RunningStep | None = None  # the step that it follows
+        self._roots: list[list[int]] = []  # that step's targets, which the step ahead has taken as its roots
+        self._paused = False
+        self._last_slots: list[int] = []  # those of the last step, noted while paused
 
-    def start(self, before: Launched, capacity: int) -> None:
-        """Start the step after `before`, if it is known and has room. It never makes room: then `before` goes alone."""
-        if self._in_turns or not all(item.continues_alone and alone(item) for item in before.inputs):
+    def start(self, before: RunningStep, capacity: int) -> None:
+        """Start the step after `before`, if its inputs are known and a lane of `capacity` tokens has room for it.
+
+        It never makes the K/V buffer grow: without room, no step runs ahead.
+        """
+        if self._paused or not all(item.continues_alone and is_plain(item) for item in before.inputs):
             return
         if max(before.lengths) + 2 > capacity:
             return
         if before.stream is not None:
             before.done = before.stream.record_event()
         turn, lengths = 1 - before.turn, [length + 1 for length in before.lengths]
-        before.shape.run_ahead(turn)
-        self._step = Launched(before.shape, before.inputs, lengths, turn, stream_of(self._device))
+        before.step.run_ahead(turn)
+        self._running = RunningStep(before.step, before.inputs, lengths, turn, stream_of(self._device))
         self._before = before
 
-    def collected(self, launched: Launched, results: Sequence[StepOutput]) -> None:
-        """The host has read a step: if it is the one before, its targets are what the step ahead took as tokens."""
-        if launched is self._before:
+    def collected(self, running: RunningStep, results: Sequence[StepOutput]) -> None:
+        """Note the results that the host has read of a step: the step ahead follows from them."""
+        if running is self._before:
             self._roots = [list(result.targets) for result in results]
 
-    def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> Launched | None:
-        """The step ahead, if it is the step of these inputs. Else it is forgotten. `cached` are the lengths by slot."""
-        if self._step is None and not self._in_turns:
+    def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> RunningStep | None:
+        """The step ahead if it is the step of these inputs. Else forget it and return None.
+
+        `cached` tells each open slot's length.
+        """
+        if self._running is None and not self._paused:
             return None
-        roots, step, slots = self._roots, self.forget(), [item.slot for item in inputs]
-        if step is None:
-            self._in_turns, self._slots = slots != self._slots, slots
+        roots, running, slots = self._roots, self.forget(), [item.slot for item in inputs]
+        if running is None:  # paused: go on when the same slots step again
+            self._paused, self._last_slots = slots != self._last_slots, slots
             return None
-        if slots != [item.slot for item in step.inputs]:
-            self._in_turns, self._slots = all(item.slot in cached for item in step.inputs), slots
+        if slots != [item.slot for item in running.inputs]:  # wasted: pause, unless one of its sequences has ended
+            self._paused, self._last_slots = all(item.slot in cached for item in running.inputs), slots
             return None
-        if not all(map(alone, inputs)) or [cached[slot] for slot in slots] != step.lengths:
+        if not all(map(is_plain, inputs)) or [cached[slot] for slot in slots] != running.lengths:
             return None
         if [list(item.tree.tokens) for item in inputs] != roots:
             return None
-        return replace(step, inputs=list(inputs))
+        return replace(running, inputs=list(inputs))
 
-    def forget(self) -> Launched | None:
-        """Expect nothing of the step ahead. What follows runs behind it, on whichever stream."""
-        step = self._step
-        if step is not None and step.stream is not None:
+    def forget(self) -> RunningStep | None:
+        """Give up the step ahead. Work that is launched next, on any stream, will run after it."""
+        running = self._running
+        if running is not None and running.stream is not None:
             here = stream_of(self._device)
-            if here is not None and here != step.stream:
-                here.wait_stream(step.stream)
-        self._step, self._before, self._roots = None, None, []
-        return step
+            if here is not None and here != running.stream:
+                here.wait_stream(running.stream)
+        self._running, self._before, self._roots = None, None, []
+        return running
 
 
-def alone(item: StepInput) -> bool:
-    """A step of the root alone, of which nothing but the target is wanted."""
+def is_plain(item: StepInput) -> bool:
+    """Whether this is a greedy step of the root alone that returns no logits."""
     return len(item.tree) == 1 and not item.trail and item.sampling.greedy and not item.logits
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that the device is given work on. On a CPU nothing is left to do."""
+    """The CUDA stream that work is launched on now. None on a CPU, where work is done when a call returns."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

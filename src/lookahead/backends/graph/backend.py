@@ -1,11 +1,12 @@
-"""The graph backend: Llama-like models with a static K/V buffer, fused layers, and the whole step as one CUDA graph.
+"""The graph backend: Llama-like models, with a static K/V buffer, fused layers, and each step as one CUDA graph.
 
-A step of a captured shape (batch, K) is: write one packet of integers into pinned memory, replay the graph, read one
-packet back. The graph (`shape.Shape`) copies the packet in, moves the K/V of the tokens accepted last, runs the layers,
-picks targets and top-8, and copies them out. Lengths and positions are read on the device, so that one graph serves
-every context. Token by token not even the packet is needed: see `ahead`.
+To run a step, the host writes one packet of integers into pinned memory, replays the graph that was captured for the
+step's size (batch, K), and reads one array of results back. The graph (`captured.CapturedStep`) copies the packet to
+the device, moves the K/V of the tokens accepted last, runs the layers, computes targets and top tokens, and copies them
+to the host. It reads lengths and positions on the device, so that one graph serves every context length. A plain
+one-token step can even start before the host asks for it: see `ahead`.
 
-On a CPU the same steps run uncaptured on the kernels' slow twins: for tests, not for speed.
+On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for tests, not for speed.
 """
 
 from __future__ import annotations
@@ -20,28 +21,27 @@ import torch
 from lookahead.algorithm.sampling import pick
 from lookahead.algorithm.tree import StepOutput, TokenTree, below_trail
 from lookahead.backends.base import StepInput, padded
-from lookahead.backends.graph.ahead import Ahead, Launched, stream_of
-from lookahead.backends.graph.captured import Shape
+from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
+from lookahead.backends.graph.captured import CapturedStep, DeviceState
+from lookahead.backends.graph.lanes import KVLanes
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.packet import PATH
+from lookahead.backends.graph.packet import LONGEST_PATH
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import check_supported, context_length
 from lookahead.config import SamplingParams
 
-PREFILL = 512
-"""Prompt tokens per pass."""
-TRAIL = 32
-"""The longest trail behind cached tokens that runs within the step's own pass: the few tokens that another rank of
-lookahead parallelism computed. Longer ones, and prompts, run by themselves."""
-GROW = 2048
-"""The K/V buffer's smallest capacity; it grows by a quarter at least. Growing it captures the graphs anew."""
+PREFILL_TOKENS = 512
+"""The most prompt tokens per forward pass."""
+LONGEST_TRAIL = 32
+"""The longest trail that runs in the same pass as its tree. In lookahead parallelism a rank has such short trails: the
+few tokens that another rank computed. Longer trails, and prompts, run in passes of their own."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A commit that has not run: the next step moves it along."""
+    """A commit whose K/V has not moved yet: the accepted nodes `path` of a step whose root stands at `length`."""
 
     length: int
     path: list[int]
@@ -52,7 +52,7 @@ R = TypeVar("R")
 
 
 def on_its_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[Concatenate[GraphBackend, P], R]:
-    """A method that launches: on the GPU that has the model, whichever is the current one."""
+    """Decorate a method that launches GPU work: it runs with the model's GPU as the current device."""
 
     @wraps(call)
     def run(self: GraphBackend, /, *args: P.args, **options: P.kwargs) -> R:
@@ -65,11 +65,11 @@ def on_its_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[C
 
 
 class GraphBackend:
-    """Slots, K/V and steps as `EagerBackend` has them, for the models that `check_graph` lets through.
+    """A `Backend` for the models that `check_graph` accepts.
 
-    `invariant` makes a row's result in half precision independent of K and of the other rows, bit for bit, in steps of
-    up to 128 tokens: attention adds up each row in the order of its positions, and so do the matrix products (see
-    `products`).
+    With `invariant`, a row's result in half precision depends neither on K nor on the other rows, bit for bit, in steps
+    of up to 128 rows: attention adds up each row in the order of its positions (see `kernels.attention`), and the
+    matrix products add in one order, too (see `products`). `capture=False` runs the steps uncaptured.
     """
 
     def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
@@ -78,88 +78,84 @@ class GraphBackend:
         self.model, self.invariant = model, invariant
         self.weights = relay(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
-        self.capture = self.device.type == "cuda" if capture is None else capture
         self.max_length = context_length(model.config)
         self.vocab_size: int = len(self.weights.embedding)
-        self.ops = Ops(self.device)
-        self.products = products_of(self.device, self.dtype, invariant)
-        self.pool = self._new_pool()
-        self.capture_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        w = self.weights
-        self.cache = torch.zeros(len(w.layers), 2, 1, w.kv_heads, 0, w.dim, dtype=self.dtype, device=self.device)
-        self._room = 1, 0  # rows and tokens of the buffer; a tensor takes microseconds to tell its sizes
-        self.cosine, self.sine = w.tables(1)
-        self._shapes: dict[tuple[int, int, bool], Shape] = {}
-        self._row: dict[int, int] = {}
+        self.capture = self.device.type == "cuda" if capture is None else capture
+        self.kv = KVLanes(self.weights)
+        self.state = DeviceState(
+            weights=self.weights,
+            ops=Ops(self.device),
+            products=products_of(self.device, self.dtype, invariant),
+            kv=self.kv,
+            invariant=invariant,
+            capture=self.capture,
+            pool=self._new_pool(),
+            stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
+        )
+        self._steps: dict[tuple[int, int, bool], CapturedStep] = {}  # by batch, K, and whether it has a head
+        self._lane: dict[int, int] = {}  # these three by slot
         self._length: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
         self._next_slot = 0
-        self._ahead = Ahead(self.device)
+        self._ahead = StepAhead(self.device)
 
-    # Slots
+    # Slots and lanes.
 
     @on_its_device
     def open(self) -> int:
+        """A slot for a new sequence, in the first free lane."""
         slot = self._next_slot
         self._next_slot += 1
-        taken = set(self._row.values())
-        self._row[slot] = next(row for row in range(len(taken) + 1) if row not in taken)
+        taken = set(self._lane.values())
+        self._lane[slot] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
         self._length[slot] = 0
-        self._reserve(self._row[slot] + 1, 1)
+        self._reserve(self._lane[slot] + 1, 1)
         return slot
 
     def close(self, slot: int) -> None:
-        del self._row[slot], self._length[slot]
+        """Give the slot and its lane back. A commit that has not moved is dropped."""
+        del self._lane[slot], self._length[slot]
         self._pending.pop(slot, None)
 
     def length(self, slot: int) -> int:
+        """How many tokens of the sequence are cached."""
         return self._length[slot]
 
-    def _reserve(self, rows: int, capacity: int) -> None:
-        """Room for this many rows and tokens."""
-        if rows > self._room[0] or capacity > self._room[1]:
-            self._grow(rows, capacity)
+    def _reserve(self, lanes: int, tokens: int) -> None:
+        """Make sure that there are this many lanes, with room for this many tokens each."""
+        if not self.kv.has_room(lanes, tokens):
+            self._grow(lanes, tokens)
 
     @torch.inference_mode()
-    def _grow(self, rows: int, capacity: int) -> None:
-        """A larger buffer. It drops the graphs, which hold the old buffer's address."""
-        old = self.cache
-        size = max(old.shape[4], GROW)
-        if capacity > size:
-            size = -(-max(capacity, size + size // 4) // 512) * 512
-        if rows > old.shape[2]:
-            rows = max(rows, 2 * old.shape[2])
-        w = self.weights
+    def _grow(self, lanes: int, tokens: int) -> None:
+        """Make the K/V buffer larger, and drop the captured steps: they hold the old buffer's address."""
         self._ahead.forget()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no step that nobody waits for uses what is given back here
+            torch.cuda.synchronize(self.device)  # a forgotten step ahead may still use what is freed here
         self._flush()
-        self.cache = old.new_zeros(len(w.layers), 2, max(rows, old.shape[2]), w.kv_heads, size, w.dim)
-        self.cache[:, :, : old.shape[2], :, : old.shape[4]] = old
-        self._room = self.cache.shape[2], size
-        self.cosine, self.sine = w.tables(size)
-        self._shapes.clear()
-        self.pool = self._new_pool()  # the old one ends with the last graph that used it
+        self.kv.grow(lanes, tokens)
+        self._steps.clear()
+        self.state.pool = self._new_pool()  # the old pool ends with the last graph that used it
 
     def _new_pool(self) -> Any:
-        """Memory that the graphs share: they never run at the same time."""
+        """Memory that all captured graphs share: they never run at the same time."""
         return torch.cuda.graph_pool_handle() if self.capture else None
 
     @on_its_device
     def prepare(self, tokens: int, budget: int) -> None:
-        """Capture what one sequence of so many tokens in steps of at most `budget` may need, before it is there.
+        """Capture in advance all steps that one sequence of up to `tokens` tokens and this budget may need.
 
-        Else the first prompt of some length, and the first step of some size, would wait for it.
+        Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
         self._ahead.forget()
         self._reserve(1, tokens + bucket(budget))
         slot = self.open()
         try:
-            for size in sizes_to(min(tokens, PREFILL)):
+            for size in sizes_to(min(tokens, PREFILL_TOKENS)):
                 self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
                 self._length[slot] = 0
             for size in sizes_to(budget):
-                continues_alone = size == 1  # so its step ahead is captured, too
+                continues_alone = size == 1  # so that its step ahead is captured, too
                 self.step(
                     [StepInput(slot, (), chain([0] * size), SamplingParams(), (), continues_alone=continues_alone)]
                 )
@@ -170,126 +166,133 @@ class GraphBackend:
     # A step.
 
     @on_its_device
-    def launch(self, inputs: Sequence[StepInput]) -> Launched:
-        """Start a step, if it did not run ahead, and the one that is ahead of it; the host is free until `collect`."""
-        launched = self._ahead.take(inputs, self._length)
-        if launched is None:
-            launched = self._start(inputs)
-        self._ahead.start(launched, self._room[1])
-        return launched
+    def launch(self, inputs: Sequence[StepInput]) -> RunningStep:
+        """Start a step, unless it runs ahead already; then start the next one ahead, if it is known."""
+        running = self._ahead.take(inputs, self._length)
+        if running is None:
+            running = self._start(inputs)
+        self._ahead.start(running, self.kv.capacity)
+        return running
 
-    def _start(self, inputs: Sequence[StepInput]) -> Launched:
-        taken: list[StepInput] = []
+    def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
+        """Start a step of these inputs."""
+        # 1. Run long trails by themselves; hang the trees below short ones.
+        items: list[StepInput] = []
         longest, most = 0, 1
         for item in inputs:
-            if len(item.trail) > TRAIL or not self._length[item.slot]:
+            if len(item.trail) > LONGEST_TRAIL or not self._length[item.slot]:
                 self._prefill(item)
             if item.trail:
                 item = replace(item, tree=below_trail(item.trail, item.tree))
-            taken.append(item)
+            items.append(item)
             longest, most = max(longest, self._length[item.slot]), max(most, len(item.tree))
-        batch = padded(len(taken))
+        # 2. Choose the captured step, and make room. Entries that pad the batch write to a lane that no slot has.
+        batch = padded(len(items))
         count = bucket(most, batch)
-        nobody = 0  # else the row that takes the padding of a batch
-        if batch > len(taken):
-            nobody = max(self._row.values()) + 1
-        self._reserve(nobody + 1, longest + count)
-        shape = self._shape(batch, count, head=True)
-        for place, item in enumerate(taken):
-            self._fill(shape, place, item)
-            self._length[item.slot] += len(item.trail)  # now it is the root's place, from which `commit` goes on
-        for place in range(len(taken), batch):
-            self._fill_nothing(shape, place, nobody)
-        shape.run()
-        lengths = [self._length[item.slot] for item in taken]
-        return Launched(shape, taken, lengths, 0, stream_of(self.device))
+        spare_lane = max(self._lane.values()) + 1 if batch > len(items) else 0
+        self._reserve(spare_lane + 1, longest + count)
+        step = self._captured_step(batch, count, head=True)
+        # 3. Fill the packet and go.
+        for entry, item in enumerate(items):
+            self._fill(step, entry, item)
+            self._length[item.slot] += len(item.trail)  # now it is the root's position, where `commit` starts
+        for entry in range(len(items), batch):
+            self._fill_padding(step, entry, spare_lane)
+        step.run()
+        lengths = [self._length[item.slot] for item in items]
+        return RunningStep(step, items, lengths, 0, stream_of(self.device))
 
     @on_its_device
-    def collect(self, launched: Launched) -> list[StepOutput]:
-        """Wait for a step and read its targets and top rows."""
-        launched.wait()
-        top, count = launched.shape.top, launched.shape.count
-        assert top is not None
-        rows, results = top.rows[launched.turn], []
-        for place, item in enumerate(launched.inputs):
-            start, end = place * count, place * count + len(item.tree.needed)
-            # Later steps write over all of it: what is handed out is copied.
-            result = StepOutput(rows[start:end, 0].tolist())
+    def collect(self, running: RunningStep) -> list[StepOutput]:
+        """Wait for a step, and read the targets and top tokens of its needed nodes.
+
+        Later steps overwrite all of the step's memory, so what is handed out are copies.
+        """
+        running.wait()
+        step, outputs = running.step, []
+        assert step.top is not None
+        results = step.top.arrays[running.turn]
+        for entry, item in enumerate(running.inputs):
+            start = entry * step.count
+            end = start + len(item.tree.needed)
+            output = StepOutput(results[start:end, 0].tolist())
             if item.top:
-                result.top = top.best(rows[start:end], item.top)
+                output.top = step.top.best(results[start:end], item.top)
             if item.logits or not item.sampling.greedy:
-                self._read_logits(launched.shape, start, end, item, result)
-            results.append(result)
-        self._ahead.collected(launched, results)
-        return results
+                self._read_logits(step, start, end, item, output)
+            outputs.append(output)
+        self._ahead.collected(running, outputs)
+        return outputs
 
     @torch.inference_mode()
-    def _read_logits(self, shape: Shape, start: int, end: int, item: StepInput, result: StepOutput) -> None:
-        """What targets and top rows alone do not tell: draws, and the logits themselves."""
-        assert shape.logits is not None
+    def _read_logits(self, step: CapturedStep, start: int, end: int, item: StepInput, output: StepOutput) -> None:
+        """Draw an input's targets from its rows of the logits [rows, V], or copy those rows, as it asks for."""
+        assert step.logits is not None
         if not item.sampling.greedy:
-            result.targets = pick(shape.logits[start:end], item.sampling, item.uniforms).tolist()
+            output.targets = pick(step.logits[start:end], item.sampling, item.uniforms).tolist()
         if item.logits:
-            result.logits = shape.logits[start:end].clone()
+            output.logits = step.logits[start:end].clone()
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        """Launch and collect."""
         return self.collect(self.launch(inputs))
 
     @on_its_device
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """The root stands where it belongs; the accepted nodes move with the next step."""
+        """Keep the root and these nodes. The root's K/V is in place; that of the nodes is moved by the next step."""
         for slot, path in accepted:
             self._pending[slot] = Pending(self._length[slot], list(path))
             self._length[slot] += 1 + len(path)
-            if len(path) > PATH:
+            if len(path) > LONGEST_PATH:
                 self._flush()
 
-    def _shape(self, batch: int, count: int, head: bool) -> Shape:
+    def _captured_step(self, batch: int, count: int, head: bool) -> CapturedStep:
+        """The step for `batch` trees of `count` nodes, made when it is first needed."""
         key = (batch, count, head)
-        if key not in self._shapes:
+        if key not in self._steps:
             with torch.inference_mode():
-                self._shapes[key] = Shape(self, *key)
-        return self._shapes[key]
+                self._steps[key] = CapturedStep(self.state, *key)
+        return self._steps[key]
 
-    def _fill(self, shape: Shape, place: int, item: StepInput) -> None:
-        """One input's part of the packet."""
-        fields, length, pending = shape.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
-        fields["rows"][place] = self._row[item.slot]
-        fields["lengths"][place] = length
-        fields["before"][place] = pending.length if pending else 0
-        fields["counts"][place] = len(pending.path) if pending else 0
+    def _fill(self, step: CapturedStep, entry: int, item: StepInput) -> None:
+        """Write one input's entry of the packet: its lane, its pending commit and its tree."""
+        fields, length, pending = step.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
+        fields["lanes"][entry] = self._lane[item.slot]
+        fields["lengths"][entry] = length
+        fields["commit_lengths"][entry] = pending.length if pending else 0
+        fields["commit_counts"][entry] = len(pending.path) if pending else 0
         if pending and pending.path:
-            fields["paths"][place, : len(pending.path)] = pending.path
-        shape.packet.put_tree(place, item.tree, length)
+            fields["commit_paths"][entry, : len(pending.path)] = pending.path
+        step.packet.put_tree(entry, item.tree, length)
 
-    def _fill_nothing(self, shape: Shape, place: int, row: int) -> None:
-        """Padding of a batch: tokens that see themselves, in a row of the buffer that belongs to nobody."""
-        fields = shape.packet.fields
-        fields["rows"][place] = row
-        for name in ("lengths", "before", "counts"):
-            fields[name][place] = 0
-        shape.packet.put_tree(place, chain([0]), 0)
+    def _fill_padding(self, step: CapturedStep, entry: int, lane: int) -> None:
+        """Write an entry that pads the batch: a tree of one node, at the start of a lane that no slot has."""
+        fields = step.packet.fields
+        fields["lanes"][entry] = lane
+        for name in ("lengths", "commit_lengths", "commit_counts"):
+            fields[name][entry] = 0
+        step.packet.put_tree(entry, chain([0]), 0)
 
     def _prefill(self, item: StepInput) -> None:
-        """Run the trail in passes of its own, as chains without a head."""
+        """Run an input's trail, in passes without a head. Then the input has no trail any more."""
         while item.trail:
-            chunk, item.trail = item.trail[:PREFILL], item.trail[PREFILL:]
+            chunk, item.trail = item.trail[:PREFILL_TOKENS], item.trail[PREFILL_TOKENS:]
             self._reserve(1, self._length[item.slot] + bucket(len(chunk)))
-            shape = self._shape(1, bucket(len(chunk)), head=False)
-            self._fill(shape, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))
-            shape.run()
+            step = self._captured_step(1, bucket(len(chunk)), head=False)
+            self._fill(step, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))
+            step.run()
             self._length[item.slot] += len(chunk)
             if self.device.type == "cuda":
-                torch.cuda.synchronize()  # the packet's memory is free again
+                torch.cuda.synchronize()  # the device has read the packet, so that the next chunk may be written there
 
     @torch.inference_mode()
     def _flush(self) -> None:
-        """Run the commits that wait for a step."""
+        """Move the accepted K/V of all pending commits now, without a step."""
         for slot, pending in self._pending.items():
-            numbers = [[self._row[slot]], [pending.length], [len(pending.path)]]
-            rows, lengths, counts = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+            numbers = [[self._lane[slot]], [pending.length], [len(pending.path)]]
+            lanes, lengths, counts = torch.tensor(numbers, dtype=torch.int32, device=self.device)
             paths = torch.tensor([pending.path or [0]], dtype=torch.int32, device=self.device)
-            self.ops.keep(self.cache, rows, lengths, paths, counts)
+            self.state.ops.move_accepted(self.kv.cache, lanes, lengths, paths, counts)
         self._pending.clear()
 
     # K/V from and for elsewhere.
@@ -297,23 +300,20 @@ class GraphBackend:
     @on_its_device
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """As `EagerBackend.adopt`."""
-        self._ahead.forget()  # it has seen what was there before, or has the row for its padding
+        """Take over a sequence's K/V: per layer, keys and values [Hkv, n, D] of the last n of `length` tokens."""
+        self._ahead.forget()  # it has read the slot's old K/V, or uses its lane for padding
         self._reserve(1, length)
-        for layer, (keys, values) in enumerate(layers):
-            for i, part in enumerate((keys, values)):
-                self.cache[layer, i, self._row[slot], :, length - part.shape[1] : length] = part
+        self.kv.write(self._lane[slot], length, layers)
         self._length[slot] = length
 
     @on_its_device
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As `EagerBackend.cached`."""
+        """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]."""
         self._flush()
-        part = self.cache[:, :, self._row[slot], :, : self._length[slot]]
-        return [(keys.clone(), values.clone()) for keys, values in part]
+        return self.kv.read(self._lane[slot], self._length[slot])
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:
-    """Tokens in a row, none of whose logits are needed."""
+    """A tree that is a single chain of these tokens, none of whose logits are needed."""
     size = len(tokens)
     return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), [])

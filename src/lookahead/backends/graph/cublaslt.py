@@ -1,6 +1,6 @@
-"""cuBLASLt through ctypes: the kernels it has for a matrix product, one by one; torch takes the first.
+"""cuBLASLt through ctypes: lists the kernels it has for a matrix product, and runs any of them.
 
-Only kernels that do not split the inner dimension are listed.
+torch always takes the first one. Here only kernels that do not split the sum over the inner dimension are listed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-# The library's own numbers for types, attributes and cluster shapes.
+# The numbers by which the library knows types, attributes and cluster shapes.
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
 FP32, COMPUTE_FP32 = 0, 68
 TRANSPOSE_A = 3
 SPLITS, REDUCTION, CLUSTER = 2, 3, 8
 CLUSTERS = (2, 3, 4, 5, 6, 7)
-"""Clusters of 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2 and 4 x 2 multiprocessors that share what they load."""
-MOST = 16
-"""Suggestions asked for; cuBLASLt 13 gives eight."""
+"""Clusters of multiprocessors that share what they load: 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2 and 4 x 2 of them."""
+MOST_SUGGESTIONS = 16
+"""How many kernels the library is asked to suggest; cuBLASLt 13 gives eight."""
 ALIGNMENT = 256
-"""Bytes to which its kernels may expect a matrix to be aligned. torch's allocations are."""
+"""The alignment, in bytes, that its kernels may expect of a matrix. torch's allocations have it."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -41,7 +41,7 @@ class _Suggestion(ctypes.Structure):
 
 @cache
 def library(device: torch.device) -> Library | None:
-    """The cuBLASLt that torch has loaded, which is found by its name. A handle belongs to one device."""
+    """A handle, for this device, of the cuBLASLt that torch has loaded. None if there is none."""
     version = (torch.version.cuda or "").split(".")[0]
     try:
         with torch.cuda.device(device):
@@ -51,12 +51,12 @@ def library(device: torch.device) -> Library | None:
 
 
 def takes(weight: torch.Tensor) -> bool:
-    """Whether a matrix lies in memory as the kernels expect it."""
+    """Whether a weight [outer, inner] lies in memory as the kernels expect it."""
     return weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
 
 class Library:
-    """A handle of cuBLASLt."""
+    """A handle of cuBLASLt. Called with a function's name, it runs that function; RuntimeError if that fails."""
 
     def __init__(self, calls: Any) -> None:
         self.calls = calls
@@ -69,13 +69,14 @@ class Library:
             raise RuntimeError(f"cublasLt{name} failed with status {status}")
 
     def accepts(self, name: str, *args: Any) -> bool:
+        """Run a function, and tell whether it succeeded."""
         return not getattr(self.calls, f"cublasLt{name}")(*args)
 
 
 class Problem:
     """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, row-major, in half precision, added up in fp32.
 
-    cuBLASLt counts in columns: there it is out^T = weight x^T.
+    cuBLASLt's matrices are column-major, so to it the problem is out^T = weight x^T.
     """
 
     def __init__(self, library: Library, rows: int, outer: int, inner: int, dtype: torch.dtype) -> None:
@@ -95,12 +96,12 @@ class Problem:
         return layout
 
     def kernels(self) -> list[Kernel]:
-        """The kernels that cuBLASLt suggests for this problem, in clusters of several sizes."""
-        wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST)(), ctypes.c_int()
+        """The kernels that cuBLASLt suggests for this problem, each with every cluster that it accepts."""
+        wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST_SUGGESTIONS)(), ctypes.c_int()
         self.library("MatmulPreferenceCreate", ctypes.byref(wish))
         self.library(
             "MatmulAlgoGetHeuristic", self.library.handle, self.about, self.weight, self.x, self.out, self.out, wish,
-            MOST, found, ctypes.byref(given),
+            MOST_SUGGESTIONS, found, ctypes.byref(given),
         )  # fmt: skip
         self.library("MatmulPreferenceDestroy", wish)
         kernels: dict[bytes, Kernel] = {}
@@ -112,6 +113,7 @@ class Problem:
         return list(kernels.values())
 
     def _set(self, algorithm: _Algorithm, cluster: int) -> bool:
+        """Set an algorithm's cluster, and that it must not split the sum. False if it cannot do that."""
         values = {SPLITS: ctypes.c_uint32(1), REDUCTION: ctypes.c_uint32(0), CLUSTER: ctypes.c_uint16(cluster)}
         return all(
             self.library.accepts("MatmulAlgoConfigSetAttribute", ctypes.byref(algorithm), name, *_value(value))
@@ -119,7 +121,7 @@ class Problem:
         )
 
     def _runs(self, algorithm: _Algorithm) -> bool:
-        """Whether it can, without memory of its own."""
+        """Whether an algorithm can compute the problem without a workspace."""
         result = _Suggestion()
         accepted = self.library.accepts(
             "MatmulAlgoCheck", self.library.handle, self.about, self.weight, self.x, self.out, self.out,
@@ -128,6 +130,7 @@ class Problem:
         return accepted and result.state == 0 and result.workspace == 0
 
     def run(self, algorithm: _Algorithm, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """x [rows, inner], weight [outer, inner], out [rows, outer], on the current stream."""
         weight_at, x_at, out_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out))
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
         self.library(
@@ -138,7 +141,7 @@ class Problem:
 
 
 def _value(value: Any) -> tuple[Any, ctypes.c_size_t]:
-    """An attribute's value, as it is passed."""
+    """An attribute's value as cuBLASLt takes it: its address and its size."""
     return ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
 
 
@@ -150,6 +153,9 @@ class Kernel:
     algorithm: _Algorithm
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """The tensors are whole, not parts of wider ones, and begin where an allocation does; rows beyond the
-        problem's are left alone."""
+        """x [rows, inner], weight [outer, inner], out [rows, outer].
+
+        All are contiguous and aligned as allocations are (`ALIGNMENT`). If x and out have more rows than the problem,
+        the others are ignored.
+        """
         self.problem.run(self.algorithm, x, weight, out)

@@ -1,4 +1,4 @@
-"""The operations of the graph backend's step: Triton kernels on a GPU, their slow twins elsewhere."""
+"""The operations of a step that are not matrix products: Triton kernels on a GPU, their slow twins on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from lookahead.backends.graph.kernels import reference
 
 
 class Ops:
-    """One set of functions for a device. `compiled` is for tests: the kernels in Triton's interpreter, on a CPU."""
+    """The operations for one device. Their shapes are documented in `kernels.fused` and `kernels.attention`.
+
+    `compiled` and `processors` (how many multiprocessors to cut the work for) are for tests, which run the kernels on a
+    CPU in Triton's interpreter.
+    """
 
     def __init__(
         self,
@@ -31,32 +35,38 @@ class Ops:
             self.attend, self._attention, self._depths, self._tiles = attention.attend, attention, depths, tiles
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
-        self.gate, self.keep, self.carry = source.gate, source.keep, source.carry
+        self.gate, self.move_accepted, self.copy_pinned = source.gate, source.move_accepted, source.copy_pinned
 
     def workspace(self) -> Any:
-        """What `attend` leaves its partial results in. One shape's layers share it; no other shape may, as a captured
-        graph goes on writing to the memory that it was captured with."""
+        """Memory for `attend`'s partial results, one for all layers of a captured step.
+
+        Two captured steps must not share one: it is replaced when it has to grow, while a captured graph goes on
+        writing to the memory that it was captured with.
+        """
         return self._attention.Workspace(self._device) if self.compiled else None
 
-    def slots(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
-        """Room for what `by_depth` finds."""
-        return self._depths.new_slots(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
+    def new_order(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
+        """Memory for the result of `order_by_depth`; see `kernels.depths.new_order`."""
+        return self._depths.new_order(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
 
-    def by_depth(
+    def order_by_depth(
         self,
         positions: torch.Tensor,
         lengths: torch.Tensor,
         bits: torch.Tensor,
-        slots: torch.Tensor,
+        order: torch.Tensor,
         tiles: Any,
         group: int,
     ) -> None:
-        """What `attend` needs to know of an invariant step's trees; see `kernels.attention`."""
+        """Sort the nodes of an invariant step's trees by depth, as `attend` wants them; see `kernels.depths`.
+
+        positions [B, K], lengths [B], bits [B, K, ceil(K/32)], all int32. The slow twin of `attend` needs no order.
+        """
         if self.compiled:
-            self._depths.by_depth(positions, lengths, bits, slots, tiles, group)
+            self._depths.order_by_depth(positions, lengths, bits, order, tiles, group)
 
     def tiles(self, batch: int, count: int, heads: int, kv_heads: int, dim: int, *, invariant: bool) -> Any:
-        """How `attend` cuts a step of this shape."""
+        """How `attend` cuts a step of this size into programs; see `kernels.tiles`."""
         if not self.compiled:
             return None
         if invariant:
@@ -64,26 +74,27 @@ class Ops:
         return self._tiles.tiles_for(batch, count, heads, kv_heads, dim, processors=self._processors)
 
 
-class TopOut:
-    """Targets and top rows of a step, [R, 1 + 2 n] integers on the device and, twice, on the host.
+class TopTokens:
+    """A step's results: for each of R needed nodes its target, its n likeliest tokens, and their n probability levels.
 
-    Steps that run one behind the other take turns with the host's two, so that one can be read while the other is
-    written. `rows[turn]` are for who has waited for the device.
+    They are int32 [R, 1 + 2 n], once on the device (`out`) and twice on the host (`host_copies`, and as NumPy
+    `arrays`). Consecutive steps take turns with the two host copies, so that the host can read one step's results while
+    the device sends the next step's. A host copy may be read only after waiting for the step that fills it.
     """
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         self.out = torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device)
         self.work: Any = None
         pinned = device.type == "cuda"
-        self.hosts = [torch.zeros(self.out.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self.rows = [host.numpy() for host in self.hosts]
+        self.host_copies = [torch.zeros(self.out.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self.arrays = [copy.numpy() for copy in self.host_copies]
         if pinned:
             from lookahead.backends.graph.kernels.top import TopWork
 
             self.work = TopWork(rows, vocabulary, top, device)
 
     def fill(self, logits: torch.Tensor) -> None:
-        """Take the top of logits [R, V]."""
+        """Compute `out` from logits [R, V]."""
         if self.work is None:
             reference.top_tokens(logits, self.out)
             return
@@ -92,12 +103,15 @@ class TopOut:
         top_tokens(logits, self.out, self.work)
 
     def send(self, turn: int) -> None:
-        """Start the copy to the host. The memory there is not given away before it is done."""
-        self.hosts[turn].copy_(self.out, non_blocking=True)
+        """Start copying `out` to host copy `turn`. torch keeps that memory alive until the copy is done."""
+        self.host_copies[turn].copy_(self.out, non_blocking=True)
 
-    def best(self, rows: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-        """A copy of some rows' `count` best tokens and their levels."""
-        most = (rows.shape[1] - 1) // 2
+    def best(self, results: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+        """Rows [R, 1 + 2 n] of a host copy -> a copy [R, 2 count]: their `count` best tokens and those tokens' levels.
+
+        If `count` is more than n, all n of them.
+        """
+        most = (results.shape[1] - 1) // 2
         if count >= most:
-            return rows[:, 1:].copy()
-        return np.concatenate([rows[:, 1 : 1 + count], rows[:, 1 + most : 1 + most + count]], axis=1)
+            return results[:, 1:].copy()
+        return np.concatenate([results[:, 1 : 1 + count], results[:, 1 + most : 1 + most + count]], axis=1)

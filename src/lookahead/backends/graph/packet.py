@@ -1,4 +1,4 @@
-"""What the host tells the device of a step: one piece of pinned memory, copied once."""
+"""The packet: all integers that the host sends the device for one step, in one piece of memory that is copied once."""
 
 from __future__ import annotations
 
@@ -7,21 +7,34 @@ import torch
 
 from lookahead.algorithm.tree import TokenTree, packed_visibility
 
-PATH = 64
-"""The longest accepted path that travels with the next step's packet; a longer one moves in a launch of its own."""
+LONGEST_PATH = 64
+"""The longest accepted path that a packet has room for. The K/V of a longer one is moved before the next step."""
 
 
 class Packet:
-    """The integers of one step of B rows and K tokens, in one piece of memory, as named views."""
+    """The integers of one step, for B trees of K nodes each, as named int32 fields.
+
+    lanes [B]             each sequence's lane of the K/V buffer
+    lengths [B]           how many tokens it has cached: the root's position
+    commit_lengths [B]    for the commit of the step before: the position of that step's root,
+    commit_counts [B]     how many of that step's nodes below the root were accepted,
+    commit_paths [B, 64]  and which ones
+    tokens [B, K]         the nodes' tokens
+    positions [B, K]      the nodes' positions
+    needed [B, K]         the needed nodes, as rows of the whole step, B x K rows
+    bits [B, K, words]    who sees whom within a tree, see `tree.packed_visibility`
+
+    `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
+    """
 
     def __init__(self, batch: int, count: int, pinned: bool) -> None:
         words = (count + 31) // 32
         parts = {
-            "rows": (batch,),
+            "lanes": (batch,),
             "lengths": (batch,),
-            "before": (batch,),
-            "counts": (batch,),
-            "paths": (batch, PATH),
+            "commit_lengths": (batch,),
+            "commit_counts": (batch,),
+            "commit_paths": (batch, LONGEST_PATH),
             "tokens": (batch, count),
             "positions": (batch, count),
             "needed": (batch, count),
@@ -37,21 +50,25 @@ class Packet:
         numbers = self.host.numpy()
         self.fields = {name: numbers[a:b].reshape(shape) for name, (a, b, shape) in self._places.items()}
         self._count, self._words = count, words
-        self._trees = list(zip(*[self.fields[name] for name in ("tokens", "positions", "needed", "bits")], strict=True))
-        self._itself = packed_visibility([-1] * count, words).view("<i4")
+        bits = self.fields["bits"].view(np.uint32)
+        trees = (self.fields["tokens"], self.fields["positions"], self.fields["needed"], bits)
+        self._trees = list(zip(*trees, strict=True))
+        self._itself = packed_visibility([-1] * count, words)
 
-    def put_tree(self, place: int, tree: TokenTree, length: int) -> None:
-        """Write a tree below a prefix of this length; what is left of the row's K tokens sees itself alone."""
+    def put_tree(self, entry: int, tree: TokenTree, length: int) -> None:
+        """Write a tree below a prefix of this length. Nodes that the tree leaves over see themselves alone."""
         size, needed_count = len(tree), len(tree.needed)
-        tokens, positions, needed, bits = self._trees[place]
-        tokens[:size], tokens[size:] = tree.tokens, 0
-        positions[:size], positions[size:] = tree.depths, 0
+        tokens, positions, needed, bits = self._trees[entry]
+        tokens[:size], positions[:size], needed[:needed_count] = tree.tokens, tree.depths, tree.needed
+        bits[:size] = packed_visibility(tree.parents, self._words)
+        if size < self._count:
+            tokens[size:], positions[size:] = 0, 0
+            bits[size:] = self._itself[size:]
+        if needed_count < self._count:
+            needed[needed_count:] = 0
         positions += length
-        needed[:needed_count], needed[needed_count:] = tree.needed, 0
-        needed += place * self._count
-        bits[:size] = packed_visibility(tree.parents, self._words).view("<i4")
-        bits[size:] = self._itself[size:]
+        needed += entry * self._count
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same views of a copy on the device."""
+        """The fields as views of `memory`, a copy of `host` on the device."""
         return {name: memory[a:b].view(shape) for name, (a, b, shape) in self._places.items()}

@@ -1,14 +1,15 @@
 """A step's matrix products: how many rows each is given, and which kernel computes it.
 
-In half precision a row must get the same bits whatever K is, and which order a kernel adds in depends on the shape of
-the product. There are two ways to the same bits as among TILE rows:
+In half precision a row must get the same bits in steps of every size, but the order in which a kernel adds depends on
+the number of rows. There are two ways to give a row the bits that it gets among INVARIANT_ROWS rows:
 
-- cuBLASLt's kernels that do not split the sum over the inner dimension. Whatever their tiles, on a Hopper GPU they were
-  found to give the same bits, so the fastest may be taken for every number of rows.
-- torch's own choice, with as many rows as it needs to add up as it does for TILE.
+- Use cuBLASLt's kernels that do not split the sum over the inner dimension. On a Hopper GPU all of them were found to
+  give the same bits, whatever their tiles, so we may take the fastest for each number of rows.
+- Let torch choose the kernel, and give it more rows than the step has, until it adds in the same order.
 
-Neither is taken on trust: numbers whose products cancel tell, bit for bit, since nothing is left of their sums but what
-was rounded away on the way. Which kernel is the fastest is timed, on the model's own weights; no result depends on it.
+We check both. A kernel is tested on inputs whose products cancel: the exact result is zero, so all that is left are
+rounding errors, and any change in the order of adding changes them. Which of the kernels that pass is the fastest is
+timed on the model's own weights. No result depends on that choice.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ from typing import Any
 import torch
 
 from lookahead.backends.graph import cublaslt
-from lookahead.backends.graph.sizes import SIZES, TILE
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, STEP_SIZES
 
-CALLS = 8
-"""Calls of which a timing takes the mean, on the weights of as many layers: large ones then come from memory."""
-AHEAD = 800_000
-"""Clock ticks that the device waits before a timing, while the host calls ahead of it: 0.4 ms at 2 GHz."""
+TIMED_CALLS = 8
+"""Calls per timing. Each uses another layer's weights, so that large ones are read from memory and not from a cache."""
+HEAD_START = 800_000
+"""Clock ticks that the device sleeps before a timing, while the host queues all calls: 0.4 ms at 2 GHz."""
 FINALISTS = 4
-"""The fastest of a first look are timed again, more carefully."""
+"""How many of the fastest kernels of a first timing are timed again, more carefully."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Computes out = x weight^T."""
+"""A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product as a step computes it: of so many rows, in this way."""
+    """How a step computes a product: `run` on the first `rows` rows.
+
+    x [at least rows, inner], weight [outer, inner], out [at least rows, outer].
+    """
 
     rows: int
     run: Run
@@ -47,19 +51,21 @@ class Product:
 
 
 def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, with the kernel that torch chooses."""
     torch.mm(x, weight.t(), out=out)
 
 
 @cache
 def products_of(device: torch.device, dtype: torch.dtype, invariant: bool) -> Products:
-    """One for all models: what is found for a shape holds for the next model that has it."""
+    """The `Products` that all models share: what was found for a matrix shape holds for every model that has it."""
     return Products(device, dtype, invariant)
 
 
 class Products:
     """Plans the products of one dtype on one device.
 
-    `library` is cuBLASLt where it was found to help: in half precision on Hopper GPUs. Elsewhere torch chooses.
+    `library` is cuBLASLt where it was found to help, in half precision on Hopper GPUs. Elsewhere it is None, and torch
+    chooses the kernels.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, invariant: bool) -> None:
@@ -70,8 +76,8 @@ class Products:
         self._rows: dict[tuple[torch.Size, int], int] = {}
 
     def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
-        """How to multiply `size` rows with matrices of this shape, one of each layer."""
-        if size > TILE or self.device.type != "cuda":
+        """How to multiply `size` rows with any of these matrices [outer, inner]: the layers' matrices of one kind."""
+        if size > INVARIANT_ROWS or self.device.type != "cuda":
             return Product(size, by_torch)
         if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
             for rows in tried(size):
@@ -81,21 +87,21 @@ class Products:
         return Product(self._torch_rows(weights[0], size) if self.invariant else size, by_torch)
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
-        """The rows to give torch's product, so that each has the bits that it has among TILE rows.
+        """How many rows to give torch's product, so that each row gets the bits that it gets among INVARIANT_ROWS.
 
-        On an H200 with a 7B shape's weights one row becomes 64 in `out` and 32 in `down`, which is faster than one, and
-        stays one elsewhere.
+        On an H200 with the weights of a 7B model, one row becomes 64 in `out` and 32 in `down`, which is faster than
+        one, and stays one elsewhere.
         """
         key = weight.shape, size
         if key not in self._rows:
             x, other = cancelling(weight)
-            whole = x.new_empty(TILE, len(weight))
+            whole = x.new_empty(INVARIANT_ROWS, len(weight))
             by_torch(x, other, whole)
             self._rows[key] = next(rows for rows in tried(size) if same_bits(by_torch, x, other, whole, rows))
         return self._rows[key]
 
     def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
-        """The fastest kernel for so many rows that gives the bits of the first one for TILE rows, if there is one."""
+        """The fastest kernel for so many rows that gives the right bits, or None; see `_same_bits`."""
         shape = weights[0].shape
         if (shape, rows) not in self._fastest:
             found = list(self._same_bits(weights[0], rows))
@@ -106,9 +112,10 @@ class Products:
         return self._fastest[shape, rows]
 
     def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
+        """The kernels for so many rows that give the bits of cuBLASLt's first kernel for INVARIANT_ROWS rows."""
         x, other = cancelling(weight)
-        whole = x.new_empty(TILE, len(weight))
-        for first in self._kernels(weight, TILE):
+        whole = x.new_empty(INVARIANT_ROWS, len(weight))
+        for first in self._kernels(weight, INVARIANT_ROWS):
             try:
                 first(x, other, whole)
             except RuntimeError:
@@ -117,6 +124,7 @@ class Products:
             return
 
     def _kernels(self, weight: torch.Tensor, rows: int) -> list[cublaslt.Kernel]:
+        """cuBLASLt's kernels for so many rows and this weight [outer, inner]."""
         try:
             outer, inner = weight.shape
             return cublaslt.Problem(self.library, rows, outer, inner, self.dtype).kernels()
@@ -124,38 +132,38 @@ class Products:
             return []
 
     def _time(self, run: Run, weights: Sequence[torch.Tensor], rows: int, times: int) -> float:
-        """Milliseconds of a call, the median of so many rounds."""
+        """Milliseconds per call: the median of `times` rounds."""
         x = weights[0].new_zeros(rows, weights[0].shape[1])
         out = weights[0].new_empty(rows, len(weights[0]))
         rounds = []
         for _ in range(times):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(AHEAD)
+            torch.cuda._sleep(HEAD_START)
             begin.record()
-            for call in range(CALLS):
+            for call in range(TIMED_CALLS):
                 run(x, weights[call % len(weights)], out)
             end.record()
             end.synchronize()
-            rounds.append(begin.elapsed_time(end) / CALLS)
+            rounds.append(begin.elapsed_time(end) / TIMED_CALLS)
         return statistics.median(rounds)
 
 
 def tried(size: int) -> list[int]:
-    """How many rows a product of this size may be given."""
-    return [size, *(rows for rows in SIZES if size < rows <= TILE)]
+    """The numbers of rows to try for a step of `size` rows: its own, then the larger captured sizes."""
+    return [size, *(rows for rows in STEP_SIZES if size < rows <= INVARIANT_ROWS)]
 
 
 def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [TILE, inner] and a matrix like `weight`, random, whose product is zero but for rounding.
+    """Random x [INVARIANT_ROWS, inner] and a matrix like `weight` [outer, inner] whose product is all rounding errors.
 
-    Every term comes a second time, negative and elsewhere. So a sum in another order leaves something else. They are
-    the same every time, and nobody else's random numbers change.
+    Every term of a sum comes a second time, negated and at another place. So a sum in another order has other rounding
+    errors. The numbers are the same in every call, and come from a generator of their own.
     """
     source = torch.Generator(weight.device).manual_seed(0)
     inner = weight.shape[1]
     half = inner // 2
     places = torch.randperm(half, generator=source, device=weight.device)
-    x, other = weight.new_zeros(TILE, inner), torch.zeros_like(weight)
+    x, other = weight.new_zeros(INVARIANT_ROWS, inner), torch.zeros_like(weight)
     x[:, :half].normal_(generator=source)
     other[:, :half].normal_(generator=source)
     x[:, half : 2 * half] = x[:, places]
@@ -164,8 +172,11 @@ def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def same_bits(run: Run, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
-    """Whether so many rows at a time, from several places, come out as they are in `whole`."""
-    for start in range(0, TILE - rows + 1, max(rows, TILE // 4)):
+    """Whether `run` on `rows` rows of x at a time, from several places, gives the bits of `whole`.
+
+    x [INVARIANT_ROWS, inner], weight [outer, inner], whole [INVARIANT_ROWS, outer].
+    """
+    for start in range(0, INVARIANT_ROWS - rows + 1, max(rows, INVARIANT_ROWS // 4)):
         out = whole.new_full((rows, len(weight)), torch.nan)
         try:
             run(x[start : start + rows].clone(), weight, out)

@@ -1,25 +1,27 @@
-"""The sizes of captured steps: a step is padded to the next size, so that few graphs serve every tree."""
+"""The sizes that steps are captured in: a step is padded to the next size, so that few graphs serve every tree."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-SIZES = (1, 16, 32, 64, 128, 256, 512)
-"""Buckets of K. A step is padded to the next one: on a GPU that waits for its weights the padding is nearly free."""
-SMALL = (4, 8)
-"""Further ones for a batch, where every sequence is padded: 16 times 8 tokens are a whole tile, 16 times 16 are two."""
-TILE = 128
-"""Steps of at most so many tokens, all rows together, give a row the same bits whatever K and the other rows are."""
+STEP_SIZES = (1, 16, 32, 64, 128, 256, 512)
+"""Captured tree sizes K of a single sequence. Padding costs little: a GPU waits for the weights to be read anyway."""
+BATCH_SIZES = (1, 4, 8, *STEP_SIZES[1:])
+"""Captured tree sizes K in a batch. Every tree of a batch is padded to K, so small ones are worth having: 16 trees of
+8 nodes are 128 rows, 16 trees of 16 nodes are 256."""
+INVARIANT_ROWS = 128
+"""In half precision, a step of at most this many rows (all trees together) gives each row bits that depend neither on K
+nor on the other rows."""
 
 
 def bucket(size: int, batch: int = 1) -> int:
-    """The captured size for a step of this many tokens, or of a batch whose longest tree has so many."""
-    sizes = SIZES if batch == 1 else (SIZES[0], *SMALL, *SIZES[1:])
+    """The captured size K for a tree of `size` nodes; in a batch, for the largest of its trees."""
+    sizes = STEP_SIZES if batch == 1 else BATCH_SIZES
     place = bisect_left(sizes, size)
     return sizes[place] if place < len(sizes) else -(-size // 512) * 512
 
 
 def sizes_to(most: int) -> list[int]:
-    """The captured sizes of steps of at most so many tokens."""
+    """All captured sizes that a single sequence needs for trees of up to `most` nodes."""
     last = bucket(most)
-    return [*(size for size in SIZES if size < last), last]
+    return [*(size for size in STEP_SIZES if size < last), last]

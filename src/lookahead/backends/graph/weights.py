@@ -1,7 +1,7 @@
-"""The weights of a Llama-like model, re-laid for few and large matrix products.
+"""The weights of a Llama-like model, laid out for few and large matrix products.
 
-q, k and v become one matrix, gate and up another. The model's own parameters turn into views of them, so nothing is
-held twice and the model still runs by itself.
+q, k and v become one matrix, gate and up another. The model's own parameters become views of these matrices, so nothing
+is held twice, and the model still works on its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import torch
 from lookahead.backends.support import UnsupportedModelError, position_limit, sliding_windows
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Pre-norm RMSNorm blocks, rotary positions, SiLU gate; Qwen2 adds biases, Qwen3 norms of q and k."""
+"""All have pre-norm RMSNorm blocks, rotary positions and a SiLU gate. Qwen2 adds biases, Qwen3 norms of q and k."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """[out, in] matrices and the small vectors of one block. `norms` [2, D] are those of q and k."""
+    """One block: its matrices [out, in] and its vectors.
+
+    before, after [hidden]: the norms before attention and before the MLP. qkv [(H + 2 Hkv) D, hidden], bias
+    [(H + 2 Hkv) D] or None, norms [2, D] of q and k, or None. out [hidden, H D], gate_up [2 inner, hidden], down
+    [hidden, inner]. window: the sliding window's tokens, 0 for none.
+    """
 
     before: torch.Tensor
     qkv: torch.Tensor
@@ -34,7 +39,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model. cosine, sine [positions, D / 2] in fp32 are made by `rotary`, as far as they are needed."""
+    """A whole model.
+
+    embedding, head [vocabulary, hidden]; norm [hidden], the last one. `dim` is D, a head's width; `scale` multiplies
+    attention scores. `rotary` is the model's own module that makes the rotary tables. `limit`: the number of positions
+    that the model cannot go beyond, or None.
+    """
 
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
@@ -50,10 +60,10 @@ class Weights:
 
     @torch.no_grad()
     def follow(self, now: Weights) -> bool:
-        """Take over what a model's weights have become, if that can be done in place.
+        """Bring these weights up to date with `now`, the same model's weights of today. False if that is impossible.
 
-        Matrices are the model's own memory. What was copied from it is copied again. A weight that was replaced by
-        another tensor cannot be followed.
+        Matrices share the model's memory, so they are up to date. Biases and norms of q and k are copies: copy them
+        again. If a weight was replaced by another tensor, captured steps hold the wrong address, so return False.
         """
         if self._places() != now._places():
             return False
@@ -64,16 +74,17 @@ class Weights:
         return True
 
     def _places(self) -> list[int]:
+        """The addresses of all weights that share the model's memory."""
         tensors = [self.embedding, self.norm, self.head]
         for layer in self.layers:
             tensors += [layer.before, layer.qkv, layer.out, layer.after, layer.gate_up, layer.down]
         return [tensor.data_ptr() for tensor in tensors]
 
     def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary module's own cosines and sines of the first positions.
+        """The cosines and sines [positions, D / 2] of the first positions, fp32, made by the model's rotary module.
 
-        Factors that follow the length of the text are those of a short one: it is asked for one position first, and for
-        none beyond the limit, where only nodes stand that cannot count.
+        Some modules scale by the furthest position they are asked for. We want the factors of a short text, so we ask
+        for one position first, and for none beyond the limit: nodes there can never be accepted.
         """
         wide = torch.zeros(1, device=self.embedding.device, dtype=torch.float32)
         place = torch.arange(positions, device=self.embedding.device).clamp(max=(self.limit or positions) - 1)[None]
@@ -123,7 +134,7 @@ def check_graph(model: Any) -> None:
 
 @torch.no_grad()
 def relay(model: Any) -> Weights:
-    """Fuse the projections layer by layer, in place of the model's own, and collect the rest."""
+    """Fuse the model's projections layer by layer, let its parameters be views of them, and collect all weights."""
     config, layers = model.config, []
     windows = sliding_windows(config)
     for number, block in enumerate(model.model.layers):
@@ -163,13 +174,13 @@ def relay(model: Any) -> Weights:
 
 
 def _fuse(*parts: torch.nn.Linear) -> torch.Tensor:
-    """[sum of outs, in]: the parts below each other. Each part's weight becomes a view of its place."""
+    """The parts' weights [out, in] as one matrix [sum of outs, in]. Each part's weight becomes a view into it."""
     first = parts[0].weight
     size, width = sum(p.out_features for p in parts), parts[0].in_features
     places = [first.data_ptr() + first.element_size() * width * sum(p.out_features for p in parts[:i])
               for i in range(len(parts))]  # fmt: skip
     one_piece = len({p.weight.untyped_storage().data_ptr() for p in parts}) == 1
-    if one_piece and [p.weight.data_ptr() for p in parts] == places:  # they are fused already
+    if one_piece and [p.weight.data_ptr() for p in parts] == places:  # fused already
         return torch.as_strided(first.detach(), (size, width), (width, 1))
     whole = first.new_empty(size, width)
     start = 0

@@ -17,7 +17,10 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def products_add_in_sixteens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU's matrix units do: 16 products at once, one sixteen after the other. Numpy adds all at once."""
+    """Make the interpreter add as a GPU's matrix units do: 16 products at once, one group of 16 after the other.
+
+    NumPy adds all of them at once.
+    """
     if torch.cuda.is_available():
         return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -13,7 +13,7 @@ import torch
 from lookahead.algorithm.tree import packed_visibility
 from lookahead.backends.graph.kernels import reference
 from lookahead.backends.graph.kernels.attention import Workspace, attend
-from lookahead.backends.graph.kernels.depths import by_depth, new_slots
+from lookahead.backends.graph.kernels.depths import new_order, order_by_depth
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles, invariant_tiles, tiles_for
 
 DTYPES = [
@@ -36,33 +36,33 @@ def step(
     dim: int,
     capacity: int | None = None,
 ) -> dict[str, Any]:
-    """A step of random trees behind prefixes of these lengths. What no one may see is huge, so that it would show."""
+    """Random trees behind prefixes of these lengths. K/V that no node may see is huge, so that it would show."""
     rng = random.Random(repr((lengths, count, heads, kv_heads, dim)))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     batch = len(lengths)
     capacity = capacity or max(lengths) + count + 7
-    rows = rng.sample(range(batch + 2), batch)
+    lanes = rng.sample(range(batch + 2), batch)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     keys, values = normal(batch + 2, kv_heads, capacity, dim), normal(batch + 2, kv_heads, capacity, dim)
     positions, bits = [], []
-    for row, length in zip(rows, lengths, strict=True):
+    for lane, length in zip(lanes, lengths, strict=True):
         parents = [-1, *(rng.randrange(max(0, i - 9), i) for i in range(1, count))]
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
         positions.append([length + depth for depth in depths])
         bits.append(torch.from_numpy(packed_visibility(parents).view("<i4").copy()))
-        keys[row, :, length + count :] = 1e4
-        values[row, :, length + count :] = 1e4
+        keys[lane, :, length + count :] = 1e4
+        values[lane, :, length + count :] = 1e4
     whole = {"dtype": torch.int32, "device": device}
     return {
         "q": normal(batch, count, heads, dim),
         "keys": keys,
         "values": values,
-        "rows": torch.tensor(rows, **whole),
+        "lanes": torch.tensor(lanes, **whole),
         "lengths": torch.tensor(lengths, **whole),
         "positions": torch.tensor(positions, **whole),
         "bits": torch.stack(bits).to(device),
@@ -121,7 +121,7 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int)
 @pytest.mark.parametrize("length", [64 * FAR - 3, 64 * FAR + 70, 64 * FAR + 1000])
 @pytest.mark.parametrize("near_splits", [1, 3])
 def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
-    """Every block is read once, whether or not all splits have taken turns already."""
+    """Every block is read once, before the block from which all splits take part and after it."""
     inputs = step(device, torch.float32, [length, 40], 3, 2, 1, 64)
     ours, plain = errors(inputs, tiles=Tiles(16, 64, 5, near_splits=near_splits))
     assert ours <= 2 * plain + 1e-7
@@ -177,7 +177,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
 ) -> None:
     """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree.
 
-    With a large `spread` as in a trained model: few keys have nearly all of the weight, others next to nothing.
+    A large `spread` is as in a trained model: few keys have nearly all of the weight, the others next to none.
     """
     ahead, count, scale = 16, 70, dim**-0.5
     if device.type == "cuda":  # the interpreter would take minutes
@@ -185,7 +185,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     rng = random.Random(length)
     inputs = step(device, dtype, [length], count, heads, kv_heads, dim)
     inputs["q"] *= spread
-    row = int(inputs["rows"][0])
+    lane = int(inputs["lanes"][0])
 
     def run(**changed: Any) -> torch.Tensor:
         given = {**inputs, **changed}
@@ -210,7 +210,7 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     lined = {}
     for name in ("keys", "values"):
         lined[name] = inputs[name].clone()
-        lined[name][row, :, length : length + ahead + 1] = inputs[name][row][:, [length + node for node in text]]
+        lined[name][lane, :, length : length + ahead + 1] = inputs[name][lane][:, [length + node for node in text]]
     for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
         alone = run(
@@ -223,25 +223,25 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
         assert torch.equal(alone[0, 0], tree[0, node]), depth
 
 
-def test_nodes_stand_in_sixteens_of_one_depth(device: torch.device) -> None:
-    """Two blocks of rows, of eight tokens each: the first needs no later node, the second few earlier ones."""
+def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
+    """Two blocks of queries, of eight tokens each. The first sees no later node, the second few earlier ones."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
     depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1, 2, 2, 2, 3, 1]
     count, tiles = len(parents), Tiles(16, 64, 1, reach=16)
     whole = {"dtype": torch.int32, "device": device}
     bits = torch.from_numpy(packed_visibility(parents).view("<i4").copy())[None].to(device)
     positions = torch.tensor([[70 + depth for depth in depths]], **whole)
-    slots = new_slots(1, count, tiles, 2, device).fill_(99)
-    by_depth(positions, torch.tensor([70], **whole), bits, slots, tiles, 2)
+    order = new_order(1, count, tiles, 2, device).fill_(99)
+    order_by_depth(positions, torch.tensor([70], **whole), bits, order, tiles, 2)
     expected = [[[0], [1, 2, 4, 7], [3, 6], [5]], [[0], [8, 9, 14], [10, 11, 12], [13]]]
-    for block, (used, *places) in enumerate(slots[0].tolist()):
+    for block, (used, *places) in enumerate(order[0].tolist()):
         assert used == 64
         assert places[:64] == [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
-        # And a token sees the places of its own path.
+        # A token's sights are the places of its own path.
         words = places[16 * count :]
         for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
             sight = words[local * (count // 4 + 1)].to_bytes(4, "little", signed=True)
-            seen = {places[16 * sixteen + byte - 1] for sixteen, byte in enumerate(sight) if byte}
+            seen = {places[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}
             path = [token]
             while parents[path[-1]] >= 0:
                 path.append(parents[path[-1]])

@@ -58,7 +58,7 @@ def test_rotate_write(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, extras: str
 ) -> None:
     torch.manual_seed(0)
-    batch, count, capacity, rows = 2, 5, 40, 3
+    batch, count, capacity, lanes = 2, 5, 40, 3
     whole = {"dtype": torch.int32, "device": device}
     angle = torch.rand(64, dim // 2, device=device) * 6
     options: dict[str, Any] = {
@@ -67,21 +67,21 @@ def test_rotate_write(
         "norms": torch.randn(2, dim).to(device, dtype) if extras == "norms" else None,
         "cosine": angle.cos(),
         "sine": angle.sin(),
-        "rows": torch.tensor([2, 0], **whole),
+        "lanes": torch.tensor([2, 0], **whole),
         "lengths": torch.tensor([7, 30], **whole),
         "positions": torch.randint(0, 60, (batch, count)).to(**whole),
     }
     results = []
     for module in (fused, reference):
         q = torch.zeros(batch, count, heads, dim, dtype=dtype, device=device)
-        keys = torch.zeros(rows, kv_heads, capacity, dim, dtype=dtype, device=device)
+        keys = torch.zeros(lanes, kv_heads, capacity, dim, dtype=dtype, device=device)
         values = torch.zeros_like(keys)
         module.rotate_write(**options, q=q, keys=keys, values=values)
         results.append((q, keys, values))
     for found, expected in zip(*results, strict=True):
         assert close(found, expected)
         assert bool((expected != 0).any())
-    assert not results[0][1][1].any()  # the row between belongs to someone else
+    assert not results[0][1][1].any()  # the lane between belongs to someone else
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,7 +92,7 @@ def test_gate(device: torch.device, dtype: torch.dtype) -> None:
     assert close(*outs)
 
 
-def test_keep_moves_the_path_next_to_the_prefix(device: torch.device) -> None:
+def test_move_accepted_moves_the_path_next_to_the_prefix(device: torch.device) -> None:
     torch.manual_seed(0)
     cache = torch.randn(2, 2, 4, 3, 50, 16, device=device)
     whole = {"dtype": torch.int32, "device": device}
@@ -101,7 +101,7 @@ def test_keep_moves_the_path_next_to_the_prefix(device: torch.device) -> None:
     counts = torch.tensor([4, 1, 0], **whole)
     caches = [cache.clone(), cache.clone()]
     for module, x in zip((fused, reference), caches, strict=True):
-        module.keep(x, *places, paths, counts)
+        module.move_accepted(x, *places, paths, counts)
     assert torch.equal(*caches)
     assert torch.equal(caches[0][:, :, 3, :, 21:25], cache[:, :, 3, :, [21, 22, 25, 29]])
     assert torch.equal(caches[0][:, :, 0, :, 8], cache[:, :, 0, :, 10])
@@ -144,15 +144,15 @@ def test_embed(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 512, 1300])
-def test_carry(device: torch.device, size: int) -> None:
+def test_copy_pinned(device: torch.device, size: int) -> None:
     """To the device and back, from and to pinned memory where there is a device."""
     host = torch.arange(size, dtype=torch.int32)
     back = torch.full((size,), -1, dtype=torch.int32)
     if device.type == "cuda":
         host, back = host.pin_memory(), back.pin_memory()
     there = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
-    fused.carry(host, there[:size])
-    fused.carry(there[:size], back)
+    fused.copy_pinned(host, there[:size])
+    fused.copy_pinned(there[:size], back)
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(back, host)

@@ -1,8 +1,8 @@
-"""What stands before and between the matrix products, one launch each: embedding, norm, rotary positions and K/V write,
-gate.
+"""The operations between the matrix products, one launch each: embedding, norm, rotary positions with K/V write, gate.
+And two of a step's beginning and end: copies from and to pinned memory, and the move of accepted K/V.
 
-Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. Every result
-belongs to one token and depends on no other: not on K, not on the batch.
+Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. A row's result
+depends on that row alone: not on K, not on the batch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import triton.language as tl
 
 
 @triton.jit
-def _carry(source, target, size, BLOCK: tl.constexpr):
-    """Grid: (blocks)."""
+def _copy_pinned(source, target, size, BLOCK: tl.constexpr):
+    """Grid: (blocks of numbers)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
-def carry(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a few numbers from or to the host's pinned memory, which kernels can reach.
+def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a few integers [n] from or to the host's pinned memory, with a kernel.
 
-    In a captured step the copying engine takes several microseconds to begin and to end, a kernel one or two.
+    In a captured step the GPU's copy engine takes several microseconds to begin and to end, a kernel one or two.
     """
-    _carry[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
+    _copy_pinned[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _embed(table, tokens, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """table [vocabulary, width]; tokens [M] -> out [M, width], their rows. (`index_select` takes 14 us for 16 rows.)"""
+    """table [vocabulary, width], tokens [M] -> out [M, width]. (`index_select` takes 14 us for 16 tokens.)"""
     width = table.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _embed[(len(tokens), triton.cdiv(width, block))](table, tokens, out, WIDTH=width, BLOCK=block)
@@ -47,10 +47,10 @@ def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch
 
 @triton.jit
 def _add_norm(
-    stream, delta, rows, weight, out, eps,
+    residual, delta, rows, weight, out, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). stream += delta; out = RMSNorm(stream) * weight; with `rows`, out row i is stream row rows[i]'s."""
+    """Grid: (rows of out). residual += delta; out = RMSNorm(residual) * weight. Row i of out is that of row rows[i]."""
     target = tl.program_id(0).to(tl.int64)
     source = target
     if HAS_ROWS:
@@ -58,11 +58,11 @@ def _add_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     gain = tl.load(weight + column, mask=inside, other=0.0)
-    x = tl.load(stream + source * WIDTH + column, mask=inside, other=0.0)
+    x = tl.load(residual + source * WIDTH + column, mask=inside, other=0.0)
     if HAS_DELTA:
         x = x + tl.load(delta + source * WIDTH + column, mask=inside, other=0.0)
         if not HAS_ROWS:
-            tl.store(stream + source * WIDTH + column, x, mask=inside)
+            tl.store(residual + source * WIDTH + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     normed = (wide * scale).to(x.dtype)
@@ -70,21 +70,22 @@ def _add_norm(
 
 
 def add_norm(
-    stream: torch.Tensor,
+    residual: torch.Tensor,
     delta: torch.Tensor | None,
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """stream, delta [M, width]; weight [width]; out [M, width] or, of some rows only, [R, width].
+    """Add delta to the residual stream, and write the stream's RMSNorm to out.
 
-    The residual stream takes `delta`, except where only some rows are read: nothing follows the last norm.
+    residual, delta [M, width]; weight [width]; out [M, width]. With rows [R] int32, out [R, width] are the norms of
+    these rows alone, and the residual stream stays as it is: that is for the last norm, after which nobody reads it.
     """
-    width = stream.shape[1]
+    width = residual.shape[1]
     block = triton.next_power_of_2(width)
     _add_norm[(out.shape[0],)](
-        stream, stream if delta is None else delta, stream if rows is None else rows, weight, out, eps,
+        residual, residual if delta is None else delta, residual if rows is None else rows, weight, out, eps,
         WIDTH=width, BLOCK=block, HAS_DELTA=delta is not None, HAS_ROWS=rows is not None,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
@@ -93,11 +94,11 @@ def add_norm(
 
 @triton.jit
 def _rotate_write(
-    qkv, bias, norms, cosine, sine, rows, lengths, positions, q, keys, values, count, capacity, eps,
+    qkv, bias, norms, cosine, sine, lanes, lengths, positions, q, keys, values, count, capacity, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch x count, blocks of all heads). Rotates queries and keys, writes keys and values to the cache."""
+    """Grid: (batch x count, blocks of all heads). See `rotate_write`."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // count
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -112,7 +113,7 @@ def _rotate_write(
     cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
     sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
     place = tl.load(lengths + batch) + token % count
-    base = tl.load(rows + batch).to(tl.int64) * KV_HEADS
+    base = tl.load(lanes + batch).to(tl.int64) * KV_HEADS
     a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
     b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
     if HAS_BIAS:
@@ -132,7 +133,7 @@ def _rotate_write(
     sin = tl.where(turned[:, None], sin, 0.0)
     a = (first * cos - second * sin).to(a.dtype)
     b = (second * cos + first * sin).to(b.dtype)
-    # Queries stay in the step's order; keys and values go behind their row's prefix.
+    # Queries stay in the step's order; keys and values go behind their lane's prefix.
     is_q = inside & (head < HEADS)[:, None]
     at = token * HEADS * DIM + low
     tl.store(q + at, a, mask=is_q)
@@ -153,7 +154,7 @@ def rotate_write(
     norms: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    rows: torch.Tensor,
+    lanes: torch.Tensor,
     lengths: torch.Tensor,
     positions: torch.Tensor,
     q: torch.Tensor,
@@ -161,17 +162,18 @@ def rotate_write(
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
-    """qkv [M, (H + 2 Hkv) D], M at least B x K -> q [B, K, H, D], and K/V behind each row's prefix in the cache.
+    """Rotate queries and keys by their positions; write the queries to q, and keys and values behind each prefix.
 
-    cosine, sine [positions, D / 2] fp32; rows, lengths [B] int32; positions [B, K] int32; keys, values
-    [R, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
+    qkv [M, (H + 2 Hkv) D], M at least B x K, is the fused projections' result. q [B, K, H, D].
+    cosine, sine [positions, D / 2] fp32; lanes, lengths [B] int32; positions [B, K] int32; keys, values
+    [lanes, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
     queries' and the keys' own RMSNorm (Qwen3).
     """
     batch, count, heads, dim = q.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     block = min(32, triton.next_power_of_2(heads + 2 * kv_heads))
     _rotate_write[(batch * count, triton.cdiv(heads + 2 * kv_heads, block))](
-        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, rows, lengths, positions,
+        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, lanes, lengths, positions,
         q, keys, values, count, capacity, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
         HAS_BIAS=bias is not None, HAS_NORM=norms is not None, num_warps=4,
@@ -192,7 +194,7 @@ def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x [M, 2 width], gate and up beside each other -> out [M, width] = silu(gate) * up."""
+    """x [M, 2 width], whose halves are gate and up -> out [M, width] = silu(gate) * up."""
     width = out.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _gate[(out.shape[0], triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, num_warps=4)
@@ -200,13 +202,15 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _keep(cache, rows, lengths, paths, counts, all_rows, capacity, longest, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _move_accepted(
+    cache, lanes, lengths, paths, counts, all_lanes, capacity, longest, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Grid: (layers x 2, batch, kv heads). A path's nodes rise, so no place is read after it was written."""
     layer, batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     count = tl.load(counts + batch)
     length = tl.load(lengths + batch)
-    row = tl.load(rows + batch)
-    base = cache + ((layer * all_rows + row) * tl.num_programs(2) + head) * capacity * DIM
+    lane = tl.load(lanes + batch)
+    base = cache + ((layer * all_lanes + lane) * tl.num_programs(2) + head) * capacity * DIM
     column = tl.arange(0, BLOCK)
     for i in range(0, count):
         source = length + tl.load(paths + batch * longest + i)
@@ -214,16 +218,16 @@ def _keep(cache, rows, lengths, paths, counts, all_rows, capacity, longest, DIM:
         tl.store(base + (length + 1 + i) * DIM + column, value, mask=column < DIM)
 
 
-def keep(
-    cache: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
+def move_accepted(
+    cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Move the accepted nodes' K/V next to their prefix, in place. The root stands there already.
+    """Commit: move the accepted nodes' K/V next to the root, in place. The root stands behind its prefix already.
 
-    cache [layers, 2, R, Hkv, capacity, D]; rows, lengths, counts [B] int32: row, prefix and accepted nodes;
-    paths [B, longest] int32: the nodes.
+    cache [layers, 2, lanes, Hkv, capacity, D]. Per entry, int32: lanes [B], lengths [B] of the prefixes, paths
+    [B, longest] the accepted nodes in rising order, counts [B] how many they are.
     """
-    layers, two, all_rows, heads, capacity, dim = cache.shape
-    _keep[(layers * two, len(rows), heads)](
-        cache, rows, lengths, paths, counts, all_rows, capacity, paths.shape[1],
+    layers, two, all_lanes, heads, capacity, dim = cache.shape
+    _move_accepted[(layers * two, len(lanes), heads)](
+        cache, lanes, lengths, paths, counts, all_lanes, capacity, paths.shape[1],
         DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip

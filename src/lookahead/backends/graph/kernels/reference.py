@@ -1,4 +1,4 @@
-"""The kernels' slow twins: the same functions in PyTorch's own operations, on any device, for tests and for CPUs."""
+"""The kernels' slow twins: the same functions and shapes in PyTorch's own operations, for tests and for CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: torch.Tensor,
+    lanes: torch.Tensor,
     lengths: torch.Tensor,
     positions: torch.Tensor,
     bits: torch.Tensor,
@@ -21,16 +21,16 @@ def attend(
     scale: float,
     window: int = 0,
     tiles: object = None,
-    slots: object = None,
+    order: object = None,
 ) -> torch.Tensor:
-    """As `attention.attend`, with a dense mask, in the dtype of `q`. How the kernel cuts the work does not matter."""
+    """As `attention.attend`, with a dense mask, in the dtype of `q`. `work`, `tiles` and `order` are ignored."""
     batch, count, heads, _ = q.shape
     group = heads // keys.shape[1]
     out = torch.empty_like(q) if out is None else out
     for b in range(batch):
         length = int(lengths[b])
-        k = keys[rows[b], :, : length + count].repeat_interleave(group, dim=0)
-        v = values[rows[b], :, : length + count].repeat_interleave(group, dim=0)
+        k = keys[lanes[b], :, : length + count].repeat_interleave(group, dim=0)
+        v = values[lanes[b], :, : length + count].repeat_interleave(group, dim=0)
         node = torch.arange(count, device=q.device)
         seen = (bits[b][:, node // 32] >> (node % 32)) & 1 == 1
         seen = torch.cat([torch.ones(count, length, dtype=torch.bool, device=q.device), seen], dim=1)
@@ -43,36 +43,36 @@ def attend(
     return out
 
 
-def carry(source: torch.Tensor, target: torch.Tensor) -> None:
-    """See `fused`."""
+def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
+    """As `fused.copy_pinned`."""
     target.copy_(source)
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """See `fused`."""
+    """As `fused.embed`."""
     return torch.index_select(table, 0, tokens, out=out)
 
 
 def add_norm(
-    stream: torch.Tensor,
+    residual: torch.Tensor,
     delta: torch.Tensor | None,
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `fused`."""
+    """As `fused.add_norm`."""
     if rows is not None:
-        stream = stream[rows.long()]
+        residual = residual[rows.long()]
         delta = delta if delta is None else delta[rows.long()]
-        stream = stream if delta is None else stream + delta
+        residual = residual if delta is None else residual + delta
     else:
-        stream, delta = stream[: len(out)], delta if delta is None else delta[: len(out)]
+        residual, delta = residual[: len(out)], delta if delta is None else delta[: len(out)]
         if delta is not None:
-            stream += delta
-    wide = stream.float()
+            residual += delta
+    wide = residual.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return out.copy_(normed.to(stream.dtype) * weight)
+    return out.copy_(normed.to(residual.dtype) * weight)
 
 
 def rotate_write(
@@ -81,7 +81,7 @@ def rotate_write(
     norms: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    rows: torch.Tensor,
+    lanes: torch.Tensor,
     lengths: torch.Tensor,
     positions: torch.Tensor,
     q: torch.Tensor,
@@ -89,7 +89,7 @@ def rotate_write(
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
-    """See `fused`."""
+    """As `fused.rotate_write`."""
     batch, count, heads, dim = q.shape
     kv_heads = keys.shape[1]
     x = qkv[: batch * count] if bias is None else qkv[: batch * count] + bias
@@ -106,27 +106,27 @@ def rotate_write(
     q.copy_(parts[0])
     for b in range(batch):
         place = slice(int(lengths[b]), int(lengths[b]) + count)
-        keys[rows[b], :, place] = parts[1][b].transpose(0, 1)
-        values[rows[b], :, place] = parts[2][b].transpose(0, 1)
+        keys[lanes[b], :, place] = parts[1][b].transpose(0, 1)
+        values[lanes[b], :, place] = parts[2][b].transpose(0, 1)
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """See `fused`."""
+    """As `fused.gate`."""
     first, up = x[: len(out)].chunk(2, dim=-1)
     return out.copy_(torch.nn.functional.silu(first) * up)
 
 
-def keep(
-    cache: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
+def move_accepted(
+    cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """See `fused`."""
-    for row, length, path, count in zip(rows.tolist(), lengths.tolist(), paths, counts.tolist(), strict=True):
+    """As `fused.move_accepted`."""
+    for lane, length, path, count in zip(lanes.tolist(), lengths.tolist(), paths, counts.tolist(), strict=True):
         source = length + path[:count].long()
-        cache[:, :, row, :, length + 1 : length + 1 + count] = cache[:, :, row].index_select(3, source)
+        cache[:, :, lane, :, length + 1 : length + 1 + count] = cache[:, :, lane].index_select(3, source)
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As `top.top_tokens`; see `sampling.top_tokens`."""
+    """As `top.top_tokens`. Of equal logits any may come first, as with `torch.topk`."""
     out[:, 0] = logits.argmax(dim=-1)
     out[:, 1:] = sampling.top_tokens(logits, (out.shape[1] - 1) // 2)
     return out

@@ -1,6 +1,7 @@
-"""How attention cuts a step into programs: rows, keys and splits of each, so that a GPU is filled.
+"""How attention cuts a step into programs, so that they fill a GPU: queries, keys and splits of each.
 
-An invariant step is cut the same way whatever K and the batch are (see `attention`).
+A query is a pair of token and head. An invariant step's keys are cut the same way whatever K and the batch are (see
+`attention`).
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ from dataclasses import dataclass
 import triton
 
 REACH = 16
-"""In an invariant step, keys nearer to a row than this are added one by one: as far as a guess may be from the root."""
-
-MOST = 128
-"""The most tokens of an invariant step."""
-
+"""In an invariant step, keys nearer to a row than this are added one by one. No guess is further from the root."""
 
 FAR = 32
-"""From this block of keys on, all splits of a cut take their turns; before it, if it says so, only the first few."""
+"""From this block of keys on, all splits take part; before it, only the first `Tiles.near_splits` of them."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one shape of step is cut: rows per program, keys per inner block, splits of the prefix, warps, stages.
+    """How a step of one size is cut.
 
-    With `reach` the keys that are nearer to a row than that are added one by one, in a split of their own.
-    `near_splits`, if not 0: so many splits share the first `FAR` blocks; few are joined sooner, many read a long
-    context faster. `registers`: the most that a thread may have.
+    block_m, block_n: queries per program and keys per block. splits: how many programs share a prefix. near_splits: how
+    many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many read a long context faster. reach:
+    keys nearer to a row than this are added one by one, by a program of their own; 0 if the step is not invariant.
+    warps, stages, registers (the most per thread): for Triton's compiler.
     """
 
     block_m: int
@@ -40,7 +38,7 @@ class Tiles:
 
 
 def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles that give every multiprocessor about two programs.
+    """Tiles of a step that need not be invariant: they give every multiprocessor about two programs.
 
     Measured on an H200 with an earlier version of the kernel, at 2048 and 16384 keys, 64 heads of 64: for one token
     16 x 128 with 4 splits and 3 stages was the best of 24 (15.7 and 67.6 us), for 121 tokens 64 x 64 with 2 splits and
@@ -57,11 +55,11 @@ def tiles_for(batch: int, count: int, heads: int, kv_heads: int, dim: int, *, pr
 
 
 def invariant_tiles(count: int, heads: int, kv_heads: int, dim: int, *, processors: int = 132) -> Tiles:
-    """Tiles with which a row is added up in one order whatever K and the batch: the same blocks of keys and splits.
+    """Tiles of an invariant step: whatever K and the batch, they have the same blocks of keys and the same splits.
 
-    All splits of a step of 128 tokens, and the programs for what is near, have room at once up to `FAR`: else some
-    would wait for others, and take twice as long. That is three programs per multiprocessor with heads of 64, two with
-    heads of 128.
+    There are few enough near splits that all programs of a step of 128 tokens fit on the GPU at once. Otherwise some
+    would have to wait for others, and the step would take twice as long. With heads of 64 three programs fit on a
+    multiprocessor, with heads of 128 two.
     """
     rows = count * (heads // kv_heads)
     room = processors * (3 if dim <= 64 else 2)

@@ -1,7 +1,7 @@
-"""The likeliest tokens of each row of logits, with their probability levels: what `recycle` needs, in two launches.
+"""Each row's likeliest tokens with their probability levels, which the `recycle` source needs, in two launches.
 
-`torch.topk` over a vocabulary is built for any k; eight maxima over pieces of it, then over the pieces' winners, are
-read in one pass.
+The first launch finds the best tokens of each piece of the vocabulary, the second the best of those. So the logits are
+read once. (`torch.topk` is built for any k; here it is eight.)
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import triton.language as tl
 from lookahead.algorithm.sampling import LEVELS
 
 PIECE = 1024
-"""Logits per program of the first launch: as many as one warp can hold, which finds a maximum without a barrier."""
+"""Logits per program of the first launch. One warp can hold as many, and finds their maximum without a barrier."""
 
 
 @triton.jit
 def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (rows, pieces). A piece's TOP best, ties by the lower id, and its maximum and sum of exponentials."""
+    """Grid: (rows, pieces). Of each piece its TOP best logits and their ids, the lower id first among equals, and its
+    maximum and sum of exponentials.
+
+    logits [R, V]; values, ids [R, pieces, TOP]; sums [R, pieces, 2].
+    """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = piece * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
@@ -40,7 +44,7 @@ def _join(
     values, ids, sums, out, pieces,
     LEVELS: tl.constexpr, TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). out row: the best token, the TOP best, and their levels."""
+    """Grid: (rows). From what `_pieces` found, out [R, 1 + 2 TOP]: the best token, the TOP best, and their levels."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, P)
     tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
@@ -64,7 +68,7 @@ def _join(
 
 
 class TopWork:
-    """What the first launch leaves to the second, for a fixed number of rows."""
+    """Memory for what the first launch tells the second, for a fixed number of rows."""
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         self.pieces = triton.cdiv(vocabulary, PIECE)
@@ -74,9 +78,9 @@ class TopWork:
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor, work: TopWork) -> torch.Tensor:
-    """logits [R, V] -> out [R, 1 + 2 n] int32: the argmax, the n best tokens, best first, their levels.
+    """logits [R, V] -> out [R, 1 + 2 n] int32: the argmax, the n best tokens, best first, and their levels.
 
-    As `sampling.top_tokens`, whose levels these are.
+    The levels are those of `sampling.top_tokens`.
     """
     rows, vocabulary = logits.shape
     top = (out.shape[1] - 1) // 2
