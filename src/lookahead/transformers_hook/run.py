@@ -27,8 +27,8 @@ from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Accepted, Engine, StepResult
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches
-from lookahead.transformers_hook.arguments import Rows
-from lookahead.transformers_hook.rules import Plan
+from lookahead.transformers_hook.arguments import Batch as Rows
+from lookahead.transformers_hook.rules import BatchRules as Plan
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Run:
         engine.add(self.sequences[row], slot)
         if self.rows.past:
             length = self.rows.cached(row)
-            self.backend.adopt(slot, length, caches.row_of(self.cache, row, self.rows.mask[row, : self.rows.past]))
+            self.backend.adopt(slot, length, caches.entry_of(self.cache, row, self.rows.mask[row, : self.rows.past]))
         return slot
 
     @torch.no_grad()
