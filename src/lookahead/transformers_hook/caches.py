@@ -36,7 +36,9 @@ def check(cache: Any, entries: int) -> None:
         )
     for layer in layers:
         if layer.is_initialized and layer.keys.shape[0] != entries:
-            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {entries}")
+            raise ValueError(
+                f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {entries}; pass its own cache"
+            )
 
 
 def entry_of(cache: Any, entry: int, mask: torch.Tensor) -> Layers:
