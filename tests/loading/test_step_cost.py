@@ -18,7 +18,18 @@ from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import step_cost as module
-from lookahead.loading.step_cost import BRANCHES, DEPTH, FLAT, HOPELESS, SIZES, StepCost, bush, cached, measure, suited
+from lookahead.loading.step_cost import (
+    BRANCHES,
+    DEAREST,
+    DEPTH,
+    FLAT,
+    TIMED_SIZES,
+    StepCost,
+    bush,
+    cached,
+    measure,
+    suited,
+)
 
 Times = Callable[[int], float]
 
@@ -137,8 +148,8 @@ def test_a_table_never_falls(sizes: list[int], seconds: list[float], budget: int
 def test_every_size_is_measured_where_steps_are_cheap(clock: Clock, max_length: int | None) -> None:
     backend = FakeBackend(clock, lambda size: 0.01 + 1e-4 * size, max_length)
     cost = measure(backend)
-    assert cost.sizes == SIZES
-    assert cost.seconds == pytest.approx([0.01 + 1e-4 * size for size in SIZES])
+    assert cost.sizes == TIMED_SIZES
+    assert cost.seconds == pytest.approx([0.01 + 1e-4 * size for size in TIMED_SIZES])
     assert backend.lengths == {}
 
 
@@ -146,7 +157,7 @@ def test_larger_than_hopeless_is_not_in_the_way(clock: Clock) -> None:
     """Where a token costs a token's time nothing pays; the curve says so whatever was measured last."""
     table = measure(FakeBackend(clock, linear)).table(128)
     assert table == pytest.approx([linear(size) for size in range(1, 129)])
-    assert table[-1] > HOPELESS * table[0]
+    assert table[-1] > DEAREST * table[0]
 
 
 def test_a_disturbed_step_does_not_count(clock: Clock) -> None:
@@ -158,7 +169,7 @@ def test_a_disturbed_step_does_not_count(clock: Clock) -> None:
         steps += 1
         return 0.02 if steps % 5 == 0 else 0.01
 
-    assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(SIZES))
+    assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(TIMED_SIZES))
 
 
 def test_the_first_step_of_a_size_does_not_count(clock: Clock) -> None:
@@ -170,7 +181,7 @@ def test_the_first_step_of_a_size_does_not_count(clock: Clock) -> None:
         seen.add(size)
         return 0.01 + 0.09 * first
 
-    assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(SIZES))
+    assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(TIMED_SIZES))
 
 
 @pytest.mark.parametrize("times", [flat, linear])
@@ -178,7 +189,7 @@ def test_the_first_step_of_a_size_does_not_count(clock: Clock) -> None:
 def test_a_short_context_is_not_exceeded(clock: Clock, max_length: int, times: Times) -> None:
     backend = FakeBackend(clock, times, max_length)
     cost = measure(backend)
-    assert cost.sizes == SIZES[: len(cost.sizes)]
+    assert cost.sizes == TIMED_SIZES[: len(cost.sizes)]
     assert cost.sizes[0] == 1
     assert cost.seconds == pytest.approx([times(size) for size in cost.sizes])
     assert len(cost.table(128)) == 128

@@ -40,7 +40,7 @@ def gone(pids: list[int], seconds: float = 10.0) -> bool:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(launching, "PATIENCE", 0.5)
+    monkeypatch.setattr(launching, "END_SECONDS", 0.5)
     return []
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import distributed
 from worlds import free_port
 
-from lookahead.parallel import group, watch
+from lookahead.parallel import store as stores
+from lookahead.parallel import watch
 from lookahead.parallel.group import Group, join
 from lookahead.parallel.place import Place
 from lookahead.parallel.watch import RankError, Watch
@@ -160,7 +161,7 @@ def test_a_store_that_is_silent(ranks: Callable[[int], list[Watch]]) -> None:
 
 
 def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "BEAT", 0.05)
+    monkeypatch.setattr(stores, "BEAT", 0.05)
     place = Place(0, 3, 0, 3, "127.0.0.1", free_port())
     with pytest.raises(RankError, match="rank 1 of 3 has not come within 1 s"):
         Group(place, timeout=1)

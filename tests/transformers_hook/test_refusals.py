@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from lookahead.transformers_hook.arguments import Dropped, refuse_unsupported
+from lookahead.transformers_hook.arguments import refuse_unsupported
+from lookahead.transformers_hook.dropped import Dropped
 from transformers_hook.pairs import Recorder, decoding
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

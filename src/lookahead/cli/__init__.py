@@ -1,7 +1,7 @@
 """The `lookahead` command: one file per verb.
 
-Only typer and rich are imported here and in the verbs' files. torch and transformers come in when a verb has
-work for them, so that help and mistakes in the options are answered at once.
+The verbs' files import typer and rich only. A verb imports torch and transformers when it needs them, so that help and
+mistakes in the options are answered at once.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The entry point; `args` are the process's own unless given."""
+    """The entry point. `args` are the command line's unless given."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a character that the terminal lacks is no reason to stop
+        if hasattr(stream, "reconfigure"):  # do not fail on a character that the terminal cannot show
             stream.reconfigure(errors="replace")
     app(args, prog_name="lookahead", obj=Host(arguments=sys.argv[1:] if args is None else args))

@@ -1,4 +1,4 @@
-"""Text as it arrives: streamed to stdout, on a terminal coloured by how many tokens a step accepted."""
+"""Stream an answer to stdout. On a terminal its colours show how many tokens each step accepted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lookahead.cli.common import Completion, Host, Stream
 from lookahead.stats import Stats
 
 RESET = "\x1b[0m"
-# The least tokens of a block, the name in the legend, its colour for rich and as a terminal's code: from the
-# terminal's own palette, less yellow and blue, which are hard to read on a light or a dark background.
+# The fewest accepted tokens, their name in the legend, the colour for rich, and the same colour as a terminal code.
+# The colours are the terminal's own, without yellow and blue: on a light or a dark background they are hard to read.
 COLOURS = (
     (5, "5 or more", "bold magenta", "\x1b[1;35m"),
     (3, "3-4", "green", "\x1b[32m"),
@@ -22,12 +22,12 @@ ENDINGS = {"length": " (length limit)", "interrupted": " (interrupted)"}
 
 
 def coloured(host: Host) -> bool:
-    """A terminal that shows colours and a user who did not set NO_COLOR."""
+    """Whether stdout is a terminal that shows colours and the user did not set NO_COLOR."""
     return host.out.is_terminal and not host.out.no_color and host.out.color_system not in (None, "windows")
 
 
 def legend(host: Host) -> None:
-    """Say on stderr what the colours mean, where there are any."""
+    """Explain the colours on stderr, if colours are used."""
     if coloured(host) and host.err.is_terminal:
         line = Text("tokens accepted per step:")
         for _, name, style, _ in reversed(COLOURS):
@@ -36,13 +36,13 @@ def legend(host: Host) -> None:
 
 
 def paint(piece: str, token_ids: Sequence[int]) -> str:
-    """A piece of text in the colour of its block's length."""
+    """A piece of text, in the colour for the number of tokens that its step accepted."""
     code = next(code for least, _, _, code in COLOURS if len(token_ids) >= least)
     return f"{code}{piece}{RESET}" if code and piece else piece
 
 
 def answer(host: Host, stream: Stream, *, show: bool = True) -> Completion:
-    """Run a stream to its end, or to Ctrl-C, which keeps what came; every shown text ends its line."""
+    """Show a stream until it ends or the user presses Ctrl-C, and end the line. Returns what was generated."""
     colours = show and coloured(host)
     try:
         for piece in stream:
@@ -56,6 +56,7 @@ def answer(host: Host, stream: Stream, *, show: bool = True) -> Completion:
 
 
 def interrupted(completion: Completion) -> bool:
+    """Whether Ctrl-C ended it."""
     return completion.finish_reason == "interrupted"
 
 

@@ -1,4 +1,4 @@
-"""`lookahead chat`: many turns, with the conversation so far as the prompt."""
+"""`lookahead chat`: a conversation. The prompt of each turn is everything said so far."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and the totals of every answer, those before a reset too."""
+    """The messages so far, and totals over all answers, which a reset keeps."""
 
     def __init__(self, host: Host, model: Model, request: dict[str, Any], system: str | None = None) -> None:
         self._host = host
@@ -59,7 +59,7 @@ class Conversation:
         self._answers = 0
 
     def turn(self, text: str) -> None:
-        """One question and its answer. Where a person types, a mistake or Ctrl-C ends this turn only."""
+        """Answer one question. If a person types, an error or Ctrl-C ends this turn; otherwise it ends the command."""
         asked = [*self._messages, {"role": "user", "content": text}]
         try:
             completion = answer(self._host, self._model.stream(asked, **self._request))
@@ -76,6 +76,7 @@ class Conversation:
             raise typer.Exit(INTERRUPTED)
 
     def command(self, name: str) -> None:
+        """Do what a line such as /stats asks for."""
         try:
             choice("chat", name, tuple(COMMANDS))
         except ValueError as error:
@@ -98,7 +99,7 @@ class Conversation:
 
 
 def lines(host: Host) -> Iterator[str]:
-    """What was typed or piped in, stripped, blank lines left out."""
+    """The lines that were typed or piped in, stripped, without blank ones."""
     for line in typed(host) if host.person else piped():
         if stripped := line.strip():
             yield stripped
@@ -109,14 +110,14 @@ def piped() -> Iterator[str]:
 
 
 def typed(host: Host) -> Iterator[str]:
-    """Lines with a prompt symbol, until Ctrl-D. Ctrl-C drops the line."""
-    with contextlib.suppress(ImportError):  # Windows has none; where there is one, input() edits and remembers
+    """Ask for lines with a prompt symbol until Ctrl-D. Ctrl-C discards the line."""
+    with contextlib.suppress(ImportError):  # Windows has none. Once imported, input() has editing and a history
         import readline  # noqa: F401
     while True:
         try:
             if host.out.is_terminal:
                 yield host.ask("> ")
-            else:  # stdout holds answers only
+            else:  # stdout is not the terminal: it gets answers only
                 host.err.file.write("> ")
                 host.err.file.flush()
                 yield host.ask("")

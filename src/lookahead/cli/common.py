@@ -1,4 +1,4 @@
-"""What the verbs share: the host they run on, the model's shape as they see it, and how mistakes are told."""
+"""What the verbs share: the host they run on, the model as they see it, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes; 130 is what a shell report
 
 
 class Completion(Protocol):
-    """What a generation gave; `finish_reason` is eos, stop, length or interrupted."""
+    """The result of one request. `finish_reason` is eos, stop, length or interrupted."""
 
     text: str
     token_ids: list[int]
@@ -32,7 +32,7 @@ class Completion(Protocol):
 
 
 class Stream(Protocol):
-    """An iterator of pieces of text. `completion` is there when it is exhausted or closed."""
+    """An iterator over pieces of text. It has a `completion` once it is exhausted or closed."""
 
     @property
     def completion(self) -> Completion: ...
@@ -61,7 +61,7 @@ def load_model(
     log: Callable[[str], None],
     config: LookaheadConfig | None = None,
 ) -> Model:
-    """`lookahead.load`, which brings torch and transformers, imported only now."""
+    """Call `lookahead.load`. It needs torch and transformers, which are imported only now."""
     import lookahead
 
     model: Any = lookahead.load(name, dtype=dtype, device=device, backend=backend, log=log, config=config)
@@ -70,10 +70,10 @@ def load_model(
 
 @dataclass
 class Host:
-    """Where a verb runs: the model loader and the two consoles. Tests hand in their own as typer's `obj`.
+    """Where a verb runs: the model loader and the two consoles. Tests pass one of their own as typer's `obj`.
 
-    Results go to `out`, everything else to `err`. `interactive` is whether a person types; None asks stdin.
-    `arguments` are the command line, for who has to run it again.
+    Results go to `out`, everything else to `err`. `interactive` says whether a person types; None means that stdin
+    decides. `arguments` are those of the command line, with which `--ranks` starts every rank.
     """
 
     load: Callable[..., Model] = load_model
@@ -86,28 +86,29 @@ class Host:
 
     @property
     def person(self) -> bool:
+        """Whether a person types at stdin."""
         if self.interactive is None:
             return sys.stdin is not None and sys.stdin.isatty()
         return self.interactive
 
     def write(self, text: str) -> None:
-        """Text to stdout as it is: no markup, no wrapping, at once."""
+        """Write text to stdout at once and as it is, without markup or wrapping."""
         self.out.file.write(text)
         self.out.file.flush()
 
     def say(self, message: str, style: str = "dim") -> None:
-        """A line to stderr."""
+        """Write a line to stderr."""
         self.err.print(message, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def fail(self, error: Exception | str) -> None:
-        """The one line that a mistake gets."""
+        """Show an error as one line on stderr."""
         self.say(f"error: {' '.join(str(error).split()) or type(error).__name__}", style="red")
 
 
 class Verbs(TyperGroup):
-    """Runs a verb; what the user can mend is one line on stderr and exit code 2, never a traceback.
+    """Runs a verb. An error that the user can correct is shown as one line on stderr, with exit code 2.
 
-    A broken pipe ends the command quietly: that is typer's own doing.
+    typer itself ends the command quietly if stdout is a pipe that broke.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -132,7 +133,7 @@ class Verbs(TyperGroup):
 
 
 def choice(option: str, value: str, known: Sequence[str]) -> str:
-    """`value`, when it is one of `known`; else an error that names the nearest and all of them."""
+    """Return `value` if it is one of `known`; else raise a ValueError that names the nearest one and all of them."""
     if value in known:
         return value
     near = get_close_matches(value, known, n=1)

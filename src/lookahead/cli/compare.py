@@ -1,4 +1,4 @@
-"""A method beside plain autoregressive decoding: are the tokens the same, and which is faster."""
+"""Compare a method with plain autoregressive decoding: are the tokens the same, and which is faster?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVEN = 0.02  # a ratio this close to 1 is called even, neither a win nor a loss
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method's completion beside the baseline's. `equal_tokens`: how many the two share from the start."""
+    """A method's completion and the baseline's. `equal_tokens` counts the tokens before the first that differs."""
 
     completion: Completion
     baseline: Completion
@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Tokens per second over the baseline's; 0 where the baseline has none."""
+        """Tokens per second divided by the baseline's; 0 if the baseline generated none."""
         baseline = self.baseline.stats.tokens_per_second
         return self.completion.stats.tokens_per_second / baseline if baseline else 0.0
 
@@ -43,7 +43,7 @@ class Comparison:
         return f"{self.completion.method} is {self.ratio:.2f}x: {word} here"
 
     def difference(self) -> str:
-        """Where the texts part, in words."""
+        """A sentence that names the first token that differs."""
         at = self.equal_tokens
         ours, theirs = (_token(c, at) for c in (self.completion, self.baseline))
         return (
@@ -85,9 +85,9 @@ class Comparison:
 
 
 def warm_up(host: Host, model: Model, prompt: str | None, request: dict[str, Any]) -> bool:
-    """A short run of each, so that neither pays for what happens once; False when it was interrupted.
+    """Run both methods briefly, so that neither timed run pays for what happens only once. False if interrupted.
 
-    It must not teach the method its own text: nothing it sees is kept for the run that is timed.
+    `recycle_scope="request"` keeps the warm-up's tokens from the timed run, which would otherwise know its own text.
     """
     config = request["config"]
     ours = {**request, "config": config and replace(config, recycle_scope="request")}
@@ -99,6 +99,7 @@ def warm_up(host: Host, model: Model, prompt: str | None, request: dict[str, Any
 
 
 def baseline_request(request: dict[str, Any]) -> dict[str, Any]:
+    """The same request for the baseline method."""
     return {**request, "method": BASELINE, "config": None}
 
 

@@ -1,4 +1,4 @@
-"""`lookahead env`: what is installed here and what it runs on."""
+"""`lookahead env`: the installed versions and the machine's devices."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def env(
 
 
 def collect() -> dict[str, Any]:
+    """The object that `--json` prints."""
     folder = cache_dir() / EMBEDDED
     return {
         "versions": {
@@ -47,8 +48,9 @@ def collect() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> str:
+    """The same as lines of text."""
     model = found["embedded_model"]
-    rows = [
+    entries = [
         *((name, version or "not installed") for name, version in found["versions"].items()),
         ("platform", found["platform"]),
         ("cores", str(found["cores"])),
@@ -59,11 +61,11 @@ def lines(found: dict[str, Any]) -> str:
             f"{model['name']}, {'present' if model['present'] else 'absent: `lookahead pull` fetches it'}",
         ),
     ]
-    return "".join(f"{name:<14}{value}\n" for name, value in rows)
+    return "".join(f"{name:<14}{value}\n" for name, value in entries)
 
 
 def cores() -> int:
-    """The cores this process may use, which in a container are fewer than the machine has."""
+    """How many cores this process may use; in a container these are fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -74,7 +76,7 @@ def devices() -> list[dict[str, str]]:
     cpu = {"name": "cpu", "description": platform.processor() or platform.machine()}
     try:
         import torch
-    except (ImportError, OSError) as error:  # a broken install is what this verb is run for
+    except (ImportError, OSError) as error:  # this verb is run to find broken installs
         return [cpu, {"name": "cuda", "description": f"unknown: torch cannot be imported: {error}"}]
     gpus = []
     for index in range(torch.cuda.device_count()):

@@ -14,7 +14,7 @@ from lookahead.cli.compare import BASELINE, Comparison, baseline_request, warm_u
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings, takes_settings
 
-EXACT = ("float32", "float64")  # where a method must give the baseline's tokens
+EXACT = ("float32", "float64")  # dtypes in which a method must give the baseline's tokens
 
 
 @takes_settings
@@ -63,7 +63,7 @@ def generate(
 def _generate(
     host: Host, settings: Settings, several: Ranks, prompt: str | None, raw: bool, as_json: bool, compare: bool
 ) -> None:
-    """One process's part of it, or all of it. A rank that follows takes rank 0's prompt, and is silent."""
+    """Generate in this process. If it is a rank other than 0, it takes rank 0's prompt and shows nothing."""
     text = read_prompt(host, prompt) if not several.follows else None
     model: Any = several.load(host, settings)
     request = {**settings.request(model), "raw": raw}
@@ -97,7 +97,7 @@ def _generate(
 
 
 def _follow(host: Host, model: Any, request: dict[str, Any], compare: bool) -> None:
-    """What rank 0 asks for, in the same order."""
+    """Make the same calls as rank 0, in the same order: ranks decode together."""
     asked = [request, baseline_request(request)] if compare else [request]
     if compare:
         warm_up(host, model, None, request)
@@ -106,7 +106,7 @@ def _follow(host: Host, model: Any, request: dict[str, Any], compare: bool) -> N
 
 
 def read_prompt(host: Host, prompt: str | None) -> str:
-    """The prompt as given, or stdin's text less its last newline."""
+    """The prompt as given, or the text of stdin without its last newline."""
     if prompt is None and host.person:
         raise ValueError("no prompt: give one with -p TEXT, or pipe it to stdin")
     if prompt is None or prompt == "-":
@@ -149,7 +149,7 @@ def record(model: Model, completion: Completion) -> dict[str, Any]:
 
 
 def report(host: Host, model: Model, comparison: Comparison) -> None:
-    """The comparison on stderr. Other tokens than the baseline's are a fault in float32, rounding in half."""
+    """Show the comparison on stderr. If tokens differ, that is a fault in float32, and rounding in half precision."""
     dtype = str(model.dtype).removeprefix("torch.")
     host.err.print(comparison.table())
     if comparison.identical:

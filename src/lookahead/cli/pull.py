@@ -1,4 +1,4 @@
-"""`lookahead pull`: have the embedded model before it is needed."""
+"""`lookahead pull`: fetch the embedded model before it is needed."""
 
 from __future__ import annotations
 

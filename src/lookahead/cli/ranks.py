@@ -1,4 +1,4 @@
-"""`--ranks`: the same command on several ranks. One process starts them and watches; each of them decodes."""
+"""`--ranks`: run a verb on several ranks. The first process starts them and waits; each of them decodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookahead.cli.settings import Settings
 
 @dataclass(frozen=True)
 class Ranks:
-    """What was asked for, and which rank of how many this process is, if it is one (torchrun's variables say so)."""
+    """The options about ranks, and whether this process is itself a rank, as torchrun's variables tell."""
 
     count: int | None
     timeout: float
@@ -28,33 +28,33 @@ class Ranks:
 
     @property
     def started(self) -> bool:
-        """Whether somebody has started this process as a rank."""
+        """Whether this process was started as a rank."""
         return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
     @property
     def together(self) -> bool:
-        """Whether there are several."""
+        """Whether there are several ranks."""
         return (self.count or 1) > 1 or (self.started and os.environ["WORLD_SIZE"] != "1")
 
     @property
     def size(self) -> int:
-        """How many there are, or will be."""
+        """How many ranks there are, or will be once they are started."""
         return int(os.environ["WORLD_SIZE"]) if self.started else self.count or 1
 
     @property
     def follows(self) -> bool:
-        """Whether another rank speaks for this one."""
+        """Whether this process is a rank other than 0: it shows nothing."""
         return self.together and self.started and os.environ["RANK"] != "0"
 
     def launch(self, host: Host, prompt: str | None) -> int:
-        """Start them all; rank 0 reads `prompt` from its stdin. The exit code."""
+        """Start all ranks and wait for them; rank 0 reads `prompt` from its stdin. Returns the exit code."""
         from lookahead.parallel.launch import LOOKAHEAD, launch
 
         command = [*LOOKAHEAD, *host.arguments]
         return launch(command, self.count or 1, prompt, lambda line: host.say(line, style="red"))
 
     def load(self, host: Host, settings: Settings) -> Model:
-        """This rank's model."""
+        """Load the model, together with the other ranks if there are any."""
         if not self.together:
             return settings.load(host)
         import lookahead.parallel
@@ -74,7 +74,10 @@ class Ranks:
 
     @contextmanager
     def watched(self, host: Host) -> Iterator[None]:
-        """The one line that the loss of another rank gets. Nothing that waits for a lost rank may hold up the end."""
+        """Show the loss of another rank as one line, and end the process.
+
+        It ends at once, without the usual clean-up, because a thread may still wait for the lost rank.
+        """
         if not self.together:
             yield
             return

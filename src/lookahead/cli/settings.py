@@ -27,7 +27,7 @@ def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> A
 
 @dataclass
 class Settings:
-    """One field per option; typer reads their types, names and help from here. None means not given."""
+    """One field per option, from which typer reads its type, names and help. None means that it was not given."""
 
     model: Annotated[
         str | None,
@@ -74,7 +74,7 @@ class Settings:
     ] = None
 
     def check(self) -> SamplingParams:
-        """Everything that can be wrong without a model, which may take long to load."""
+        """Check everything that can be checked before the model is loaded, which may take long."""
         check_place(self.dtype, self.device, self.backend)
         choice("--method", self.method, METHODS)
         changes = self.changes()
@@ -86,7 +86,7 @@ class Settings:
         return sampling
 
     def load(self, host: Host) -> Model:
-        """The model, after a `check`."""
+        """Check the settings and load the model."""
         sampling = self.check()
         if sampling.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             host.say("note: top-k, top-p and min-p do nothing at temperature 0; add --temperature 0.8 to sample")
@@ -120,7 +120,7 @@ class Settings:
 
 
 def check_place(dtype: str, device: str, backend: str) -> None:
-    """How and where a model is to run, before it is loaded."""
+    """Check the options that say how and where a model is to run."""
     choice("--dtype", dtype, DTYPES)
     choice("--backend", backend, BACKENDS)
     if not DEVICE.fullmatch(device):
@@ -128,10 +128,10 @@ def check_place(dtype: str, device: str, backend: str) -> None:
 
 
 def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
-    """Spread a verb's `settings` parameter into one option per field of `Settings`.
+    """Replace a verb's `settings` parameter by one option per field of `Settings`.
 
-    typer finds options in a function's signature; this writes that signature, so that verbs cannot differ in
-    the options they share.
+    typer finds the options in a function's signature. This writes the signature, so that all verbs have the same
+    options.
     """
     own = inspect.signature(verb, eval_str=True).parameters
     types = get_type_hints(Settings, include_extras=True)
@@ -153,7 +153,7 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse_sources(text: str) -> tuple[str, ...]:
-    """`a,b,c` as names of candidate sources."""
+    """The names of sources in `a,b,c`, after checking that they are known."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"--sources names none: choose from {', '.join(SOURCES)}, or use --method autoregressive")
@@ -161,5 +161,5 @@ def parse_sources(text: str) -> tuple[str, ...]:
 
 
 def unescape(text: str) -> str:
-    r"""`\n`, `\t` and `\\` as newline, tab and backslash: a shell has no easy way to write them."""
+    r"""Turn `\n`, `\t` and `\\` into newline, tab and backslash, which are hard to type in a shell."""
     return re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], text)

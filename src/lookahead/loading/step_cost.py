@@ -2,6 +2,18 @@
 
 On a GPU a step of 100 tokens costs about what one token does; on a CPU 8 tokens may cost twice as much. The curve
 decides how many guesses a step should carry (`draft.Draft.grow`), down to none.
+
+How a step is timed (`measure`):
+
+1. One sequence is opened, and an untimed step puts `PREFIX` tokens before its root (fewer in a short context).
+2. A timed step runs `bush(K)`, a tree of K tokens, all of them needed, with argmax targets; for K > 1 it also returns
+   the top tokens of every node, as steps with guesses do. The clock runs from the call of `backend.step` to its return,
+   when the targets are on the host. It does not run while the step is committed. Only the root is committed, so the
+   prefix grows by one token per step.
+3. A round times every size of `TIMED_SIZES` once, the smallest first. It ends early at a size that took more than
+   `DEAREST` times as long as the smallest, or that no longer fits the context.
+4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
+   and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
 """
 
 from __future__ import annotations
@@ -25,22 +37,25 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import FREE, LookaheadConfig, SamplingParams
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""The step sizes K that are timed; `StepCost.table` draws straight lines between them."""
+SIZES = TIMED_SIZES  # the name that `bench` and `tune` import
 PREFIX = 96
+"""Tokens before the root of a timed step."""
 FLAT = 1.4
-"""A step of the whole budget that costs at most this many times a step of one token: guesses are free, take all.
-`benchmarks/taught.py` finds that best at 1.3, and weighing the guesses best at 1.6."""
+"""If a step of the whole budget costs at most this many times a step of one token, every step takes the whole budget.
+`benchmarks/taught.py` finds that best at a ratio of 1.3, and weighing each guess against its cost best at 1.6."""
 BRANCHES, DEPTH = 8, 16
-"""Of the tree that is timed."""
-PATIENCE = 6.0
-"""Seconds after which no further round begins."""
-HOPELESS = 5.0
-"""Sizes beyond a step this many times as dear as one token are not measured: they never pay."""
+"""The most branches, and the greatest depth, of the tree that is timed."""
+MAX_SECONDS = 6.0
+"""No further round begins after this many seconds."""
+DEAREST = 5.0
+"""Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step of `sizes[i]` tokens, in `seconds[i]`."""
+    """The measured curve: a step of `sizes[i]` tokens takes `seconds[i]` seconds."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -52,9 +67,10 @@ class StepCost:
             raise ValueError(f"a step cost needs positive times, not {self.seconds}")
 
     def table(self, budget: int) -> tuple[float, ...]:
-        """Entry k is the time of a step of k + 1 tokens: straight lines between the measured sizes, never falling.
+        """The times of steps of 1 to `budget` tokens, by straight lines between the measured sizes.
 
-        Where a smaller step was measured slower than a larger one it was disturbed, and the larger one's time stands.
+        The times never fall. If a small step was measured slower than a larger one, something else disturbed it, and
+        it gets the larger step's time.
         """
         seconds = [min(self.seconds[i:]) for i in range(len(self.seconds))]
         times = []
@@ -68,14 +84,14 @@ class StepCost:
         return tuple(times)
 
     def shared(self, ranks: int) -> StepCost:
-        """The curve of `ranks` ranks that share a step: each runs the root and its part of the rest."""
+        """The curve of a step that `ranks` ranks share, where each runs the root and its part of the other tokens."""
         return StepCost(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
 
 
 def bush(size: int) -> TokenTree:
-    """A tree of this many tokens as drafts make them: eight branches side by side, none deeper than a guess may be.
+    """A tree of this many tokens, shaped like a draft: eight branches side by side, none deeper than guesses go.
 
-    Its form matters little but for half-precision steps of the graph backend, which take each depth by itself.
+    The shape matters little, except for half-precision steps of the graph backend, which run depth by depth.
     """
     parents, depths = [-1], [0]
     for node in range(1, size):
@@ -85,10 +101,13 @@ def bush(size: int) -> TokenTree:
     return TokenTree([1] * size, parents, depths, list(range(size)))
 
 
-def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, patience: float = PATIENCE) -> StepCost:
-    """Time real steps: a root with branches of guesses behind a short prefix. A few seconds on a CPU.
+def measure(
+    backend: Backend, sizes: Sequence[int] = TIMED_SIZES, rounds: int = 4, patience: float = MAX_SECONDS
+) -> StepCost:
+    """Time real steps of every size, as the module's docstring says; a few seconds on a CPU.
 
-    Every round runs all sizes, and the best round counts: a busy neighbour slows some of them, never speeds one up.
+    `patience` is the number of seconds after which no further round begins. The fastest round counts, because other
+    programs on the machine can slow a step down and never speed one up.
     """
     context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
     prefix = min(PREFIX, context // 4)
@@ -115,7 +134,7 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, pat
                 taken = step(size)
                 if number:  # the first round is the warm-up
                     best[size] = min(best[size], taken)
-                if best[size] > HOPELESS * best[sizes[0]]:
+                if best[size] > DEAREST * best[sizes[0]]:
                     break
     finally:
         backend.close(slot)
@@ -126,9 +145,10 @@ def measure(backend: Backend, sizes: Sequence[int] = SIZES, rounds: int = 4, pat
 def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
     """The config for a machine with this cost curve.
 
-    Where the whole budget is nearly free it is used whole. Elsewhere the curve goes into the config, so that each step
-    takes the guesses worth their time, and the window stays only if its tokens are nearly free. Sequences that run at
-    once share the budget: what is free for one is not for eight.
+    If a step of the whole budget costs little more than a step of one token, every step takes the whole budget.
+    Otherwise the curve goes into the config, so that a step takes only the guesses that are worth their time, and the
+    window stays only if its tokens are nearly free. Sequences of one batch share the budget, because tokens that are
+    free in a step of one sequence are not free in a step of eight.
     """
     table = cost.table(config.budget)
     config = replace(config, shared=config.budget > 1)
@@ -141,10 +161,10 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
 def fitted(
     config: LookaheadConfig, backend: Backend, folder: Path, log: Callable[[str], None] | None = None, ranks: int = 1
 ) -> LookaheadConfig:
-    """The config for a backend's model on this machine; the measured curve is kept in `folder`. `ranks` share a step.
+    """The config for a backend's model on this machine. The measured curve is kept in `folder`; `ranks` share a step.
 
-    The ranks of a tensor-parallel model would each measure a curve of their own, plan different trees and wait for each
-    other for ever, so they take the config as it is.
+    A tensor-parallel model gets the config as it is: each of its ranks would measure a curve of its own, choose another
+    tree from it, and wait for the others for ever.
     """
     if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return config
@@ -153,7 +173,7 @@ def fitted(
 
 
 def identity_of(backend: Backend) -> dict[str, Any]:
-    """The model's shape and where it runs: what a step's cost depends on."""
+    """What the cost of a step depends on: the model's shape, its dtype, its device and its backend."""
     model, device = backend.model, backend.device
     facts = model.config.to_dict()
     return {
@@ -169,15 +189,15 @@ def identity_of(backend: Backend) -> dict[str, Any]:
 def cached(
     backend: Backend, identity: dict[str, Any], folder: Path, log: Callable[[str], None] | None = None
 ) -> StepCost:
-    """The curve of this model on this machine, measured at first and then read from `folder`.
+    """The curve of this model on this machine: read from `folder`, or measured and written there.
 
-    A folder that cannot be written is no error: the curve is measured again next time.
+    A folder that cannot be written is no error. The curve is then measured again next time.
     """
     facts = {
         **identity,
         "machine": processor(),
         "cores": os.cpu_count(),
-        "version": 2,  # 1 was timed with chains
+        "version": 2,  # version 1 timed chains, not trees
     }
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
@@ -194,21 +214,21 @@ def cached(
 
 
 def key_of(facts: dict[str, Any]) -> str:
-    """A file name for what was measured of this model on this machine."""
+    """The file name, without suffix, of what was measured with these facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def store(path: Path, content: dict[str, Any]) -> None:
-    """Write a file whole or not at all, whoever else writes it."""
+    """Write a JSON file so that a reader finds all of it or none, even if several processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=path.parent) as folder_of_parts:
-        part = Path(folder_of_parts) / path.name
+    with TemporaryDirectory(dir=path.parent) as parts:
+        part = Path(parts) / path.name
         part.write_text(json.dumps(content))
         os.replace(part, path)
 
 
 def processor() -> str:
-    """The CPU's name, as far as the system tells."""
+    """The CPU's name, or the machine's type where the system does not tell it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

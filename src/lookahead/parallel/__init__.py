@@ -26,7 +26,7 @@ _HOMES |= {"ParallelModel": "model", "load": "model", "RankError": "watch"}
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: whoever only starts ranks needs no torch."""
+    """Import a name when it is first used, so that the process that only starts ranks never imports torch."""
     if name in _HOMES:
         return getattr(import_module(f"lookahead.parallel.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'lookahead.parallel' has no attribute {name!r}")

@@ -1,9 +1,11 @@
-"""Dealing a step's tree to R ranks (the paper's Figure 3): who computes which nodes, and who answers for which rows.
+"""Deal a step's tree to R ranks (the paper's Figure 3): which rank computes which nodes, and answers for which.
 
-Columns of the window and branches of guesses do not see each other, so ranks can take them apart; what two of them
-hang from (the root `c`, the window's oldest row, the beginning of shared guesses) is computed by every rank that holds
-something below it. All of it is plain integers made from the tree alone, so that every rank deals alike and knows all
-the others' shares.
+Columns of the window and branches of guesses do not attend to each other, so different ranks can compute them. Their
+common ancestors (the root `c`, the oldest window row, the first tokens of guesses that begin alike) are computed by
+every rank that holds a node below them. `deal` is a pure function of the tree, so every rank deals the same way and
+knows the shares of all others.
+
+Sets of nodes are integers here: bit i is set if node i is in the set.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from dataclasses import dataclass
 from lookahead.algorithm.tree import TokenTree, visibility
 
 GRAINS = (1, 2)
-"""Subtrees are cut until none is larger than a rank's even share divided by this. Coarse pieces recompute fewer shared
-ancestors, fine ones pack better; the better of the two is taken. Over 290 random trees and R from 2 to 8 the largest
-share is 1.001 times the best of all grains from 1 to 8 on average and 1.07 times at worst (with 1 alone 1.008 and
-1.20)."""
+"""Subtrees are cut until none is larger than a rank's even share divided by the grain. Coarse pieces recompute fewer
+common ancestors, fine pieces pack better; both are tried and the better one is taken. Over 290 random trees and R from
+2 to 8, the largest share is on average 1.001 times, and at worst 1.07 times, the best that grains 1 to 8 give (with
+grain 1 alone, 1.008 and 1.20 times)."""
 GOOD = 1.1
-"""A largest share of at most this many times the even one is not looked at again with finer pieces."""
+"""Finer pieces are not tried if the largest share is at most this many times the even share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of a tree: `nodes` in the tree's order, the root first, with all their ancestors; and the needed
-    `rows` (nodes, too) that this rank answers for. Every needed row has one owner."""
+    """One rank's part of a tree.
+
+    `nodes` are the nodes it computes, in the tree's order: the root first, and every ancestor of a node in it. `needed`
+    are those of the tree's needed nodes that this rank answers for; each has exactly one rank that does.
+    """
 
     nodes: list[int]
     needed: list[int]
 
     def tree(self, whole: TokenTree) -> TokenTree:
-        """The share as a tree of its own. A share that answers for nothing still runs its root."""
+        """The share as a tree of its own. A share that answers for no node still needs its root."""
         place = {node: i for i, node in enumerate(self.nodes)}
         return TokenTree(
             tokens=[whole.tokens[node] for node in self.nodes],
@@ -41,7 +46,7 @@ class Share:
         )
 
     def local(self, path: Sequence[int]) -> list[int]:
-        """As much of a path below the root as the share holds, in the share's own numbers."""
+        """The beginning of a path below the root that the share holds, as nodes of the share's own tree."""
         place = {node: i for i, node in enumerate(self.nodes)}
         found: list[int] = []
         for node in path:
@@ -52,9 +57,10 @@ class Share:
 
 
 def deal(tree: TokenTree, ranks: int, loads: Sequence[int] | None = None) -> list[Share]:
-    """One share per rank, so that the largest is small. `loads` are tokens that the ranks have to run anyway.
+    """One share per rank, with the largest as small as possible. `loads` are tokens that the ranks must run besides.
 
-    Greedy: the largest piece first, each to the rank that is least full with it, the ancestors it lacks counted.
+    Greedy: take the pieces from the largest down, and give each to the rank that then has the fewest tokens, counting
+    the ancestors that the rank lacks.
     """
     before = list(loads or [0] * ranks)
     needed = _needed(tree)
@@ -74,7 +80,7 @@ def deal(tree: TokenTree, ranks: int, loads: Sequence[int] | None = None) -> lis
 
 
 def _needed(tree: TokenTree) -> int:
-    """The needed rows and their ancestors, as bits."""
+    """The needed nodes and their ancestors."""
     above = visibility(tree.parents)
     bits = 0
     for node in tree.needed:
@@ -83,7 +89,7 @@ def _needed(tree: TokenTree) -> int:
 
 
 def _below(parents: Sequence[int], needed: int) -> list[int]:
-    """Per node, the needed nodes of its subtree, as bits; itself included."""
+    """Per node, the nodes of its subtree that are in `needed`, itself included."""
     below = [(1 << node) & needed for node in range(len(parents))]
     for node in range(len(parents) - 1, 0, -1):
         below[parents[node]] |= below[node]
@@ -91,9 +97,9 @@ def _below(parents: Sequence[int], needed: int) -> list[int]:
 
 
 def _pieces(tree: TokenTree, below: list[int], most: int) -> list[int]:
-    """Nodes whose subtrees cover all that is needed below the root, none of more than `most` nodes if it can be cut.
+    """Nodes whose subtrees together hold all that is needed below the root. A larger subtree than `most` nodes is cut.
 
-    A chain is not cut: its lower part would bring the upper part along.
+    A chain is not cut, because whoever computes its lower part must also compute its upper part.
     """
     children: list[list[int]] = [[] for _ in below]
     for node in range(1, len(below)):
@@ -111,13 +117,14 @@ def _pieces(tree: TokenTree, below: list[int], most: int) -> list[int]:
 
 
 def _forks(node: int, children: list[list[int]]) -> bool:
+    """Whether some node of this subtree has two children."""
     while len(children[node]) == 1:
         node = children[node][0]
     return len(children[node]) > 1
 
 
 def _pack(pieces: list[int], above: list[int], below: list[int], before: Sequence[int]) -> list[int]:
-    """Per rank, the nodes it holds, as bits. Ties go to the rank that gains fewer nodes, then to the first."""
+    """Per rank, the nodes it computes. Of two ranks that would be equally full, the one that gains fewer nodes wins."""
     held, full = [1] * len(before), list(before)
     for node in sorted(pieces, key=lambda node: (-below[node].bit_count(), node)):
         bits = above[node] | below[node]
@@ -133,11 +140,15 @@ def _pack(pieces: list[int], above: list[int], below: list[int], before: Sequenc
 
 
 def _largest(held: list[int], before: Sequence[int]) -> int:
+    """The most tokens that any rank has to run."""
     return max(load + bits.bit_count() for load, bits in zip(before, held, strict=True))
 
 
 def _with_owners(tree: TokenTree, held: list[int]) -> list[Share]:
-    """Rows that one rank holds are its own; the others, from the first on, go to the holder that owns fewest."""
+    """The shares, with one owner per needed node: of the ranks that hold it, the one that owns the fewest so far.
+
+    Nodes that only one rank holds are given out first.
+    """
     nodes = [_nodes(bits) for bits in held]
     once, twice = 0, 0
     for bits in held:
@@ -161,6 +172,7 @@ def _with_owners(tree: TokenTree, held: list[int]) -> list[Share]:
 
 
 def _nodes(bits: int) -> list[int]:
+    """The nodes of a set, in order."""
     found = []
     while bits:
         low = bits & -bits

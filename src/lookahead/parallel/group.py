@@ -1,20 +1,16 @@
-"""The ranks of one run: how they find each other, the one exchange per step, and what they agree on before.
+"""The ranks of one run: how a process joins them, and the one exchange that they make per step.
 
-A group is the processes that `torchrun` or `lookahead generate --ranks` started. Between steps nothing travels but one
-fixed-size tensor of integers, gathered by all (`exchange`). What is said once per run or request (facts to compare,
-prompts, settings) goes through the store that the ranks met at (`agree`).
+A group is the processes that `torchrun` or `lookahead generate --ranks` started. During a step nothing is sent but one
+fixed-size tensor of integers, which every rank gathers from every other (`exchange`). What is said once per run or
+request goes through the store that the ranks met at (`agree`).
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 import os
-import socket
-from collections.abc import Mapping
 from datetime import timedelta
-from itertools import count
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -23,25 +19,17 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from lookahead.parallel.place import Place, pick_device
-from lookahead.parallel.watch import BEAT, NONE, RankError, Watch
+from lookahead.parallel.store import PrefixStore, RankStore
+from lookahead.parallel.watch import BEAT, RankError, Watch
 
 TIMEOUT = 60.0
-"""Seconds without an answer after which a rank counts as lost."""
+"""A rank that has not answered for this many seconds counts as lost."""
 START = 600.0
-"""The most seconds that one rank may need longer than another to load its model."""
+"""One rank may take at most this many seconds longer than another to load its model."""
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
-# Made by torch's C++ part: its stubs do not name them.
-TCPStore: Any = getattr(distributed, "TCPStore", None)
-PrefixStore: Any = getattr(distributed, "PrefixStore", None)
-
-# A program may join a group after another. They meet at the same store, each under its own number; who keeps a store
-# keeps it to the end, as others may have joined anew before it did.
-_groups = count()
-_kept: dict[int, Any] = {}
-
-# torch 2.13 has another name for it, and a warning for the old one.
+# torch 2.13 renamed it, and warns about the old name.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
@@ -53,11 +41,11 @@ def join(
     device: str = "auto",
     check: bool = False,
 ) -> Group:
-    """Meet the other ranks; every one of them calls this. A process that nobody launched is a group of its own.
+    """Join the other ranks; every rank calls this. A process that was not started as a rank is a group of one.
 
-    `ranks` is how many there must be. `timeout` is how long a rank may be silent before the others end. Groups of
-    `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`). `device` is auto, cpu,
-    cuda or cuda:N. With `check` the ranks compare a hash of what they are about to do before every step.
+    `ranks` is how many there must be. `timeout` is how many seconds a rank may be silent before the others end. Groups
+    of `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`). `device` is auto,
+    cpu, cuda or cuda:N. With `check`, before every step the ranks compare a hash of what they are about to do.
     """
     place = Place.of(os.environ)
     size = place.size if place else 1
@@ -72,10 +60,11 @@ def join(
 
 
 class Group:
-    """The ranks that decode together.
+    """The ranks that decode together, as this rank sees them.
 
-    `rank` and `size` count processes; `share` of `shares` is this rank's part of the work, which the `copies` ranks of
-    one tensor-parallel group have in common; `mesh` is then the device mesh of both, lookahead x tensor.
+    This process is `rank` of `size`. The work of a step is cut into `shares`, and this rank does number `share`. The
+    `copies` ranks of a tensor-parallel group hold one model between them and do the same share; `mesh` is then the
+    device mesh of both, lookahead x tensor.
     """
 
     def __init__(
@@ -85,12 +74,11 @@ class Group:
         self.copies, self.shares, self.share = copies, self.size // copies, self.rank // copies
         self.device, self.timeout, self.check = device, timeout, check
         self.mesh: Any = None
-        self._watch: Watch | None = None
-        self._store: Any = None
-        self._agreed = 0
-        self._owns = False
+        self._store: RankStore | None = None
+        self._made_process_group = False
         if place is None or place.size == 1:
             return
+        # 1. NCCL needs a GPU for each rank of this machine; gloo does for all others.
         cuda = device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(device)
@@ -99,95 +87,64 @@ class Group:
             nccl = "nccl" in distributed.get_backend()
         self._wire_device = torch.device(device if nccl else "cpu")
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._meet(place)
-        self._connect("nccl" if nccl else "gloo")
+        # 2. Meet at the store, then connect for the exchange.
+        self._store = RankStore(place, timeout, per_step=2 if check else 1)
+        self._connect(self._store, "nccl" if nccl else "gloo")
         if copies > 1:
             shape = (self.shares, copies)
             self.mesh = init_device_mesh("cuda" if cuda else "cpu", shape, mesh_dim_names=("lookahead", "tensor"))
         atexit.register(self.close)
 
-    # Meeting.
+    @property
+    def _watch(self) -> Watch | None:
+        return self._store.watch if self._store is not None else None
 
-    def _meet(self, place: Place) -> None:
-        """Find the store, and wait until every rank has. Rank 0 keeps it, unless torchrun does."""
-        torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        port = place.port
-        if distributed.is_initialized():  # by the caller, who may have taken the port: rank 0 opens another
-            torchrun, port = False, self._another_port(place)
-        prefix = f"lookahead/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_groups)}"
-        wait = timedelta(seconds=self.timeout)
-
-        def connect(keeper: bool) -> Any:
-            store = TCPStore(place.host, port, None, keeper, wait, wait_for_workers=False)
-            if keeper:
-                _kept[port] = store
-            return PrefixStore(prefix, store)
-
-        try:
-            self._store = connect(self.rank == 0 and not torchrun and port not in _kept)
-            spoken = connect(False)
-        except (distributed.DistNetworkError, distributed.DistStoreError) as error:
-            raise RankError(f"rank 0 does not answer at {place.host}:{port} within {self.timeout:.0f} s") from error
-        if self.rank == 0:
-            self._store.set("failure", NONE.decode())
-        self._store.set(f"beat/{self.rank}", "0 0 run")
-        keys = {rank: f"beat/{rank}" for rank in range(self.size)}
-        missing = self._wait_for(keys, self.timeout)
-        if missing:
-            message = f"rank {missing[0]} of {self.size} has not come within {self.timeout:.0f} s"
-            if self.rank == 0:  # the store ends with this rank: let those who came read it
-                self._store.set("failure", message)
-                sleep(4 * BEAT)
-            raise RankError(message)
-        keeper = "torchrun" if torchrun else "rank 0"
-        self._watch = Watch(spoken, self.rank, self.size, self.timeout, keeper, 2 if self.check else 1)
-
-    def _another_port(self, place: Place) -> int:
-        device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
-        number = torch.zeros(1, dtype=torch.int64, device=device)
-        if self.rank == 0:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                number[0] = free.getsockname()[1]
-        distributed.broadcast(number, 0)
-        return int(number)
-
-    def _connect(self, backend: str) -> None:
+    def _connect(self, met: RankStore, backend: str) -> None:
+        """Make torch's process group, unless the caller has made one."""
         if distributed.is_initialized():
             return
-        # The watch ends what hangs; the library's own limit is there for what nobody watches.
+        # The watch ends a collective that hangs. torch's own limit is for those that nobody watches.
         limit = timedelta(seconds=START)
-        store = PrefixStore("torch", self._store)
+        store = PrefixStore("torch", met.keys)
         device = self._wire_device if backend == "nccl" else None
         with self.guarded():
             distributed.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.size, timeout=limit, device_id=device
             )
-        self._owns = True
+        self._made_process_group = True
 
     # Talking.
 
+    def agree(self, topic: str, own: bytes, limit: float | None = None) -> list[bytes]:
+        """What every rank says about a topic, in the order of ranks. All ranks call it, in the same order."""
+        if self._store is None:
+            return [own]
+        return self._store.agree(topic, own, limit or self.timeout)
+
     def exchange(self, numbers: Numbers) -> Numbers:
-        """[n] integers of every rank, [size, n]: the step's one collective. n is the same on all ranks."""
-        if self._watch is None:
-            return numbers[None]
+        """The one collective of a step: integers [n] of this rank -> those of every rank, [size, n].
+
+        n is the same on all ranks.
+        """
         watch = self._watch
+        if watch is None:
+            return numbers[None]
         watch.step += 1
         watch.limit, watch.waiting = self.timeout, monotonic()
         try:
-            return self._gather(numbers).reshape(self.size, -1)
+            return self._gather(watch, numbers).reshape(self.size, -1)
         finally:
             watch.waiting = None
 
-    def _gather(self, numbers: Numbers) -> Numbers:
+    def _gather(self, watch: Watch, numbers: Numbers) -> Numbers:
         own, everyone, host = self._memory(len(numbers))
         own.copy_(torch.from_numpy(numbers), non_blocking=True)
         try:
             work = _all_gather(everyone, own, async_op=True)
         except RuntimeError as error:
-            self._broken(error)
+            watch.broken(error)
         if self._wire_device.type == "cpu":
-            self._wait_gloo(work)
+            self._wait_gloo(watch, work)
             return everyone.numpy().copy()
         work.wait()
         host.copy_(everyone, non_blocking=True)
@@ -197,8 +154,8 @@ class Group:
             self.look()
         return host.numpy().copy()
 
-    def _wait_gloo(self, work: Any) -> None:
-        """In slices, so that a failure that the watch has seen ends the wait."""
+    def _wait_gloo(self, watch: Watch, work: Any) -> None:
+        """Wait a little at a time, so that a failure that the watch has seen ends the wait."""
         while True:
             try:
                 work.wait(timedelta(seconds=BEAT))
@@ -206,10 +163,10 @@ class Group:
             except RuntimeError as error:
                 self.look()
                 if work.is_completed():
-                    self._broken(error)
+                    watch.broken(error)
 
     def _memory(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Buffers for an exchange of this size: what is sent, what is gathered, and on a GPU its copy on the host."""
+        """Buffers of an exchange of this size: what is sent, what is gathered, and on a GPU its copy on the host."""
         if count not in self._buffers:
             cuda = self._wire_device.type == "cuda"
             made = [torch.zeros(n, dtype=torch.int32, device=self._wire_device) for n in (count, count * self.size)]
@@ -217,62 +174,15 @@ class Group:
             self._buffers[count] = (*made, host)
         return self._buffers[count]
 
-    def agree(self, topic: str, own: bytes, limit: float | None = None) -> list[bytes]:
-        """What every rank says about a topic, in the order of ranks. All ranks call it, in the same order."""
-        if self._watch is None:
-            return [own]
-        number, limit = self._agreed, limit or self.timeout
-        self._agreed += 1
-        keys = {rank: f"said/{number}/{rank}" for rank in range(self.size)}
-        self._store.set(keys[self.rank], own)
-        self._watch.limit, self._watch.waiting = math.inf, monotonic()
-        try:
-            late = self._wait_for(keys, limit)
-        finally:
-            self._watch.waiting = None
-        if late:
-            self._watch.blame(late, f"did not come to {topic} within {limit:.0f} s")
-        if number > 1:  # everybody has read these: they have said something since
-            self._store.delete_key(f"said/{number - 2}/{self.rank}")
-        return [self._store.get(key) for key in keys.values()]
-
-    def _wait_for(self, keys: Mapping[int, str], limit: float) -> list[int]:
-        """Wait until the ranks' keys are there; the ranks whose are not in time."""
-        try:
-            return self._poll(keys, limit)
-        except distributed.DistError as error:
-            if self._watch is not None:
-                self._watch.broken(error)
-            raise RankError("rank 0 has died: its store is gone") from error
-
-    def _poll(self, keys: Mapping[int, str], limit: float) -> list[int]:
-        end, pause = monotonic() + limit, 0.0005
-        left = dict(keys)
-        while left:
-            rank, key = next(iter(left.items()))
-            if self._store.check([key]):
-                del left[rank]
-                continue
-            if monotonic() > end:
-                return [rank for rank, key in left.items() if not self._store.check([key])]
-            self.look()
-            sleep(pause)
-            pause = min(2 * pause, 0.02)
-        return []
-
     # Failing and leaving.
 
     def look(self) -> None:
         """Raise RankError if another rank is known to have failed."""
-        if self._watch is not None:
-            self._watch.check()
-        elif self._store is not None and self._store.check(["failure"]):  # before there is a watch
-            failure = self._store.get("failure")
-            if failure != NONE:
-                raise RankError(failure.decode())
+        if self._store is not None:
+            self._store.look()
 
     def suspect(self, error: BaseException) -> None:
-        """Raise RankError if it was another rank that caused this error, as may be where they share a model."""
+        """Raise RankError if another rank caused this error, which can happen where ranks share a model."""
         self.look()
         if self._watch is not None and self.copies > 1 and isinstance(error, RuntimeError):
             self._watch.suspect()
@@ -284,21 +194,17 @@ class Group:
             self._watch.fail(f"{type(error).__name__}: {first:.300}")
 
     def guarded(self) -> Guard:
-        """A `with` in which an error of this rank's is told to the others."""
+        """A `with` block whose errors are told to the other ranks."""
         return Guard(self)
 
-    def _broken(self, error: Exception) -> None:
-        assert self._watch is not None
-        self._watch.broken(error)
-
     def close(self) -> None:
-        """Leave the group. What runs at the end of the program by itself, too."""
-        watch, self._watch, self._store = self._watch, None, None
+        """Leave the group. This also runs by itself when the program ends."""
+        watch, self._store = self._watch, None
         if watch is None:
             return
         atexit.unregister(self.close)
         watch.close()
-        if self._owns and watch.verdict is None and distributed.is_initialized():
+        if self._made_process_group and watch.verdict is None and distributed.is_initialized():
             distributed.destroy_process_group()
 
     def __enter__(self) -> Group:
@@ -309,7 +215,7 @@ class Group:
 
 
 class Guard:
-    """See `Group.guarded`. Where another rank broke a connection, the error becomes one that names it."""
+    """See `Group.guarded`. An error that another rank caused becomes a RankError that names that rank."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks hold the same model, in the same way? What differs is named and refused."""
+"""Before the first step, check that all ranks hold the same model and settings, and refuse them if they do not."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from lookahead.backends.base import Backend
 from lookahead.parallel.group import START, Group
 
 FOLD = 4096
-"""A tensor's checksum folds its words into rows and columns of this length: it depends on where each word stands."""
+"""`checksum` lays a tensor's words out in lines of this many, and sums both along and across the lines."""
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 over the golden ratio, as int64. Each sum is weighted by a multiple of it, so that its place counts."""
 
 
 def compare(group: Group, facts: dict[str, Any]) -> None:
-    """Refuse ranks that differ in a fact. Every rank sees all facts and raises the same error."""
+    """Raise ValueError if the ranks differ in a fact. Every rank sees all facts, so all raise the same error."""
     said = group.agree("the comparison of models", json.dumps(facts).encode(), START)
     everyone = [json.loads(text) for text in said]
     for rank, theirs in enumerate(everyone):
         for name in facts:
-            # The ranks of one tensor-parallel group hold different parts: each is compared with its own kind.
+            # The ranks of a tensor-parallel group hold different parts of the weights. Each is compared with the rank
+            # of the first group that holds the same part.
             other = rank % group.copies if name == "weights" else 0
             expected = everyone[other][name]
             if theirs.get(name) != expected:
@@ -35,7 +37,7 @@ def compare(group: Group, facts: dict[str, Any]) -> None:
 
 
 def facts_of(model: Any, tokenizer: Any, backend: Backend, group: Group) -> dict[str, Any]:
-    """What must be equal on every rank. Weights are compared by a checksum per tensor, made where they are."""
+    """What must be equal on every rank. Weights are compared by one checksum per tensor, computed on their device."""
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     return {
         "lookahead's version": lookahead.__version__,
@@ -54,9 +56,9 @@ def facts_of(model: Any, tokenizer: Any, backend: Backend, group: Group) -> dict
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> str:
-    """Of shape and exact bits. Reads the tensor twice and makes nothing of its size."""
+    """A checksum of a tensor's shape and exact bits. It reads the tensor twice and allocates no copy of it."""
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if local.device.type == "meta":  # offloaded: it is nowhere to be read
+    if local.device.type == "meta":  # offloaded: there are no values to read
         return f"{tuple(local.shape)} offloaded"
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         inside = [getattr(local, name).contiguous().flatten() for name in local.__tensor_flatten__()[0]]
@@ -75,14 +77,14 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def _vocabulary(tokenizer: Any) -> str:
-    """A hash of what turns tokens into text and text into tokens."""
+    """A hash of the vocabulary and the chat template."""
     words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     facts = [sorted(words.items(), key=lambda item: item[1]), getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def _difference(name: str, expected: Any, found: Any) -> tuple[str, str, str]:
-    """Down to the first entry that differs, if there are entries."""
+    """What differs, the expected value and the found one. Of two dictionaries, the first key that differs."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in [*expected, *[key for key in found if key not in expected]]:
             if expected.get(key) != found.get(key):

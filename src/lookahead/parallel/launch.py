@@ -1,7 +1,7 @@
-"""Starting the ranks of one machine, and seeing to it that none outlives the others.
+"""Start the ranks of one machine, and make sure that none outlives the others.
 
-Every rank is this very command again, with torchrun's variables set. Rank 0 speaks; what the others write to stderr is
-kept and shown only if rank 0 could not say what went wrong. Needs neither torch nor a model.
+Every rank runs the same command, with torchrun's environment variables set. Only rank 0 writes to the terminal. What
+the others write to stderr is kept, and shown only if rank 0 could not say what went wrong. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-PATIENCE = 6.0
-"""Seconds that the ranks have, after the first one failed, to find out and end by themselves."""
+END_SECONDS = 6.0
+"""After one rank has failed, the others have this many seconds to notice and end by themselves."""
 FAILED, INTERRUPTED = 1, 130
+"""Exit codes."""
 
 
 @dataclass
 class Child:
+    """A rank's process. `stderr` is the file that keeps what it writes there; rank 0's goes to the terminal."""
+
     rank: int
     process: subprocess.Popen[bytes]
     stderr: IO[bytes] | None
 
 
 LOOKAHEAD = (sys.executable, "-m", "lookahead")
+"""The command of a rank, without its arguments."""
 
 
 def launch(command: Sequence[str], ranks: int, stdin: str | None, say: Callable[[str], None]) -> int:
-    """Run a command as this many ranks; rank 0 is given `stdin`. Returns the exit code."""
+    """Run a command as this many ranks, with the text `stdin` for rank 0. `say` shows a line. Returns the exit code."""
     port = free_port()
     children: list[Child] = []
     try:
@@ -51,6 +55,7 @@ def launch(command: Sequence[str], ranks: int, stdin: str | None, say: Callable[
 
 
 def free_port() -> int:
+    """A port that nothing listens on at the moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -68,7 +73,7 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) 
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is told once, by us
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # we report a lost rank ourselves, once
         **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
     }
     stderr = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115, it is read when the rank has ended
@@ -78,14 +83,14 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) 
         stdin=subprocess.PIPE if fed and rank == 0 else subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
         stderr=stderr,
-        start_new_session=True,  # Ctrl-C is the launcher's to handle
+        start_new_session=True,  # so that Ctrl-C reaches the launcher only
         preexec_fn=_bound_to_parent(),
     )
     return Child(rank, process, stderr)
 
 
 def _bound_to_parent() -> Callable[[], None] | None:
-    """On Linux the kernel kills a rank whose launcher has died, even if that was killed itself."""
+    """What a rank calls first: it asks Linux to kill the rank when the launcher dies, even if that was by SIGKILL."""
     if sys.platform != "linux":
         return None
     prctl: Any = ctypes.CDLL(None).prctl
@@ -98,18 +103,18 @@ def _feed(child: Child, text: str) -> None:
     try:
         child.process.stdin.write(text.encode())
         child.process.stdin.close()
-    except BrokenPipeError:  # it ended before it read; why is found out below
+    except BrokenPipeError:  # the rank ended before it read; `_supervise` reports why
         pass
 
 
 def _supervise(children: Sequence[Child], say: Callable[[str], None]) -> int:
-    """Wait for all; once one has failed, not for long."""
+    """Wait for all ranks to end; once one has failed, at most `END_SECONDS`. Returns the exit code."""
     first: Child | None = None
     end = 0.0
     while any(child.process.poll() is None for child in children):
         failed = next((child for child in children if child.process.poll()), None)
         if failed is not None and first is None:
-            first, end = failed, time.monotonic() + PATIENCE
+            first, end = failed, time.monotonic() + END_SECONDS
         if first is not None and (time.monotonic() > end or children[0].process.poll()):
             break
         time.sleep(0.05)
@@ -117,14 +122,14 @@ def _supervise(children: Sequence[Child], say: Callable[[str], None]) -> int:
     if first is None:
         return 0
     spoken = children[0].process.poll()
-    if spoken is not None and spoken > 0:  # rank 0 has said why
+    if spoken is not None and spoken > 0:  # rank 0 has shown the reason
         return spoken
     say(f"error: {_account(first)}")
     return FAILED
 
 
 def _account(child: Child) -> str:
-    """How a rank ended, and the last thing it said."""
+    """A line about how a rank ended, with the last line that it wrote to stderr."""
     code = child.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     said = ""
@@ -136,7 +141,7 @@ def _account(child: Child) -> str:
 
 
 def _end(children: Sequence[Child]) -> None:
-    """By their ids, first asked and then forced."""
+    """End the processes that still run: ask each to terminate, and kill those that do not within two seconds."""
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:
         process.terminate()

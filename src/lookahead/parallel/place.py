@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, and which device it takes: torchrun's variables say so."""
+"""Read from torchrun's environment variables which rank this process is, and choose its device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in the run, as torchrun's variables give it."""
+    """This process is `rank` of `size`, and `local_rank` of `local_size` on its machine. Rank 0 is at `host`:`port`."""
 
     rank: int
     size: int
@@ -23,7 +23,7 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place | None:
-        """None where no variable is set: the process runs by itself."""
+        """The place that the variables name, or None if none is set: then the process runs by itself."""
         given = [name for name in VARIABLES if environment.get(name)]
         if not given:
             return None
@@ -46,7 +46,7 @@ class Place:
 
 
 def pick_device(name: str, place: Place | None) -> str:
-    """A device for `load`: on a machine with a GPU for each of its ranks, that rank's own."""
+    """The device for `load`. On a machine with GPUs, 'auto' and 'cuda' name the GPU with this rank's local number."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if place is None or name not in ("auto", "cuda") or not count:
         return name

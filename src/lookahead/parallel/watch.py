@@ -1,8 +1,9 @@
-"""Signs of life: which rank has died, stalled, left or failed, so that the others can say so and end.
+"""Find out which rank has died, stalled, left or failed, so that the others can name it and end.
 
-Every rank writes a beat into the group's store twice a second, with the number of the exchange it has come to, and
-reads the others'. That is two threads beside the decoding; a step does nothing for it. The first rank that knows of a
-failure writes it down, and all others report the same.
+Twice a second every rank writes a beat into the store: a counter, the step it has come to, and its state ("run",
+"knows" of a failure, "fail", "left"). It reads the beats of the others at the same time. Two threads beside the
+decoding do this, so a step does not wait for it. The first rank that finds a failure writes it into the store, and all
+others report the same text.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from time import monotonic, sleep
 from typing import Any
 
 BEAT = 0.5
-"""Seconds between two signs of life."""
+"""Seconds between two beats."""
 SUSPECT = 2.0
-"""Where a connection has broken, a rank that is silent for this long is the one that broke it."""
+"""After a connection has broken, a rank that has been silent for this many seconds is held to have broken it."""
 GRACE = 5.0
-"""A program that has not ended this long after the failure of another rank is ended."""
+"""If another rank has failed and this program does not notice within this many seconds, the watch ends it."""
 FAILED = 1
+"""The exit code of such a program."""
 NONE = b"-"
+"""What the store holds under "failure" while there is none."""
 
 
 class RankError(RuntimeError):
@@ -29,11 +32,11 @@ class RankError(RuntimeError):
 
 
 class Watch:
-    """This rank's beats and what it knows of the others'.
+    """Writes this rank's beats and judges those of the others.
 
-    `step` counts the exchanges this rank has come to, `per_step` of which are one step; `waiting` is since when it
-    waits for the others, and `limit` for how long it may. These are set by the decoding thread. `verdict` is the
-    failure, once there is one. `keeper` holds the store.
+    The decoding thread sets three fields: `step`, the number of exchanges that this rank has come to (`per_step` of
+    them make one step); `waiting`, the time since which it has waited for the others, or None; and `limit`, the number
+    of seconds it may wait. `verdict` is the text of the failure, once there is one. `keeper` is who runs the store.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, keeper: str, per_step: int) -> None:
@@ -63,14 +66,14 @@ class Watch:
     # What the decoding thread asks for.
 
     def fail(self, message: str) -> None:
-        """This rank's own failure: the others are told."""
+        """Tell the others that this rank has failed."""
         self._state = "fail"
         self._told = True
         self._decide(f"{self.name(self.rank)} failed after step {self._shown(self.step)}: {message}")
         self._until(lambda: self._written is not None, 2 * BEAT)
 
     def check(self) -> None:
-        """Raise RankError when there is a verdict. The store's keeper waits a little, so that the others read it."""
+        """Raise RankError if there is a verdict. The rank that runs the store first lets the others read it."""
         if self.verdict is None:
             return
         self._told = True
@@ -80,7 +83,10 @@ class Watch:
         raise RankError(self.verdict)
 
     def suspect(self) -> None:
-        """A connection broke: wait until it is known whose, and raise RankError; return if all ranks are there."""
+        """After a connection broke, wait until it is known which rank broke it, and raise RankError.
+
+        Returns if all ranks still give signs of life.
+        """
         self.suspicious = True
         self._until(lambda: self.verdict is not None, SUSPECT + 4 * BEAT)
         if found := self._look(monotonic()):
@@ -89,19 +95,19 @@ class Watch:
         self.suspicious = False
 
     def broken(self, error: Exception) -> None:
-        """An exchange broke: raise RankError in any case."""
+        """Raise RankError for an exchange that broke: with the rank that broke it, if one can be found."""
         self.suspect()
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self._decide(f"the exchange of step {self._shown(self.step)} broke, and all ranks still answer: {first:.200}")
         self.check()
 
     def blame(self, ranks: list[int], what: str) -> None:
-        """Raise RankError for ranks that this one has waited for in vain."""
+        """Raise RankError for ranks that this one has waited for too long; `what` says for what."""
         self._decide(f"{self._names(ranks)} {what}")
         self.check()
 
     def close(self) -> None:
-        """Leave. The store's keeper waits a little for the others to leave first."""
+        """Leave the group. The rank that runs the store waits a few seconds for the others to leave first."""
         if self._stop.is_set():
             return
         self._told = True
@@ -116,7 +122,7 @@ class Watch:
         for thread in self._threads:
             thread.join(BEAT)
 
-    # The thread that speaks with the store.
+    # The thread that writes and reads beats. It may hang if the store does.
 
     def _speak(self) -> None:
         try:
@@ -124,7 +130,7 @@ class Watch:
                 self._exchange_beats()
                 self._wake.wait(BEAT)
                 self._wake.clear()
-        except Exception:  # the store is gone; `_judge` says what that means
+        except Exception:  # the store is gone; `_look` decides what that means
             self._gone = monotonic()
 
     def _exchange_beats(self) -> None:
@@ -145,7 +151,7 @@ class Watch:
             self._written = failure.decode()
             self._decide(self._written)
 
-    # The thread that judges, without waiting for anybody.
+    # The thread that judges. It only reads fields, so that it never hangs.
 
     def _judge(self) -> None:
         while not self._stop.wait(BEAT / 2):
@@ -157,7 +163,7 @@ class Watch:
                 os._exit(FAILED)
 
     def _look(self, now: float) -> str | None:
-        """What has gone wrong, if anything, as far as this rank can tell."""
+        """What has gone wrong, as far as this rank can tell; None if nothing has."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         waited = now - self.waiting if self.waiting is not None else 0.0
         if self._gone is not None:
@@ -168,7 +174,9 @@ class Watch:
         silent = [rank for rank in others if self._beats[rank][2] != "left"]
         if silent:
             rank = min(silent, key=lambda rank: self._changed[rank])
-            quiet = self._heard - self._changed[rank]  # while the store is silent, nothing is known of the others
+            quiet = (
+                self._heard - self._changed[rank]
+            )  # not `now`: while the store is silent, nothing is known of the others
             if quiet > (SUSPECT if self.suspicious else self.timeout):
                 where = f"step {self._shown(self.step)}" if self.step else "the start"
                 return f"{self.name(rank)} has died or is stopped: no sign of life for {quiet:.0f} s, at {where}"
@@ -185,11 +193,13 @@ class Watch:
         return None
 
     def _decide(self, verdict: str) -> None:
+        """Set the verdict. The first one stands."""
         if self.verdict is None:
             self._since = monotonic()
             self.verdict = verdict
 
     def _all_know(self) -> bool:
+        """Whether every other rank has read the verdict, or is silent."""
         now = monotonic()
         return all(
             beat[2] in ("knows", "left", "fail") or now - self._changed[rank] > SUSPECT
@@ -198,12 +208,14 @@ class Watch:
         )
 
     def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Wait until `done()`, at most this many seconds, and exchange beats faster meanwhile."""
         end = monotonic() + seconds
         while not done() and monotonic() < end and self._gone is None:
             self._wake.set()
             sleep(0.02)
 
     def _shown(self, exchange: int) -> int:
+        """The number of the step that an exchange belongs to."""
         return -(-exchange // self._per_step)
 
     def name(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""transformers' caches and ours: take over a conversation's K/V, and give back the longer one."""
+"""Between a transformers cache and our K/V buffer: read the K/V it holds, and append those of the new tokens."""
 
 from __future__ import annotations
 
@@ -11,74 +11,81 @@ from transformers import cache_utils
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.config import SamplingParams
-from lookahead.transformers_hook.arguments import Rows
+from lookahead.transformers_hook.arguments import Batch
 
-KNOWN = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+"""Layers of transformers' caches that hold keys and values as they are, neither quantised nor offloaded."""
 
 
-def check(cache: Any, batch: int) -> None:
-    """Refuse a cache whose layers do not hold plain keys and values of this many rows."""
+def check(cache: Any, entries: int) -> None:
+    """Refuse a cache whose layers do not hold plain keys and values of this many batch entries."""
     if cache is None:
         return
-    known = {getattr(cache_utils, name) for name in KNOWN}
+    plain = {getattr(cache_utils, name) for name in PLAIN_LAYERS}
     layers: list[Any] = getattr(cache, "layers", [])
-    odd = [layer for layer in layers if type(layer) not in known]
-    if not isinstance(cache, cache_utils.Cache) or odd or getattr(cache, "offloading", False):
-        kind = type(odd[0] if odd else cache).__name__
+    others = [layer for layer in layers if type(layer) not in plain]
+    if not isinstance(cache, cache_utils.Cache) or others or getattr(cache, "offloading", False):
+        kind = type(others[0] if others else cache).__name__
         raise ValueError(
             f"past_key_values with a {kind} cannot be used with lookahead decoding; use a DynamicCache or a StaticCache"
         )
     for layer in layers:
-        if layer.is_initialized and layer.keys.shape[0] != batch:
-            raise ValueError(f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {batch}")
+        if layer.is_initialized and layer.keys.shape[0] != entries:
+            raise ValueError(
+                f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {entries}; pass its own cache"
+            )
 
 
-def row_of(cache: Any, row: int, mask: torch.Tensor) -> Layers:
-    """One row of a cache. `mask` [T] says which of its T slots hold a token and not padding.
+def entry_of(cache: Any, entry: int, mask: torch.Tensor) -> Layers:
+    """One batch entry's K/V in a cache. `mask` [T] is True where the cache holds a token and False for padding.
 
-    A sliding layer keeps its last slots only.
+    A sliding layer holds its last positions only.
     """
     layers = []
     for layer in cache.layers:
         held = min(mask.shape[0], layer.keys.shape[2])
         real = mask[-held:].to(layer.keys.device)
-        layers.append((layer.keys[row, :, :held][:, real], layer.values[row, :, :held][:, real]))
+        layers.append((layer.keys[entry, :, :held][:, real], layer.values[entry, :, :held][:, real]))
     return layers
 
 
 @torch.no_grad()
-def extend(cache: Any, backend: Backend, rows: Rows, ids: torch.Tensor, left: Sequence[Layers]) -> None:
-    """Append to the cache the K/V of all slots it lacks; `ids` [B, L] are the tokens up to the last slot.
+def extend(cache: Any, backend: Backend, batch: Batch, ids: torch.Tensor, left: Sequence[Layers]) -> None:
+    """Append to the cache the K/V of every position it lacks.
 
-    A row that ended early is followed by padding, which other decoders run through the model like any token. The
-    cache holds it for them, so ours does, too. Padding before a row is never seen, and stays zero.
+    `ids` [B, L] are prompt and output up to the last position to keep; `left` has, per entry, the K/V that decoding
+    left. `generate` runs the padding behind an entry that ended early through the model, and its cache holds that
+    padding's K/V; we do the same. Padding before an entry is never attended to, so its K/V stay zero.
     """
-    hidden = rows.mask.shape[1] - rows.input_ids.shape[1]
-    total = hidden + ids.shape[1]
+    # 1. How many positions the cache will hold.
+    without_id = batch.mask.shape[1] - batch.input_ids.shape[1]
+    total = without_id + ids.shape[1]
     for layer in cache.layers:
         if type(layer) is cache_utils.StaticLayer and total > layer.max_cache_len:
             raise ValueError(
                 f"past_key_values has room for {layer.max_cache_len} tokens, and {total} have to be kept; make a "
                 "larger StaticCache, or use a DynamicCache"
             )
-    mask = torch.nn.functional.pad(rows.mask, (0, total - rows.mask.shape[1]), value=True)
+    # 2. The K/V of all tokens of every entry.
+    mask = torch.nn.functional.pad(batch.mask, (0, total - batch.mask.shape[1]), value=True)
     full = [
-        complete(backend, layers, ids[row][mask[row, hidden:]].tolist(), int(mask[row].sum()))
-        for row, layers in enumerate(left)
+        complete(backend, layers, ids[entry][mask[entry, without_id:]].tolist(), int(mask[entry].sum()))
+        for entry, layers in enumerate(left)
     ]
+    # 3. Those that the cache lacks, as one batch per layer.
     for index in range(len(full[0])):
         like = full[0][index]
-        keys, values = (part.new_zeros(len(full), part.shape[0], total - rows.past, part.shape[2]) for part in like)
-        for row, layers in enumerate(full):
-            new = mask[row, rows.past :].to(keys.device)
+        keys, values = (part.new_zeros(len(full), part.shape[0], total - batch.past, part.shape[2]) for part in like)
+        for entry, layers in enumerate(full):
+            new = mask[entry, batch.past :].to(keys.device)
             count = int(new.sum())
-            keys[row, :, new] = layers[index][0][:, -count:]
-            values[row, :, new] = layers[index][1][:, -count:]
+            keys[entry, :, new] = layers[index][0][:, -count:]
+            values[entry, :, new] = layers[index][1][:, -count:]
         cache.update(keys, values, index)
 
 
 def complete(backend: Backend, layers: Layers, tokens: Sequence[int], length: int) -> Layers:
-    """A row's K/V with the last tokens of the row that it lacks run through the model."""
+    """The K/V of all `length` tokens of an entry: `layers`, and those of the last `tokens`, which one step computes."""
     have = layers[0][0].shape[1]
     if have == length:
         return layers

@@ -1,13 +1,12 @@
 """`custom_generate=lookahead.decoding(...)`: what `model.generate` calls in place of its own decoding loop.
 
-`generate` has by then read every argument: it hands over the prompt, the logits processors, the stopping criteria and
-the generation config. What is left is to decode (`run.Run`), with the same result as one token per step would give.
+By then `generate` has read its arguments. It hands over the prompt, the logits processors, the stopping criteria and
+the generation config. `run.Run` decodes with them, and gives the tokens that `generate`'s own loop would give.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import torch
@@ -16,44 +15,62 @@ from lookahead.backends.choose import check_name
 from lookahead.backends.support import check_supported
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.stats import Stats
-from lookahead.transformers_hook.arguments import Dropped, check_padding, dropped_arguments, refuse_unsupported, rows_of
-from lookahead.transformers_hook.rules import Plan
+from lookahead.transformers_hook.arguments import check_padding, read_batch, refuse_unsupported
+from lookahead.transformers_hook.dropped import Dropped, recover_dropped, warn_if_dropped
+from lookahead.transformers_hook.rules import BatchRules
 from lookahead.transformers_hook.run import Run
 
 
 def decoding(
-    config: LookaheadConfig | None = None, *, seed: int | None = None, backend: str = "eager", **settings: Any
+    config: LookaheadConfig | None = None,
+    *,
+    seed: int | None = None,
+    backend: str = "eager",
+    streamer: Any = None,
+    **settings: Any,
 ) -> Decoding:
     """Lookahead decoding for `model.generate(..., custom_generate=lookahead.decoding())`.
 
-    `settings` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. With neither `config` nor settings the
-    cost of a step is measured at the first call (once per model and machine) and the default fitted to it.
-    Sampling draws from torch's generator, as `generate` does; with a `seed` row i of a batch draws from its own
-    generator, seeded with `seed + i`, so that rows need not wait for each other.
+    `settings` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. With neither `config` nor settings,
+    the first call measures what a step costs (once per model and machine) and fits the default config to it.
 
-    `backend`: 'eager' runs the model as it is. 'graph' runs Llama-like models as `load(backend="graph")` does, which is
+    Sampling draws from torch's generator, as `generate` does. With a `seed`, entry i of a batch draws from a generator
+    of its own, seeded with `seed + i`, so that the entries need not wait for each other.
+
+    `backend`: 'eager' runs the model as it is. 'graph' runs Llama-like models as `load(backend="graph")` does, and is
     made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
-    with it for the next call. 'auto' is 'graph' on CUDA for the models that it runs, else 'eager'.
+    with the model for the next call. 'auto' is 'graph' on CUDA for the models it can run, else 'eager'.
+
+    `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on.
     """
     if config is None and not settings:
-        return Decoding(None, seed, backend)
-    return Decoding((config or LookaheadConfig()).adapted(**settings), seed, backend)
+        return Decoding(None, seed, backend, streamer)
+    return Decoding((config or LookaheadConfig()).adapted(**settings), seed, backend, streamer)
 
 
 class Decoding:
-    """What `generate` calls. `stats` are those of the last call, one per row."""
+    """The callable that `generate` is given. After a call, `stats` holds its counters, one `Stats` per batch entry."""
 
-    def __init__(self, config: LookaheadConfig | None = None, seed: int | None = None, backend: str = "eager") -> None:
+    def __init__(
+        self,
+        config: LookaheadConfig | None = None,
+        seed: int | None = None,
+        backend: str = "eager",
+        streamer: Any = None,
+    ) -> None:
         if seed is not None:
-            SamplingParams(seed=seed)
+            SamplingParams(seed=seed)  # refuses a seed out of range
         check_name(backend)
-        self.config, self.seed, self.backend = config, seed, backend
+        self.config, self.seed, self.backend, self.streamer = config, seed, backend, streamer
         self.stats: list[Stats] = []
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """What `generate` looks at to learn which arguments to pass: the moment to ask for those it would drop."""
-        dropped_arguments(self, sys._getframe(1))
+        """The signature of `__call__`, which tells `generate` what arguments to pass.
+
+        `generate` asks for it while it holds the arguments it would drop, so this is when we recover them.
+        """
+        recover_dropped(self, inspect.currentframe())
         signature = inspect.signature(type(self).__call__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -67,26 +84,37 @@ class Decoding:
         streamer: Any = None,
         tokenizer: Any = None,
         assistant_model: Any = None,
-        synced_gpus: bool = False,
+        synced_gpus: bool | None = None,
         dropped: Dropped | None = None,
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config asks for it."""
-        dropped = dropped or Dropped(streamer, assistant_model, synced_gpus)
+        """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config asks for one.
+
+        `dropped` holds what `recover_dropped` found; a transformers that passes these arguments itself gives them by
+        name. `tokenizer` is here because `generate` reads it for stop strings only if our signature names it.
+        """
+        if self.streamer is None:
+            warn_if_dropped(dropped, synced_gpus)
+        dropped = dropped or Dropped(streamer, assistant_model, bool(synced_gpus))
+        streamer = self.streamer if dropped.streamer is None else dropped.streamer
         try:
+            if self.streamer is not None and self.streamer is not streamer:
+                raise ValueError("generate and lookahead.decoding were given two streamers; leave one of them out")
+            if streamer is not None and dropped.streamer is None:
+                streamer.put(input_ids.cpu())  # `generate` does this for a streamer of its own
             check_supported(model)
             refuse_unsupported(generation_config, dropped, model_kwargs)
-            rows = rows_of(input_ids, generation_config, model_kwargs)
-            check_padding(model, rows, model_kwargs)
-            run = Run(model, rows, generation_config, model_kwargs, self.backend)
-            plan = Plan.of(
+            batch = read_batch(input_ids, generation_config, model_kwargs)
+            check_padding(model, batch, model_kwargs)
+            run = Run(model, batch, generation_config, model_kwargs, self.backend)
+            rules = BatchRules.of(
                 logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
-                streaming=dropped.streamer is not None,
+                streaming=streamer is not None,
             )  # fmt: skip
-            output = run.decode(self.config, plan, dropped.streamer)
+            output = run.decode(self.config, rules, streamer)
             self.stats = [sequence.stats for sequence in run.sequences]
             return output
         finally:
-            if dropped.streamer is not None:
-                dropped.streamer.end()
+            if streamer is not None:
+                streamer.end()

@@ -1,9 +1,9 @@
-"""Which rows of a batch may run at their own pace, and which rule they follow.
+"""How the entries of a batch choose tokens and end, and whether each may run at its own pace.
 
-Rows that accept different numbers of tokens stand at different lengths. That is right only if nothing looks at two of
-them at once. A processor or criterion of our users' may: it is called with the whole batch, in stock `generate` with
-all rows at one length. So rows part only where every processor and criterion is known to look at each row by itself;
-else they move together, and each step gives all of them as many tokens as the slowest.
+Entries that accept different numbers of tokens in a step come to have different lengths. A processor or stopping
+criterion is called with the whole batch, and `generate` calls it with all entries at one length; one that a user wrote
+may compare two entries. So entries run at their own pace only if every processor and every criterion is known to look
+at each entry by itself. Otherwise they move together: a step gives each of them as many tokens as the slowest accepted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers.generation.stopping_criteria as criteria
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.engine.processors import Draw, PathVerifier, Rule, joint_draw, uniform_draw
 
-ROWWISE = (
+PER_ENTRY = (
     "ExponentialDecayLengthPenalty", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
     "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
@@ -27,14 +27,16 @@ ROWWISE = (
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
     "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
 )  # fmt: skip
-"""Processors that look at each row by itself and remember nothing. Those of users are not known to."""
+"""transformers' processors that look at each batch entry by itself and remember nothing between calls."""
 
 
 @dataclass
-class Plan:
-    """How one call of `generate` chooses tokens and ends: its rule, and who follows it together.
+class BatchRules:
+    """How the entries of one call of `generate` choose their tokens and end.
 
-    With nothing but an end token and a length limit there is no rule to walk by: the backend picks, the sequence cuts.
+    `rule` takes logits to tokens to the end. `together`: the entries move together. `plain`: the call asks for argmax
+    targets, end tokens and a length limit only, so that the backend can choose the tokens and each sequence can end by
+    itself; then `rule` is not needed. `seed`: entry i draws from a generator seeded with `seed + i`.
     """
 
     rule: Rule
@@ -52,12 +54,12 @@ class Plan:
         logits_processor: Any,
         stopping_criteria: Any,
         config: Any,
-        batch: int,
+        entries: int,
         generator: torch.Generator | None,
         seed: int | None,
         streaming: bool,
-    ) -> Plan:
-        """`config` is the call's GenerationConfig, the rest what `generate` made of it and of its arguments."""
+    ) -> BatchRules:
+        """The rules of a call. `config` is its GenerationConfig; `generate` made processors and criteria from it."""
         if generator is not None and seed is not None:
             raise ValueError(f"seed={seed} and a generator are two sources to draw from; leave one of them out")
         has_eos = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
@@ -71,17 +73,17 @@ class Plan:
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         )
-        rowwise = {getattr(processors, name, None) for name in ROWWISE}
+        per_entry = {getattr(processors, name, None) for name in PER_ENTRY}
         plain = not rule.wants_logits and all(type(c) in usual for c in stopping_criteria)
         ends = [c.eos_token_id for c in stopping_criteria if type(c) is criteria.EosTokenCriteria]
         limits = [c.max_length for c in stopping_criteria if type(c) is criteria.MaxLengthCriteria]
         return cls(
             rule=rule,
-            together=batch > 1
+            together=entries > 1
             and (
                 streaming
                 or (rule.draw is not None and seed is None)
-                or not all(type(p) in rowwise for p in logits_processor)
+                or not all(type(p) in per_entry for p in logits_processor)
                 or not all(type(c) in (*usual, criteria.StopStringCriteria) for c in stopping_criteria)
                 or (rule.pad is None and not all(type(c) in usual for c in stopping_criteria))
             ),
@@ -93,7 +95,10 @@ class Plan:
         )
 
     def verifiers(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> Sequence[PathVerifier | None]:
-        """What verifies each of these sequences; `ids` [B, L] is the prompt as given."""
+        """What verifies each of these sequences: None where the sequence itself can.
+
+        `ids` [B, L] is the prompt as given.
+        """
         if self.plain and not self.together:
             return [None] * len(sequences)
         rules = [self.rule] * len(sequences)
@@ -109,19 +114,19 @@ class Plan:
         return self._verifiers
 
     def newest(self, count: int) -> torch.Tensor:
-        """The last tokens of rows that move together, [B, count]."""
+        """The last `count` tokens of entries that move together, [B, count]."""
         return self._verifiers[0].ids[:, -count:]
 
     def output(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> torch.Tensor:
-        """Prompt and output, [B, L + longest output]; shorter rows end in padding."""
+        """Prompt and output, [B, L + longest output]; shorter entries end in padding."""
         if self.together:
             return self._verifiers[0].ids
         longest = max(sequence.stats.generated_tokens for sequence in sequences)
-        rows = [s.output + [self.pad] * (longest - s.stats.generated_tokens) for s in sequences]
-        return torch.cat([ids, torch.tensor(rows, dtype=torch.long, device=ids.device)], dim=1)
+        padded = [s.output + [self.pad] * (longest - s.stats.generated_tokens) for s in sequences]
+        return torch.cat([ids, torch.tensor(padded, dtype=torch.long, device=ids.device)], dim=1)
 
     def kept(self, name: str) -> tuple[torch.Tensor, ...]:
-        """The kept scores or logits: one [B, V] tensor per output position."""
+        """The kept 'scores' or 'logits': one [B, V] tensor per output position; entries that have ended hold zeros."""
         parts: list[list[torch.Tensor]] = [getattr(verifier, name) for verifier in self._verifiers]
         if len(parts) == 1:
             return tuple(parts[0])
@@ -130,5 +135,5 @@ class Plan:
 
 
 def multinomial(generator: torch.Generator | None) -> Draw:
-    """Draws as `generate` makes them, so that the same `torch.manual_seed` gives the same tokens."""
+    """Draw as `generate` does, so that the same `torch.manual_seed` gives the same tokens."""
     return lambda scores: torch.multinomial(scores.softmax(dim=-1), num_samples=1, generator=generator).squeeze(1)

@@ -29,8 +29,8 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches
-from lookahead.transformers_hook.arguments import Rows
-from lookahead.transformers_hook.rules import Plan
+from lookahead.transformers_hook.arguments import Batch
+from lookahead.transformers_hook.rules import BatchRules
 
 
 @dataclass
@@ -59,11 +59,11 @@ class Run:
     """One call of `generate`."""
 
     def __init__(
-        self, model: Any, rows: Rows, generation_config: Any, model_kwargs: dict[str, Any], backend: str = "eager"
+        self, model: Any, batch: Batch, generation_config: Any, model_kwargs: dict[str, Any], backend: str = "eager"
     ) -> None:
-        self.model, self.rows, self.wants = model, rows, generation_config
+        self.model, self.batch, self.wants = model, batch, generation_config
         self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
-        caches.check(self.cache, len(rows.input_ids))
+        caches.check(self.cache, len(batch.input_ids))
         self.known = self._know()
         self.backend = self._backend(backend)
         self.sequences: list[DecodingSequence] = []
@@ -104,17 +104,17 @@ class Run:
                 self.known.graph = kept
         return kept
 
-    def decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
+    def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
         with self.known.turn if isinstance(self.backend, GraphBackend) else nullcontext():
-            return self._decode(config, plan, streamer)
+            return self._decode(config, rules, streamer)
 
-    def _decode(self, config: LookaheadConfig | None, plan: Plan, streamer: Any) -> Any:
-        ids = self.rows.input_ids
+    def _decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
+        ids = self.batch.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         # 1. One sequence per row, and the K/V that came along.
         first = None if self.embeds is None else self._run_embeds(self.embeds)
-        self.sequences = self._sequences(config or self._default(), plan, ids.shape[1])
-        verifiers = plan.verifiers(self.sequences, ids)
+        self.sequences = self._sequences(config or self._default(), rules, ids.shape[1])
+        verifiers = rules.verifiers(self.sequences, ids)
         engine = Engine(self.backend)
         try:
             requests = [
@@ -124,22 +124,22 @@ class Run:
             for entry, request in enumerate(requests):
                 self._submit(entry, request, engine)
             if first is not None:
-                self._stream(streamer, engine.settle(self._roots(requests, first), commit=False), plan)
+                self._stream(streamer, engine.settle(self._roots(requests, first), commit=False), rules)
             # 2. Step until all have ended.
             while engine.running:
-                self._stream(streamer, engine.step(), plan)
+                self._stream(streamer, engine.step(), rules)
         finally:
             for id in engine.running:
                 engine.cancel(id)
         # 3. What was asked for.
         self._check_ends()
-        output = plan.output(self.sequences, ids)
+        output = rules.output(self.sequences, ids)
         if keeps_cache and self.cache is not None:
-            caches.extend(self.cache, self.backend, self.rows, output[:, :-1], [self._left[s] for s in self.sequences])
+            caches.extend(self.cache, self.backend, self.batch, output[:, :-1], [self._left[s] for s in self.sequences])
         if not self.wants.return_dict_in_generate:
             return output
         kept: dict[str, Any] = {
-            name: plan.kept(name) for name in ("scores", "logits") if getattr(self.wants, f"output_{name}")
+            name: rules.kept(name) for name in ("scores", "logits") if getattr(self.wants, f"output_{name}")
         }
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
@@ -149,11 +149,11 @@ class Run:
             defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
         return defaults[kind]
 
-    def _sequences(self, config: LookaheadConfig, plan: Plan, length: int) -> list[DecodingSequence]:
+    def _sequences(self, config: LookaheadConfig, rules: BatchRules, length: int) -> list[DecodingSequence]:
         model_config = self.model.config.get_text_config(decoder=True)
         limit = position_limit(model_config)
-        prompts = [self.rows.tokens(row) for row in range(len(self.rows.input_ids))]
-        room = max(1, plan.max_length - length)
+        prompts = [self.batch.tokens(row) for row in range(len(self.batch.input_ids))]
+        room = max(1, rules.max_length - length)
         if limit.hard and limit.positions is not None:
             longest = max(map(len, prompts)) + room - 1
             if longest > limit.positions:
@@ -161,15 +161,15 @@ class Run:
                     f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
                     f"positions ({limit.reason}), and {longest} are asked for; lower max_new_tokens"
                 )
-        rules = StopRules(room, plan.eos_ids, limit.positions, last_is_free=True)
+        rules = StopRules(room, rules.eos_ids, limit.positions, last_is_free=True)
         return [DecodingSequence(prompt, config, rules=rules, memory=self.known.memory) for prompt in prompts]
 
     def _submit(self, entry: int, request: Request, engine: Engine) -> None:
         """Let a request take part, with the K/V that came along."""
         engine.submit(request)
-        if self.rows.past:
-            layers = caches.row_of(self.cache, entry, self.rows.mask[entry, : self.rows.past])
-            self.backend.adopt(request.slot, self.rows.cached(entry), layers)
+        if self.batch.past:
+            layers = caches.entry_of(self.cache, entry, self.batch.mask[entry, : self.batch.past])
+            self.backend.adopt(request.slot, self.batch.cached(entry), layers)
 
     @torch.no_grad()
     def _run_embeds(self, embeds: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Run:
         """
         if self.cache is None:
             raise ValueError("inputs_embeds needs a K/V cache; leave out use_cache=False")
-        mask, past = self.rows.mask, self.rows.past
+        mask, past = self.batch.mask, self.batch.past
         positions = (mask.long().cumsum(dim=-1) - 1).clamp_min(0)
         output = self.model(
             inputs_embeds=embeds[:, past:],
@@ -188,7 +188,7 @@ class Run:
             past_key_values=self.cache,
             use_cache=True,
         )
-        self.rows = replace(self.rows, past=mask.shape[1])
+        self.batch = replace(self.batch, past=mask.shape[1])
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
@@ -205,14 +205,14 @@ class Run:
     def _keep_cache(self, request: Request) -> None:
         self._left[request.sequence] = self.backend.cached(request.slot)
 
-    def _stream(self, streamer: Any, events: Sequence[Event], plan: Plan) -> None:
+    def _stream(self, streamer: Any, events: Sequence[Event], rules: BatchRules) -> None:
         """A whole block for one row; for several, which then move together, one tensor [B] per position."""
         if streamer is None:
             return
         if len(self.sequences) == 1:
             streamer.put(torch.tensor(events[0].tokens))
             return
-        for column in plan.newest(len(events[0].tokens)).T.cpu():
+        for column in rules.newest(len(events[0].tokens)).T.cpu():
             streamer.put(column)
 
     def _check_ends(self) -> None:
