@@ -35,10 +35,10 @@ from lookahead.transformers_hook.rules import BatchRules
 
 @dataclass
 class ModelFacts:
-    """What was found out about a model; it holds as long as the model's `state` does.
+    """What was found out about a model. It holds as long as the model's `state` does.
 
-    `graph` is its graph backend, if one was asked for: captured steps are kept for the next call. Only one call at a
-    time may use it (`turn`).
+    `graph` is the model's graph backend, if a call asked for one; its captured steps are kept for the next call. Only
+    one call at a time may use it (`turn`).
     """
 
     state: tuple[Any, ...]
@@ -49,10 +49,10 @@ class ModelFacts:
     turn: RLock = field(default_factory=RLock)
 
 
-_known: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
-"""Facts, not settings: `decoding()` is often made anew for every call, and to probe the model again takes 7 passes."""
+_facts_of: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
+"""Kept beside the model, because `decoding()` is often made anew for every call and probing the model takes 7 passes."""
 _finding_out = RLock()
-"""Two threads that come first, at once, share what one of them finds out."""
+"""Threads that use a model for the first time at once wait here, and share what one of them finds out."""
 
 
 class Run:
@@ -64,26 +64,27 @@ class Run:
         self.model, self.batch, self.wants = model, batch, generation_config
         self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
         caches.check(self.cache, len(batch.input_ids))
-        self.known = self._know()
+        self.facts = self._facts()
         self.backend = self._backend(backend)
         self.sequences: list[DecodingSequence] = []
         self._left: dict[DecodingSequence, Layers] = {}
 
-    def _know(self) -> ModelFacts:
+    def _facts(self) -> ModelFacts:
+        """The model's facts; they are found out at the first call, and again when the model's state has changed."""
         model = self.model
         place = model.get_input_embeddings().weight
         state = (input_device(model), place.dtype, place.shape, model.config._attn_implementation, model.training)
         with _finding_out:
-            known = _known.get(model)
-            if known is None or known.state != state:
-                known = ModelFacts(state, layer_shapes(model))
-                probe(EagerBackend(model, verify=False, shapes=known.shapes))
-                _known[model] = known
-        return known
+            facts = _facts_of.get(model)
+            if facts is None or facts.state != state:
+                facts = ModelFacts(state, layer_shapes(model))
+                probe(EagerBackend(model, verify=False, shapes=facts.shapes))
+                _facts_of[model] = facts
+        return facts
 
     def _backend(self, name: str) -> Backend:
         """An eager backend of this call's own, or the model's graph backend."""
-        model, shapes, chunk = self.model, self.known.shapes, self.wants.prefill_chunk_size
+        model, shapes, chunk = self.model, self.facts.shapes, self.wants.prefill_chunk_size
 
         def eager() -> EagerBackend:
             return EagerBackend(model, verify=False, shapes=shapes, prefill_chunk=chunk)
@@ -96,22 +97,22 @@ class Run:
             raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
         check_graph(self.model)
         # What becomes the model's parameters must be fit for training, too.
-        with self.known.turn, torch.inference_mode(False):
-            kept = self.known.graph
+        with self.facts.turn, torch.inference_mode(False):
+            kept = self.facts.graph
             if kept is None or not kept.weights.follow(relay(self.model)):
                 kept = cast(GraphBackend, graph_backend(self.model))
                 kept.model = proxy(self.model)  # or the model would live as long as what is known about it
-                self.known.graph = kept
+                self.facts.graph = kept
         return kept
 
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
-        with self.known.turn if isinstance(self.backend, GraphBackend) else nullcontext():
+        with self.facts.turn if isinstance(self.backend, GraphBackend) else nullcontext():
             return self._decode(config, rules, streamer)
 
     def _decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
         ids = self.batch.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
-        # 1. One sequence per row, and the K/V that came along.
+        # 1. One sequence per batch entry, and the K/V that came along.
         first = None if self.embeds is None else self._run_embeds(self.embeds)
         self.sequences = self._sequences(config or self._default(), rules, ids.shape[1])
         verifiers = rules.verifiers(self.sequences, ids)
@@ -144,7 +145,7 @@ class Run:
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
     def _default(self) -> LookaheadConfig:
-        defaults, kind = self.known.defaults, type(self.backend).__name__
+        defaults, kind = self.facts.defaults, type(self.backend).__name__
         if kind not in defaults:
             defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
         return defaults[kind]
@@ -152,7 +153,7 @@ class Run:
     def _sequences(self, config: LookaheadConfig, rules: BatchRules, length: int) -> list[DecodingSequence]:
         model_config = self.model.config.get_text_config(decoder=True)
         limit = position_limit(model_config)
-        prompts = [self.batch.tokens(row) for row in range(len(self.batch.input_ids))]
+        prompts = [self.batch.tokens(entry) for entry in range(len(self.batch.input_ids))]
         room = max(1, rules.max_length - length)
         if limit.hard and limit.positions is not None:
             longest = max(map(len, prompts)) + room - 1
@@ -161,8 +162,8 @@ class Run:
                     f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
                     f"positions ({limit.reason}), and {longest} are asked for; lower max_new_tokens"
                 )
-        rules = StopRules(room, rules.eos_ids, limit.positions, last_is_free=True)
-        return [DecodingSequence(prompt, config, rules=rules, memory=self.known.memory) for prompt in prompts]
+        stop = StopRules(room, rules.eos_ids, limit.positions, last_is_free=True)
+        return [DecodingSequence(prompt, config, rules=stop, memory=self.facts.memory) for prompt in prompts]
 
     def _submit(self, entry: int, request: Request, engine: Engine) -> None:
         """Let a request take part, with the K/V that came along."""
