@@ -50,7 +50,7 @@ class ModelFacts:
 
 
 _facts_of: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
-"""Kept beside the model, because `decoding()` is often made anew for every call and probing the model takes 7 passes."""
+"""Kept beside the model: `decoding()` is often made anew for every call, and probing the model takes 7 passes."""
 _finding_out = RLock()
 """Threads that use a model for the first time at once wait here, and share what one of them finds out."""
 
