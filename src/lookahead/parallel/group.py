@@ -27,6 +27,9 @@ from lookahead.parallel.watch import BEAT, NONE, RankError, Watch
 
 TIMEOUT = 60.0
 """Seconds without an answer after which a rank counts as lost."""
+MEETING_TIMEOUT = 60.0
+"""Seconds in which all ranks must have come to the store, at least: processes that start together import torch at
+different speeds, seconds apart on a busy machine."""
 START = 600.0
 """The most seconds that one rank may need longer than another to load its model."""
 
@@ -49,15 +52,18 @@ def join(
     *,
     ranks: int | None = None,
     timeout: float = TIMEOUT,
+    meeting_timeout: float | None = None,
     tensor_parallel: int = 1,
     device: str = "auto",
     check: bool = False,
 ) -> Group:
     """Meet the other ranks; every one of them calls this. A process that nobody launched is a group of its own.
 
-    `ranks` is how many there must be. `timeout` is how long a rank may be silent before the others end. Groups of
-    `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`). `device` is auto, cpu,
-    cuda or cuda:N. With `check` the ranks compare a hash of what they are about to do before every step.
+    `ranks` is how many there must be. `timeout` is how long a rank may be silent before the others end;
+    `meeting_timeout` is how long the ranks wait for the last one to come, by default a minute or `timeout` if that is
+    longer. Groups of `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`).
+    `device` is auto, cpu, cuda or cuda:N. With `check` the ranks compare a hash of what they are about to do before
+    every step.
     """
     place = Place.of(os.environ)
     size = place.size if place else 1
@@ -66,9 +72,11 @@ def join(
         raise ValueError(f"{ranks} ranks are asked for and {started}; make the two numbers equal")
     if not timeout >= 4 * BEAT:
         raise ValueError(f"a rank timeout of {timeout} s is too short; give at least {4 * BEAT:.0f} s")
+    if meeting_timeout is not None and not meeting_timeout > 0:
+        raise ValueError(f"a meeting timeout of {meeting_timeout} s leaves no time to meet; give more than 0")
     if tensor_parallel < 1 or size % tensor_parallel:
         raise ValueError(f"{size} ranks cannot be cut into tensor-parallel groups of {tensor_parallel}")
-    return Group(place, pick_device(device, place), timeout, tensor_parallel, check)
+    return Group(place, pick_device(device, place), timeout, tensor_parallel, check, meeting_timeout)
 
 
 class Group:
@@ -79,7 +87,13 @@ class Group:
     """
 
     def __init__(
-        self, place: Place | None, device: str = "cpu", timeout: float = TIMEOUT, copies: int = 1, check: bool = False
+        self,
+        place: Place | None,
+        device: str = "cpu",
+        timeout: float = TIMEOUT,
+        copies: int = 1,
+        check: bool = False,
+        meeting_timeout: float | None = None,
     ) -> None:
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
         self.copies, self.shares, self.share = copies, self.size // copies, self.rank // copies
@@ -99,7 +113,7 @@ class Group:
             nccl = "nccl" in distributed.get_backend()
         self._wire_device = torch.device(device if nccl else "cpu")
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._meet(place)
+        self._meet(place, max(timeout, MEETING_TIMEOUT) if meeting_timeout is None else meeting_timeout)
         self._connect("nccl" if nccl else "gloo")
         if copies > 1:
             shape = (self.shares, copies)
@@ -108,17 +122,17 @@ class Group:
 
     # Meeting.
 
-    def _meet(self, place: Place) -> None:
+    def _meet(self, place: Place, within: float) -> None:
         """Find the store, and wait until every rank has. Rank 0 keeps it, unless torchrun does."""
         torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         port = place.port
         if distributed.is_initialized():  # by the caller, who may have taken the port: rank 0 opens another
             torchrun, port = False, self._another_port(place)
         prefix = f"lookahead/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_groups)}"
-        wait = timedelta(seconds=self.timeout)
 
         def connect(keeper: bool) -> Any:
-            store = TCPStore(place.host, port, None, keeper, wait, wait_for_workers=False)
+            store = TCPStore(place.host, port, None, keeper, timedelta(seconds=within), wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=self.timeout))
             if keeper:
                 _kept[port] = store
             return PrefixStore(prefix, store)
@@ -127,14 +141,14 @@ class Group:
             self._store = connect(self.rank == 0 and not torchrun and port not in _kept)
             spoken = connect(False)
         except (distributed.DistNetworkError, distributed.DistStoreError) as error:
-            raise RankError(f"rank 0 does not answer at {place.host}:{port} within {self.timeout:.0f} s") from error
+            raise RankError(f"rank 0 does not answer at {place.host}:{port} within {within:.0f} s") from error
         if self.rank == 0:
             self._store.set("failure", NONE.decode())
         self._store.set(f"beat/{self.rank}", "0 0 run")
         keys = {rank: f"beat/{rank}" for rank in range(self.size)}
-        missing = self._wait_for(keys, self.timeout)
+        missing = self._wait_for(keys, within)
         if missing:
-            message = f"rank {missing[0]} of {self.size} has not come within {self.timeout:.0f} s"
+            message = f"rank {missing[0]} of {self.size} has not come within {within:.0f} s"
             if self.rank == 0:  # the store ends with this rank: let those who came read it
                 self._store.set("failure", message)
                 sleep(4 * BEAT)
