@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_but
 from tiny import VOCABULARY, tiny
 
 from lookahead.algorithm.sequence import DecodingSequence
@@ -32,6 +33,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {}),
     "mistral-sliding": ("Mistral", {"sliding_window": 7}),
 }
+QUICK = ("llama", "gpt2", "mistral-sliding")
+"""Rotary and learned positions, and a window: the random batches of these are no slow tests."""
 
 
 @cache
@@ -80,7 +83,7 @@ prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
 batches = st.lists(st.tuples(prompts, configs()), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
 @settings(max_examples=25, deadline=None)
 @given(batch=batches)
 def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], LookaheadConfig]]) -> None:
@@ -89,7 +92,7 @@ def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], Lo
     assert decode(family, sequences) == [greedy(family, prompt) for prompt, _ in batch]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
 @settings(max_examples=15, deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31), temperature=st.sampled_from([0.3, 1.0, 2.0]), data=st.data())
 def test_seeded_sampling_equals_autoregressive(

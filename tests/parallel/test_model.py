@@ -129,6 +129,7 @@ def test_one_process_needs_no_launcher(
     assert model.rank == 0
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_embedded_model(tmp_path: Path) -> None:
     """Greedy and sampled, alone and in a batch; as many steps as one process takes."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from tiny import tiny
 
 import lookahead
@@ -74,6 +75,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("Nemotron", {}),
 }
 WINDOWED = [name for name, (_, fields) in FAMILIES.items() if fields.get("sliding_window")]
+QUICK = ("Llama", "Mistral", "Mixtral", "Qwen2", "Gemma2", "GPT2", "GPTNeoX", "OPT", "Falcon, new architecture")
+QUICK += ("DeepseekV3", "GptOss", "SmolLM3")
+"""One of each idea: windows, experts, capped logits, learned and partial rotary positions, latent attention, sinks."""
 
 
 def build(kind: str, fields: dict[str, Any]) -> Any:
@@ -99,7 +103,7 @@ def generate(model: Any, prompts: tuple[list[int], ...], sample: bool, **how: An
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
 def test_same_tokens(family: str, sample: bool) -> None:
     steps = tokens = 0
     for prompts in ((LONG,), BATCH):
@@ -111,7 +115,7 @@ def test_same_tokens(family: str, sample: bool) -> None:
     assert sample or steps < 0.9 * tokens  # guesses were accepted, so trees decided the output
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", slow_but(WINDOWED, *QUICK))
 def test_the_window_matters(family: str) -> None:
     """Without it the tokens are others, so a window that is read wrongly would be seen."""
     kind, fields = FAMILIES[family]
