@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 
 import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
@@ -347,7 +348,7 @@ def test_several_eos_ids_in_a_batch(
     assert len({len(c.token_ids) for c in batch}) > 1  # they left at different times
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, "lookahead", "prompt-lookup"))
 def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
     whole = lm.generate(READABLE, max_tokens=TOKENS).token_ids
     for count in range(1, TOKENS):
@@ -496,7 +497,9 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    "name", slow_but(ASKED, "repetition_penalty", "bad_words_ids", "forced_eos_token_id", "sequence_bias")
+)
 def test_the_generation_config_of_a_model_is_heeded(
     name: str, make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Any
 ) -> None:

@@ -35,7 +35,7 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
     ]
     home = tmp_path_factory.mktemp("two")
     with World(home, 2, *parts, variables={"LOOKAHEAD_CACHE": str(home / "cache")}) as world:
-        return world.reports(200)
+        return world.reports(400)
 
 
 def test_two_processes(two: list[list[Any]]) -> None:

@@ -29,7 +29,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]
         {"do": "identity", "cases": CASES, "check": True},
         {"do": "tensor_parallel", "cases": SHARED, "tensor_parallel": 2},
     ]
-    reports = torchrun(tmp_path_factory.mktemp("four"), 4, *parts, seconds=150)
+    reports = torchrun(tmp_path_factory.mktemp("four"), 4, *parts, seconds=300)
     return [report[0] for report in reports], [report[1] for report in reports]
 
 
@@ -89,6 +89,7 @@ def test_rank_0_is_killed(world: World) -> None:
     ends(world, [1], "RankError: rank 0 has died: its store is gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [{"accident": "sleep", "ranks": 2}], indirect=True)
 def test_a_rank_stalls(world: World) -> None:
     """It gives signs of life, and does not come to the exchange. The others end, and then it does."""

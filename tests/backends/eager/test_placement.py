@@ -88,8 +88,12 @@ PARTS = ["model.embed_tokens", *[f"model.layers.{i}" for i in range(3)], "model.
 
 @pytest.mark.parametrize(
     "offloaded",
-    [["model.layers.1"], ["model.embed_tokens"], ["lm_head"], PARTS],
-    ids=["layer", "embedding", "head", "everything"],
+    [
+        pytest.param(["model.layers.1"], id="layer", marks=pytest.mark.slow),
+        pytest.param(["model.embed_tokens"], id="embedding", marks=pytest.mark.slow),
+        pytest.param(["lm_head"], id="head", marks=pytest.mark.slow),
+        pytest.param(PARTS, id="everything"),
+    ],
 )
 def test_offloaded_to_disk(saved: Path, plain: Any, tmp_path: Path, offloaded: list[str]) -> None:
     """accelerate reads an offloaded part's weights when its turn comes; until then they are on no device at all."""
