@@ -87,7 +87,7 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
     ("kind", "changes"),
     [
         ("Llama", {}),
-        ("Qwen3", {"head_dim": 16}),
+        pytest.param("Qwen3", {"head_dim": 16}, marks=pytest.mark.slow),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     ],
 )
