@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-SAMPLE = ("llama", "gemma2", "bloom", "deepseek_v3", "granitemoe", "mamba", "gemma3n")
-"""Full, sliding and latent attention, experts; two that are refused, for ALiBi and a recurrent state; one not built."""
+SAMPLE = ("llama", "gemma2", "granitemoe", "mamba", "gemma3n")
+"""Full and sliding attention, and experts; one that is refused for its recurrent state; one that is not built."""
 HOW = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 
 

@@ -133,7 +133,15 @@ def test_every_method_gives_the_greedy_tokens(lm: LookaheadModel, model: Any, pl
         assert {c.stats.steps for c in done} == {TOKENS}
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"top_k": 12}, marks=pytest.mark.slow),
+        {"top_p": 0.8},
+        pytest.param({"min_p": 0.05}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_seed_gives_the_same_tokens_by_every_method(lm: LookaheadModel, options: dict[str, Any]) -> None:
     prompts = list(PROMPTS[:3])
     common = {"max_tokens": 24, "temperature": 0.8, "seed": 3, **options}
@@ -285,7 +293,7 @@ def test_stop_string_at_every_position(lm: LookaheadModel, size: int) -> None:
     assert inside > len(text) // 4  # many of them ended inside, or after, an accepted block
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[:3])
+@pytest.mark.parametrize("prompt", slow_but(PROMPTS[:3], *PROMPTS[:2]))
 def test_stop_strings_equal_autoregressive(lm: LookaheadModel, prompt: str) -> None:
     text = lm.generate(prompt, max_tokens=TOKENS).text
     sweep = [[text[i : i + 1 + i % 5]] for i in range(0, len(text), 4)]

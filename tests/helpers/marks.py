@@ -9,9 +9,9 @@ import pytest
 import torch
 
 
-def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
-    """All of the names as parameters, and those that are not among the quick ones marked as slow."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """The values as parameters of a test, all but the quick ones marked as slow."""
+    return [pytest.param(value, marks=[] if value in quick else pytest.mark.slow) for value in values]
 
 
 def slow_interpreted(*values: Any) -> Any:

@@ -17,13 +17,12 @@ from lookahead import LookaheadConfig
 from lookahead.parallel.handshake import checksum
 
 CASES = random_cases(0, 8, tokens=16)
-SHARED = [case for case in random_cases(5, 4, tokens=10) if case["backend"] == "eager"][:1]
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """One world of two ranks for all that needs no more: what each rank reports of the random cases, of the requests
-    with a config and with a measured one, of models that differ, and of a model that the two share."""
+    with a config and with a measured one, and of models that differ."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch has no gloo")
     parts = [
@@ -31,7 +30,6 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
         {"do": "requests", "model": str(folder), "config": CONFIG, "requests": REQUESTS},
         {"do": "requests", "model": str(folder), "requests": REQUESTS[:1]},
         {"do": "mismatch", "model": str(folder), "changes": CHANGES},
-        {"do": "tensor_parallel", "cases": SHARED, "tensor_parallel": 2},
     ]
     home = tmp_path_factory.mktemp("two")
     with World(home, 2, *parts, variables={"LOOKAHEAD_CACHE": str(home / "cache")}) as world:
@@ -46,14 +44,6 @@ def test_two_processes(two: list[list[Any]]) -> None:
         assert_same(one, other)
         assert one["collectives"] == one["steps"]
         assert one["slowest"] < one["tree_tokens"] + one["steps"]
-
-
-def test_two_ranks_share_a_model(two: list[list[Any]]) -> None:
-    """Half of the K/V heads each. Two such pairs, which deal trees between them, are in test_worlds.py."""
-    (expected,) = decode_alone(SHARED)
-    for (found,) in (report[4] for report in two):
-        assert_same(found, expected)
-        assert (found["part"], found["heads"], len(found["tokens"])) == (0.5, 1, 1)
 
 
 def same_as(alone: Any, request: dict[str, Any], found: list[Any]) -> None:

@@ -74,6 +74,7 @@ def ends(world: World, ranks: list[int], message: str, seconds: float = 60) -> N
         assert message in said, world.everything()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [{}], indirect=True)
 def test_a_rank_is_killed(world: World) -> None:
     world.until(1, "step 20.")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from marks import slow_but
 from tiny import PROMPTS, TINY, greedy, root, run, tiny
 from torch import nn
 
@@ -385,7 +386,7 @@ def windowed(kind: str, **changes: Any) -> Any:
     return tiny(kind, **{**WINDOWED[kind], **changes})
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("kind", slow_but(WINDOWED, "Mistral", "Gemma2"))
 def test_sliding_window(kind: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Prompts shorter and longer than the window, outputs that pass it, alone and in a batch."""
     model = windowed(kind)
@@ -428,8 +429,10 @@ def test_bfloat16_runs_on_a_cpu(settings: LookaheadConfig) -> None:
 
 # Slots
 
+ORDERS = list(itertools.permutations(range(4)))[::5]
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+
+@pytest.mark.parametrize("order", slow_but(ORDERS, *ORDERS[:2]))
 def test_slots_close_in_any_order(llama: Any, settings: LookaheadConfig, plain: Plain, order: Sequence[int]) -> None:
     """Four open, one leaves at a time between steps, and the rest stay exact."""
     backend = EagerBackend(llama)

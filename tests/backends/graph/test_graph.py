@@ -353,6 +353,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_long_answer_outgrows_the_buffer_again_and_again(
     device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
