@@ -5,25 +5,27 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-all lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with plain decoding
 	$(BIN)/lookahead pull
 	$(BIN)/lookahead generate -p "Write a Python function that reverses a linked list." --max-tokens 96 --compare
 
-test: lint ## lint, then run the tests
+test: lint ## lint, then run the tests but the slow sweeps
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
+
+test-all: lint ## lint, then run all tests: every model class, kernels at every size
 	$(BIN)/pytest -n auto --dist loadfile
 
-lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, figures, table of models
+lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, figures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/figures.py --check
-	$(BIN)/python docs/models.py --check
 
 format: $(VENV)/.installed-dev ## sort imports and reformat
 	$(BIN)/ruff check --fix .

@@ -165,11 +165,15 @@ def status(verdict: str) -> str:
     return next(name for name in (EXACT, REFUSED, UNBUILT, WRONG) if verdict.startswith(name))
 
 
+def table(verdicts: dict[str, str]) -> list[str]:
+    """The page's lines about these model types."""
+    kinds = sorted(verdicts, key=lambda kind: (CLASSES[kind].lower(), kind))
+    return [f"| `{CLASSES[kind]}` | `{kind}` | {verdicts[kind]} |" for kind in kinds]
+
+
 def page(verdicts: dict[str, str]) -> str:
     """The document."""
     count = Counter(map(status, verdicts.values()))
-    kinds = sorted(verdicts, key=lambda kind: (CLASSES[kind].lower(), kind))
-    rows = [f"| `{CLASSES[kind]}` | `{kind}` | {verdicts[kind]} |" for kind in kinds]
     return f"""# Models
 
 Every causal LM class of transformers {transformers.__version__}, tried by `python docs/models.py`, which also wrote
@@ -189,8 +193,16 @@ tokens alone.
 
 | class | model type | status |
 |---|---|---|
-{chr(10).join(rows)}
+{chr(10).join(table(verdicts))}
 """
+
+
+def changes(verdicts: dict[str, str], whole: bool) -> list[str]:
+    """What differs from the page, as lines of a diff; of some model types alone, the lines that it does not have."""
+    old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else []
+    if not whole:
+        return [f"+{line}" for line in table(verdicts) if line not in old]
+    return list(difflib.unified_diff(old, page(verdicts).splitlines(), "models.md", "now", n=0, lineterm=""))
 
 
 def main() -> int:
@@ -208,17 +220,10 @@ def main() -> int:
         print(f"{kind}: {text}", file=sys.stderr)
     if not options.kinds and not options.check:
         PAGE.write_text(page(verdicts), encoding="utf-8", newline="\n")
-    if not options.check or options.kinds:
-        return 1 if wrong else 0
-    old = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
-    changes = list(
-        difflib.unified_diff(old.splitlines(), page(verdicts).splitlines(), "models.md", "now", n=0, lineterm="")
-    )
-    if changes:
-        print(
-            "\n".join(changes[:40]), "models.md is out of date; run: python docs/models.py", sep="\n", file=sys.stderr
-        )
-    return 1 if wrong or changes else 0
+    differences = changes(verdicts, whole=not options.kinds) if options.check else []
+    if differences:
+        print(*differences[:40], "models.md is out of date; run: python docs/models.py", sep="\n", file=sys.stderr)
+    return 1 if wrong or differences else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,4 @@
-"""A tiny random Llama and a byte-level BPE tokenizer that fits it: no download, fp32, the same in every run.
-
-The weights are wide (`initializer_range` 0.3), so that no two logits are within rounding of each other and greedy
-outputs can be compared token for token.
-"""
+"""A tiny random Llama and a byte-level BPE tokenizer that fits it: no download, fp32, the same in every run."""
 
 from __future__ import annotations
 
@@ -22,8 +18,9 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):  # one file
 if not torch.cuda.is_available():  # before the first import of triton, and transformers may be that
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from lookahead import LookaheadConfig
 
@@ -66,20 +63,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Any]:
     """A tiny Llama with these config fields changed; the same weights for the same fields."""
 
     def make(**changes: Any) -> Any:
-        torch.manual_seed(7)
-        fields = {
-            "vocab_size": len(tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "initializer_range": 0.3,
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        return LlamaForCausalLM(LlamaConfig(**{**fields, **changes})).float().eval()
+        fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id}
+        return tiny("Llama", seed=7, stirred=False, **{**fields, **changes})
 
     return make
 

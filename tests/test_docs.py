@@ -1,9 +1,10 @@
-"""The documents say what the code does: figures are drawn from it, and the files they name exist."""
+"""The documents say what the code does: figures and the table of models come from it, and the files they name exist."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+SAMPLE = ("llama", "gemma2", "granitemoe", "mamba", "gemma3n")
+"""Full and sliding attention, and experts; one that is refused for its recurrent state; one that is not built."""
 HOW = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 
 
@@ -76,3 +79,19 @@ def test_every_image_and_link_of_the_page_exists() -> None:
     assert {"img/window.svg", "img/tree.svg", "img/mask.svg"} <= set(targets)
     missing = [target for target in targets if not (DOCS / target).is_file()]
     assert not missing
+
+
+def check_table_of_models(*kinds: str) -> None:
+    command = [sys.executable, str(DOCS / "models.py"), "--check", *kinds]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_table_of_models_of_a_sample() -> None:
+    check_table_of_models(*SAMPLE)
+
+
+@pytest.mark.slow
+def test_table_of_models() -> None:
+    """Every causal LM class of transformers, decoded as it is and with lookahead."""
+    check_table_of_models()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 
 import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
@@ -132,7 +133,15 @@ def test_every_method_gives_the_greedy_tokens(lm: LookaheadModel, model: Any, pl
         assert {c.stats.steps for c in done} == {TOKENS}
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"top_k": 12}, marks=pytest.mark.slow),
+        {"top_p": 0.8},
+        pytest.param({"min_p": 0.05}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_seed_gives_the_same_tokens_by_every_method(lm: LookaheadModel, options: dict[str, Any]) -> None:
     prompts = list(PROMPTS[:3])
     common = {"max_tokens": 24, "temperature": 0.8, "seed": 3, **options}
@@ -284,7 +293,7 @@ def test_stop_string_at_every_position(lm: LookaheadModel, size: int) -> None:
     assert inside > len(text) // 4  # many of them ended inside, or after, an accepted block
 
 
-@pytest.mark.parametrize("prompt", PROMPTS[:3])
+@pytest.mark.parametrize("prompt", slow_but(PROMPTS[:3], *PROMPTS[:2]))
 def test_stop_strings_equal_autoregressive(lm: LookaheadModel, prompt: str) -> None:
     text = lm.generate(prompt, max_tokens=TOKENS).text
     sweep = [[text[i : i + 1 + i % 5]] for i in range(0, len(text), 4)]
@@ -347,7 +356,7 @@ def test_several_eos_ids_in_a_batch(
     assert len({len(c.token_ids) for c in batch}) > 1  # they left at different times
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(METHODS, "lookahead", "prompt-lookup"))
 def test_max_tokens_is_a_prefix(lm: LookaheadModel, method: str) -> None:
     whole = lm.generate(READABLE, max_tokens=TOKENS).token_ids
     for count in range(1, TOKENS):
@@ -496,7 +505,9 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(
+    "name", slow_but(ASKED, "repetition_penalty", "bad_words_ids", "forced_eos_token_id", "sequence_bias")
+)
 def test_the_generation_config_of_a_model_is_heeded(
     name: str, make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Any
 ) -> None:

@@ -14,18 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from marks import slow_but
+from tiny import VOCABULARY, tiny
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
@@ -36,40 +26,22 @@ from lookahead.config import SOURCES, LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
 
-VOCABULARY = 61
 NEW_TOKENS = 24
-FAMILIES = ("llama", "qwen2", "gpt2", "gpt-neox", "mistral-sliding")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "gpt2": ("GPT2", {"n_inner": 64}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 7}),
+}
+QUICK = ("llama", "gpt2", "mistral-sliding")
+"""Rotary and learned positions, and a window."""
 
 
 @cache
 def backend(family: str) -> EagerBackend:
-    torch.manual_seed(0)
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    grouped = {**common, "num_key_value_heads": 2}
-    model: Any
-    if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**grouped))
-    elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**grouped))
-    elif family == "gpt-neox":
-        model = GPTNeoXForCausalLM(GPTNeoXConfig(**common))
-    elif family == "mistral-sliding":
-        model = MistralForCausalLM(MistralConfig(**grouped, sliding_window=7))
-    else:
-        names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-        names |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner"}
-        model = GPT2LMHeadModel(GPT2Config(**{names.get(k, k): v for k, v in common.items()}))
-    return EagerBackend(model.eval())
+    kind, fields = FAMILIES[family]
+    return EagerBackend(tiny(kind, seed=0, stirred=False, **fields))
 
 
 def greedy(family: str, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
@@ -112,7 +84,7 @@ prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
 batches = st.lists(st.tuples(prompts, configs()), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
 @settings(max_examples=25, deadline=None)
 @given(batch=batches)
 def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], LookaheadConfig]]) -> None:
@@ -121,7 +93,7 @@ def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], Lo
     assert decode(family, sequences) == [greedy(family, prompt) for prompt, _ in batch]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "mistral-sliding"))
 @settings(max_examples=15, deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31), temperature=st.sampled_from([0.3, 1.0, 2.0]), data=st.data())
 def test_seeded_sampling_equals_autoregressive(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tiny import PROMPTS, run
+from tiny import PROMPTS, run, tiny
 
 from lookahead import LookaheadConfig
 from lookahead.backends.eager.backend import EagerBackend
@@ -54,3 +54,15 @@ def decode(backend: Any, case: dict[str, Any]) -> dict[str, Any]:
         "outputs": [sequence.output for sequence in done],
         "steps_each": [sequence.stats.steps for sequence in done],
     }
+
+
+def decode_alone(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases decoded by this process."""
+    model = tiny("Llama")
+    return [decode(backend_of(case, model), case) for case in cases]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A world's tokens and steps are those of one process."""
+    assert found["outputs"] == expected["outputs"]
+    assert found["steps_each"] == expected["steps_each"]

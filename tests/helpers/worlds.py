@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).parent / "worker.py"
+TENSOR_PARALLEL = Path(__file__).parent / "tensor_parallel.py"
 ROOT = Path(__file__).parents[2]
 
 
@@ -103,10 +104,15 @@ class World:
 def torchrun(folder: Path, ranks: int, *parts: dict[str, Any], seconds: float) -> list[list[Any]]:
     """A world that torchrun starts and keeps the store of; what each rank wrote down."""
     (folder / "task.json").write_text(json.dumps({"parts": parts}))
+    return torchrun_script(WORKER, folder, ranks, seconds)
+
+
+def torchrun_script(script: Path, folder: Path, ranks: int, seconds: float, **variables: str) -> list[Any]:
+    """`script FOLDER` on ranks of torchrun's; what each rank wrote down in FOLDER/rank<r>.json."""
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
-        [*run, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(WORKER), str(folder)],
-        env=environment(),
+        [*run, "--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(script), str(folder)],
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -88,8 +88,9 @@ def test_none_is_left(said: list[str], tmp_path: Path) -> None:
 
 
 LAUNCHER = """
-import sys
+import signal, sys
 from lookahead.parallel.launch import launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the tests in the background ignores it
 code = '''
 import os, sys, time
 open(sys.argv[1] + "/" + os.environ["RANK"], "w").write(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""`lookahead.parallel.load` on two ranks: one request, however it is made; ranks that differ are refused."""
+"""Two ranks: the tokens of one process, one request however it is made, and models that differ are refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,42 @@ from typing import Any
 
 import pytest
 import torch
+from cases import assert_same, decode_alone, random_cases
 from requests_of_two import CHANGES, CONFIG, REQUESTS
 from worlds import World
 
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.parallel.handshake import checksum
+
+CASES = random_cases(0, 8, tokens=16)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """One world of two ranks for all that needs no more: what each rank reports of the random cases, of the requests
+    with a config and with a measured one, and of models that differ."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    parts = [
+        {"do": "identity", "cases": CASES, "check": False},
+        {"do": "requests", "model": str(folder), "config": CONFIG, "requests": REQUESTS},
+        {"do": "requests", "model": str(folder), "requests": REQUESTS[:1]},
+        {"do": "mismatch", "model": str(folder), "changes": CHANGES},
+    ]
+    home = tmp_path_factory.mktemp("two")
+    with World(home, 2, *parts, variables={"LOOKAHEAD_CACHE": str(home / "cache")}) as world:
+        return world.reports(400)
+
+
+def test_two_processes(two: list[list[Any]]) -> None:
+    expected = decode_alone(CASES)
+    first, second = (report[0] for report in two)
+    assert first == second
+    for one, other in zip(first, expected, strict=True):
+        assert_same(one, other)
+        assert one["collectives"] == one["steps"]
+        assert one["slowest"] < one["tree_tokens"] + one["steps"]
 
 
 def same_as(alone: Any, request: dict[str, Any], found: list[Any]) -> None:
@@ -129,6 +159,7 @@ def test_one_process_needs_no_launcher(
     assert model.rank == 0
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_embedded_model(tmp_path: Path) -> None:
     """Greedy and sampled, alone and in a batch; as many steps as one process takes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -164,13 +166,29 @@ def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "BEAT", 0.05)
     place = Place(0, 3, 0, 3, "127.0.0.1", free_port())
     with pytest.raises(RankError, match="rank 1 of 3 has not come within 1 s"):
-        Group(place, timeout=1)
+        Group(place, meeting_timeout=1)
+
+
+def test_a_rank_may_come_later_than_it_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit for meeting is not the one for signs of life: processes start at different speeds."""
+    monkeypatch.setattr(watch, "BEAT", 0.05)
+    monkeypatch.setattr(stores, "_group_numbers", repeat(0))  # both ranks are in this process, and in the same group
+    monkeypatch.setattr(Group, "_connect", lambda *_: None)
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(Group, Place(0, 2, 0, 2, "127.0.0.1", port), timeout=0.5)
+        time.sleep(1.0)
+        second = Group(Place(1, 2, 1, 2, "127.0.0.1", port), timeout=0.5)
+        met = [second, first.result(timeout=30)]
+    assert [one.rank for one in met] == [1, 0]
+    for one in met:  # rank 0 keeps the store: it leaves last
+        one.close()
 
 
 def test_rank_0_never_comes() -> None:
     port = free_port()
     with pytest.raises(RankError, match=rf"rank 0 does not answer at 127.0.0.1:{port} within 1 s"):
-        Group(Place(1, 3, 1, 3, "127.0.0.1", port), timeout=1)
+        Group(Place(1, 3, 1, 3, "127.0.0.1", port), meeting_timeout=1)
 
 
 RUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "5"}
@@ -197,6 +215,8 @@ def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         join(ranks=4)
     with pytest.raises(ValueError, match=r"a rank timeout of 0.5 s is too short; give at least 2 s"):
         join(timeout=0.5)
+    with pytest.raises(ValueError, match="a meeting timeout of 0 s leaves no time to meet; give more than 0"):
+        join(meeting_timeout=0)
     with pytest.raises(ValueError, match="2 ranks cannot be cut into tensor-parallel groups of 3"):
         join(tensor_parallel=3)
 

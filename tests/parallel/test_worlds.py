@@ -11,63 +11,44 @@ from typing import Any
 
 import pytest
 import torch
-from cases import backend_of, decode, random_cases
-from tiny import tiny
+from cases import assert_same, decode_alone, random_cases
 from worlds import World, torchrun
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch has no gloo"
 )
 
-CASES = random_cases(0, 8, tokens=16)
+CASES = random_cases(0, 8, tokens=16)[:3]
 SHARED = [case for case in random_cases(5, 4, tokens=10) if case["backend"] == "eager"][:2]
-
-
-def alone(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    model = tiny("Llama")
-    return [decode(backend_of(case, model), case) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
     """Four ranks of torchrun's, checked at every step; then the same four as two tensor-parallel pairs."""
     parts = [
-        {"do": "identity", "cases": CASES[:3], "check": True},
+        {"do": "identity", "cases": CASES, "check": True},
         {"do": "tensor_parallel", "cases": SHARED, "tensor_parallel": 2},
     ]
-    reports = torchrun(tmp_path_factory.mktemp("four"), 4, *parts, seconds=150)
+    reports = torchrun(tmp_path_factory.mktemp("four"), 4, *parts, seconds=300)
     return [report[0] for report in reports], [report[1] for report in reports]
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["outputs"] == expected["outputs"]
-    assert found["steps_each"] == expected["steps_each"]
-
-
-def test_two_processes(two: list[list[Any]]) -> None:
-    expected = alone(CASES)
-    first, second = (report[0] for report in two)
-    assert first == second
-    for one, other in zip(first, expected, strict=True):
-        same(one, other)
-        assert one["collectives"] == one["steps"]
-        assert one["slowest"] < one["tree_tokens"] + one["steps"]
-
-
+@pytest.mark.slow
 def test_four_processes(four: tuple[list[Any], list[Any]]) -> None:
-    expected = alone(CASES[:3])
+    expected = decode_alone(CASES)
     for report in four[0]:
         for one, other in zip(report, expected, strict=True):
-            same(one, other)
+            assert_same(one, other)
             assert one["collectives"] == 2 * one["steps"]  # the check is one more
 
 
+@pytest.mark.slow
 def test_two_by_two(four: tuple[list[Any], list[Any]]) -> None:
     """Each pair of ranks holds one model, half of its K/V heads each; the trees are dealt to the pairs."""
-    expected = alone(SHARED)
+    expected = decode_alone(SHARED)
     for report in four[1]:
         for one, other in zip(report, expected, strict=True):
-            same(one, other)
+            assert_same(one, other)
             assert one["part"] == 0.5
             assert one["heads"] == 1
             assert len(one["tokens"]) == 2
@@ -93,6 +74,7 @@ def ends(world: World, ranks: list[int], message: str, seconds: float = 60) -> N
         assert message in said, world.everything()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [{}], indirect=True)
 def test_a_rank_is_killed(world: World) -> None:
     world.until(1, "step 20.")
@@ -108,6 +90,7 @@ def test_rank_0_is_killed(world: World) -> None:
     ends(world, [1], "RankError: rank 0 has died: its store is gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [{"accident": "sleep", "ranks": 2}], indirect=True)
 def test_a_rank_stalls(world: World) -> None:
     """It gives signs of life, and does not come to the exchange. The others end, and then it does."""

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("transformers_hook.pairs")
+pytest.register_assert_rewrite("pairs")

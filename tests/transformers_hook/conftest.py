@@ -11,18 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
-
-from transformers_hook.pairs import Pair, ids, output_of, run_both
+from pairs import Pair, ids, output_of, run_both
+from tiny import tiny
 
 TEXTS = ("once more the dog and the fox; once more the dog", "the quick brown fox", "def fox(dog): return [dog")
 COUNTING = [*range(10, 40), 10]
@@ -83,45 +73,23 @@ def count_up() -> dict[str, Any]:
     return ids(COUNTING)
 
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def build(kind: Any, config: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(config).float().eval()
-
-
 @pytest.fixture(scope="session")
 def gpt2() -> Any:
     """Learned positions, 32 of them."""
-    names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64, "n_positions": 32, "vocab_size": 61}
-    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return build(GPT2LMHeadModel, GPT2Config(**names, **special, initializer_range=0.3))
+    return tiny("GPT2", seed=0, stirred=False, n_inner=64, n_positions=32)
 
 
 @pytest.fixture(scope="session")
 def mistral() -> Any:
     """Every layer sees 8 positions back."""
-    return build(MistralForCausalLM, MistralConfig(**COMMON, sliding_window=8))
+    return tiny("Mistral", seed=0, stirred=False, sliding_window=8)
 
 
 @pytest.fixture(scope="session")
 def gemma() -> Any:
     """One layer sees 8 positions back, the other all."""
     kinds = ["sliding_attention", "full_attention"]
-    return build(Gemma3ForCausalLM, Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=8, layer_types=kinds))
+    return tiny("Gemma3Text", seed=0, stirred=False, head_dim=8, sliding_window=8, layer_types=kinds)
 
 
 @pytest.fixture(scope="session")
@@ -129,5 +97,4 @@ def phi3() -> Any:
     """Rotary factors that change behind position 32, for all tokens of a pass."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope["original_max_position_embeddings"] = 32
-    config = Phi3Config(**COMMON, rope_parameters=rope, original_max_position_embeddings=32)
-    return build(Phi3ForCausalLM, config)
+    return tiny("Phi3", seed=0, stirred=False, rope_parameters=rope, original_max_position_embeddings=32)

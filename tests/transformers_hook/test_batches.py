@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from transformers_hook.pairs import Pair, decoding, ids, output_of
+from pairs import Pair, decoding, ids, output_of
 
 MANY = 20
 LONG = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1, 5, 9, 2, 44, 17, 3, 30, 8, 8, 12]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import decoding, ids, output_of
 from transformers import DynamicCache, StaticCache
-
-from transformers_hook.pairs import decoding, ids, output_of
 
 TURN = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
 MODELS = ["llama", "gpt2", "mistral", "gemma"]

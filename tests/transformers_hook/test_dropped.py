@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import Recorder, decoding, output_of
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-
-from transformers_hook.pairs import Recorder, decoding, output_of
 
 MANY = 12
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import Recorder, decoding, output_of
 from transformers import DynamicCache
-
-from transformers_hook.pairs import Recorder, decoding, output_of
 
 MANY = 20
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import output_of
 from transformers import CompileConfig, GenerationConfig
 
-from transformers_hook.pairs import output_of
 from transformers_hook.test_refusals import REFUSED
 
 HONOURED = [

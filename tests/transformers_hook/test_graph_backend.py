@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
+from pairs import Pair, Recorder, decoding, ids, in_threads, output_of
+from tiny import tiny
+from transformers import DynamicCache, LogitsProcessorList
 
 import lookahead
 from lookahead.backends import choose
@@ -20,9 +22,6 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.transformers_hook import run
-from transformers_hook.conftest import COMMON, build
-from transformers_hook.pairs import Pair, Recorder, decoding, ids, output_of
-from transformers_hook.test_threads import in_threads
 
 MANY = 24
 Both = Callable[..., Pair]
@@ -112,7 +111,7 @@ def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, 
 
 def test_biases_that_change_are_seen(both: Both, prompt: dict[str, Any]) -> None:
     """They are copied into one vector, and so have to be copied again."""
-    model = build(Qwen2ForCausalLM, Qwen2Config(**{**COMMON, "vocab_size": 120}))
+    model = tiny("Qwen2", seed=0, stirred=False, vocab_size=120)
     first = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.bias.normal_(std=2.0)

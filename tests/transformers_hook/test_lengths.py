@@ -6,9 +6,8 @@ import copy
 from typing import Any
 
 import pytest
+from pairs import blocks, decoding, inside, output_of
 from transformers import GenerationConfig
-
-from transformers_hook.pairs import blocks, decoding, inside, output_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])

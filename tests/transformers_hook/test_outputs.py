@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import CLOSE, Pair, decoding, ids, output_of
 from transformers import pipeline
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-from transformers_hook.pairs import CLOSE, Pair, decoding, ids, output_of
 
 MANY = 20
 ENDS = {"eos_token_id": [28, 10, 75], "pad_token_id": 1}

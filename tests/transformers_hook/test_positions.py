@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from transformers_hook.pairs import decoding, ids, output_of
+from pairs import decoding, ids, output_of
 
 PROMPT = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1]
 """10 tokens; gpt2 has 32 positions."""

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import Pair, decoding, ids, output_of
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
-
-from transformers_hook.pairs import Pair, decoding, ids, output_of
 
 MANY = 20
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import Recorder, decoding
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lookahead.transformers_hook.arguments import refuse_unsupported
 from lookahead.transformers_hook.dropped import Dropped
-from transformers_hook.pairs import Recorder, decoding
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "num_beams": ({"num_beams": 3}, "num_beams=3"),

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from transformers_hook.pairs import decoding, output_of
+from pairs import decoding, output_of
 
 MANY = 16
 WARPERS: dict[str, dict[str, Any]] = {

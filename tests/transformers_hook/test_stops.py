@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import Pair, blocks, decoding, inside, output_of
 from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
-
-from transformers_hook.pairs import Pair, blocks, decoding, inside, output_of
 
 MANY = 40
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import Recorder, decoding, output_of
 from transformers import LogitsProcessorList, TextIteratorStreamer, TextStreamer
-
-from transformers_hook.pairs import Recorder, decoding, output_of
 
 MANY = 24
 

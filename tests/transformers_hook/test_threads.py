@@ -3,38 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from pairs import Recorder, decoding, in_threads, output_of
 
 import lookahead
 from lookahead import LookaheadConfig
-from transformers_hook.pairs import Recorder, decoding, output_of
-
-
-def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """What each job returned; an error in one is an error here."""
-    results: list[Any] = [None] * len(jobs)
-    start = threading.Barrier(len(jobs))
-
-    def work(number: int) -> None:
-        start.wait()
-        try:
-            results[number] = jobs[number]()
-        except BaseException as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def test_two_threads_one_model(make_model: Any, prompt: dict[str, Any], batch: dict[str, Any]) -> None:

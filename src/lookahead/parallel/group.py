@@ -24,6 +24,9 @@ from lookahead.parallel.watch import BEAT, RankError, Watch
 
 TIMEOUT = 60.0
 """A rank that has not answered for this many seconds counts as lost."""
+MEETING_TIMEOUT = 60.0
+"""All ranks must have come to the store within this many seconds, at least: processes that start together import torch
+at different speeds, seconds apart on a busy machine."""
 START = 600.0
 """One rank may take at most this many seconds longer than another to load its model."""
 
@@ -37,15 +40,18 @@ def join(
     *,
     ranks: int | None = None,
     timeout: float = TIMEOUT,
+    meeting_timeout: float | None = None,
     tensor_parallel: int = 1,
     device: str = "auto",
     check: bool = False,
 ) -> Group:
     """Join the other ranks; every rank calls this. A process that was not started as a rank is a group of one.
 
-    `ranks` is how many there must be. `timeout` is how many seconds a rank may be silent before the others end. Groups
-    of `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`). `device` is auto,
-    cpu, cuda or cuda:N. With `check`, before every step the ranks compare a hash of what they are about to do.
+    `ranks` is how many there must be. `timeout` is how many seconds a rank may be silent before the others end.
+    `meeting_timeout` is how many seconds the ranks wait for the last one to come, by default a minute, or `timeout` if
+    that is longer. Groups of `tensor_parallel` neighbouring ranks hold one copy of the model between them
+    (`Group.mesh`). `device` is auto, cpu, cuda or cuda:N. With `check`, before every step the ranks compare a hash of
+    what they are about to do.
     """
     place = Place.of(os.environ)
     size = place.size if place else 1
@@ -54,9 +60,11 @@ def join(
         raise ValueError(f"{ranks} ranks are asked for and {started}; make the two numbers equal")
     if not timeout >= 4 * BEAT:
         raise ValueError(f"a rank timeout of {timeout} s is too short; give at least {4 * BEAT:.0f} s")
+    if meeting_timeout is not None and not meeting_timeout > 0:
+        raise ValueError(f"a meeting timeout of {meeting_timeout} s leaves no time to meet; give more than 0")
     if tensor_parallel < 1 or size % tensor_parallel:
         raise ValueError(f"{size} ranks cannot be cut into tensor-parallel groups of {tensor_parallel}")
-    return Group(place, pick_device(device, place), timeout, tensor_parallel, check)
+    return Group(place, pick_device(device, place), timeout, tensor_parallel, check, meeting_timeout)
 
 
 class Group:
@@ -68,7 +76,13 @@ class Group:
     """
 
     def __init__(
-        self, place: Place | None, device: str = "cpu", timeout: float = TIMEOUT, copies: int = 1, check: bool = False
+        self,
+        place: Place | None,
+        device: str = "cpu",
+        timeout: float = TIMEOUT,
+        copies: int = 1,
+        check: bool = False,
+        meeting_timeout: float | None = None,
     ) -> None:
         self.rank, self.size = (place.rank, place.size) if place else (0, 1)
         self.copies, self.shares, self.share = copies, self.size // copies, self.rank // copies
@@ -88,7 +102,8 @@ class Group:
         self._wire_device = torch.device(device if nccl else "cpu")
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
         # 2. Meet at the store, then connect for the exchange.
-        self._store = RankStore(place, timeout, per_step=2 if check else 1)
+        within = max(timeout, MEETING_TIMEOUT) if meeting_timeout is None else meeting_timeout
+        self._store = RankStore(place, timeout, within, per_step=2 if check else 1)
         self._connect(self._store, "nccl" if nccl else "gloo")
         if copies > 1:
             shape = (self.shares, copies)

@@ -144,8 +144,8 @@ def load(
 ) -> ParallelModel:
     """As `lookahead.load`, on every rank that torchrun started; refused where their models differ.
 
-    `joining` are `join`'s `ranks`, `timeout` and `check`. Give a `group` where the ranks have met already, as those of
-    a tensor-parallel model have.
+    `joining` are `join`'s `ranks`, `timeout`, `meeting_timeout` and `check`. Give a `group` where the ranks have met
+    already, as those of a tensor-parallel model have.
     """
     if group is None:
         group = join(device=device, **joining)

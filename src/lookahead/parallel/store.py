@@ -35,10 +35,11 @@ _servers: dict[int, Any] = {}
 class RankStore:
     """One rank's access to the store, with the watch that runs on it.
 
-    `timeout` is how many seconds a rank may be silent. `per_step` is how many exchanges a step makes.
+    `timeout` is how many seconds a rank may be silent, `meeting` how many the ranks wait for the last one to come.
+    `per_step` is how many exchanges a step makes.
     """
 
-    def __init__(self, place: Place, timeout: float, per_step: int) -> None:
+    def __init__(self, place: Place, timeout: float, meeting: float, per_step: int) -> None:
         self.rank, self.size = place.rank, place.size
         self.watch: Watch | None = None
         self._said = 0
@@ -50,17 +51,17 @@ class RankStore:
         prefix = f"lookahead/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_group_numbers)}"
         try:
             serves = self.rank == 0 and not torchrun and port not in _servers
-            self.keys = _connect(place.host, port, timeout, prefix, serves)
-            watched = _connect(place.host, port, timeout, prefix, False)
+            self.keys = _connect(place.host, port, meeting, timeout, prefix, serves)
+            watched = _connect(place.host, port, meeting, timeout, prefix, False)
         except (distributed.DistNetworkError, distributed.DistStoreError) as error:
-            raise RankError(f"rank 0 does not answer at {place.host}:{port} within {timeout:.0f} s") from error
+            raise RankError(f"rank 0 does not answer at {place.host}:{port} within {meeting:.0f} s") from error
         # 2. Wait until every rank has written its first sign of life.
         if self.rank == 0:
             self.keys.set("failure", NONE.decode())
         self.keys.set(f"beat/{self.rank}", "0 0 run")
-        missing = self._wait_for({rank: f"beat/{rank}" for rank in range(self.size)}, timeout)
+        missing = self._wait_for({rank: f"beat/{rank}" for rank in range(self.size)}, meeting)
         if missing:
-            message = f"rank {missing[0]} of {self.size} has not come within {timeout:.0f} s"
+            message = f"rank {missing[0]} of {self.size} has not come within {meeting:.0f} s"
             if self.rank == 0:  # the store ends with this rank: let those who came read the message first
                 self.keys.set("failure", message)
                 sleep(4 * BEAT)
@@ -123,9 +124,10 @@ class RankStore:
         return []
 
 
-def _connect(host: str, port: int, timeout: float, prefix: str, serves: bool) -> Any:
+def _connect(host: str, port: int, meeting: float, timeout: float, prefix: str, serves: bool) -> Any:
     """A connection to the server, which this process becomes if it `serves`. Its keys begin with `prefix`."""
-    store = TCPStore(host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
+    store = TCPStore(host, port, None, serves, timedelta(seconds=meeting), wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout))
     if serves:
         _servers[port] = store
     return PrefixStore(prefix, store)

@@ -10,70 +10,32 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from marks import slow_but
+from tiny import PROMPTS, TINY, greedy, root, run, tiny
 from torch import nn
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import StepInput
 from lookahead.backends.eager import backend as eager
 from lookahead.backends.eager import kv
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.eager.kv import BLOCK, KVBuffer
 from lookahead.backends.support import UnsupportedModelError, probe
-from lookahead.config import SamplingParams, StopRules
+from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
-
-VOCABULARY = 61
-PROMPTS = ([5, 9, 5, 9, 5, 3], [7], list(range(2, 32)), [4, 4, 8, 1, 4, 4, 8, 1, 4, 4])
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def tiny(kind: str, **changes: Any) -> Any:
-    """A tiny random model of this family in fp32; equal weights for equal arguments."""
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
-    return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
 
 
 def decode(
     backend: EagerBackend, prompts: Sequence[Sequence[int]], settings: LookaheadConfig, count: int = 24
 ) -> list[list[int]]:
     """Greedy outputs of all prompts in one batch."""
-    engine = Engine(backend)
-    sequences = [
-        DecodingSequence(prompt, settings, SamplingParams(), StopRules(count, frozenset(), backend.max_length))
-        for prompt in prompts
-    ]
-    for sequence in sequences:
-        engine.submit(Request(sequence))
-    while engine.running:
-        engine.step()
+    sequences = run(backend, prompts, settings, count)
     assert sum(s.stats.steps for s in sequences) < count * len(sequences)  # blocks were accepted
     return [sequence.output for sequence in sequences]
-
-
-def greedy(slot: int, trail: Sequence[int], tree: TokenTree, top: int = 0) -> StepInput:
-    return StepInput(slot, trail, tree, SamplingParams(), (), top)
-
-
-def root(token: int) -> TokenTree:
-    return TokenTree([token], [-1], [0], [0])
 
 
 def chain(*tokens: int, rows: Sequence[int] | None = None) -> TokenTree:
@@ -85,7 +47,7 @@ def chain(*tokens: int, rows: Sequence[int] | None = None) -> TokenTree:
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    return tiny("Llama")
+    return tiny("Llama", stirred=False)
 
 
 # Refusals
@@ -422,13 +384,10 @@ WINDOWED: dict[str, dict[str, Any]] = {
 
 
 def windowed(kind: str, **changes: Any) -> Any:
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **WINDOWED[kind], **changes})
-    head = "Gemma3" if kind == "Gemma3Text" else kind
-    return getattr(transformers, f"{head}ForCausalLM")(config).float().eval()
+    return tiny(kind, **{**WINDOWED[kind], **changes})
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("kind", slow_but(WINDOWED, "Mistral", "Gemma2"))
 def test_sliding_window(kind: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Prompts shorter and longer than the window, outputs that pass it, alone and in a batch."""
     model = windowed(kind)
@@ -471,8 +430,10 @@ def test_bfloat16_runs_on_a_cpu(settings: LookaheadConfig) -> None:
 
 # Slots
 
+ORDERS = list(itertools.permutations(range(4)))[::5]
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+
+@pytest.mark.parametrize("order", slow_but(ORDERS, *ORDERS[:2]))
 def test_slots_close_in_any_order(llama: Any, settings: LookaheadConfig, plain: Plain, order: Sequence[int]) -> None:
     """Four open, one leaves at a time between steps, and the rest stay exact."""
     backend = EagerBackend(llama)

@@ -8,10 +8,6 @@ is placed as it says.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
+from worlds import TENSOR_PARALLEL, torchrun_script
 
 import lookahead
 
@@ -91,8 +88,12 @@ PARTS = ["model.embed_tokens", *[f"model.layers.{i}" for i in range(3)], "model.
 
 @pytest.mark.parametrize(
     "offloaded",
-    [["model.layers.1"], ["model.embed_tokens"], ["lm_head"], PARTS],
-    ids=["layer", "embedding", "head", "everything"],
+    [
+        pytest.param(["model.layers.1"], id="layer", marks=pytest.mark.slow),
+        pytest.param(["model.embed_tokens"], id="embedding", marks=pytest.mark.slow),
+        pytest.param(["lm_head"], id="head", marks=pytest.mark.slow),
+        pytest.param(PARTS, id="everything"),
+    ],
 )
 def test_offloaded_to_disk(saved: Path, plain: Any, tmp_path: Path, offloaded: list[str]) -> None:
     """accelerate reads an offloaded part's weights when its turn comes; until then they are on no device at all."""
@@ -116,31 +117,7 @@ def ranks(saved: Path) -> list[dict[str, Any]]:
         pytest.skip("transformers would share the model between accelerators, with another backend")
     task = {"models": ["untied", "tied"], "calls": CALLS, "settings": SETTINGS}
     (saved / "calls.json").write_text(json.dumps(task))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    script = Path(__file__).parent / "tensor_parallel.py"
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    process = subprocess.Popen(
-        [*run, "--master-port", str(port), str(script), str(saved)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": loopback,
-            "LOOKAHEAD_CACHE": str(saved / "cache"),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # and it ends its ranks
-        output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return [json.loads((saved / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return torchrun_script(TENSOR_PARALLEL, saved, 2, 120, LOOKAHEAD_CACHE=str(saved / "cache"))
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])

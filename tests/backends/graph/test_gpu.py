@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import greedy, outputs, random_tree, root, run
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import greedy, outputs, random_tree, root, run, tiny
 
 import lookahead
 from lookahead import LookaheadConfig, LookaheadModel
@@ -73,8 +72,10 @@ AUTOREGRESSIVE = LookaheadConfig.autoregressive()
 
 def medium(dtype: torch.dtype, vocabulary: int = 1024) -> Any:
     """A random Llama of 4 layers and 512 channels; equal weights for equal arguments."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = tiny(
+        "Llama",
+        seed=0,
+        stirred=False,
         vocab_size=vocabulary,
         hidden_size=512,
         intermediate_size=1408,
@@ -84,10 +85,8 @@ def medium(dtype: torch.dtype, vocabulary: int = 1024) -> Any:
         head_dim=64,
         max_position_embeddings=4096,
         initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+    return model.to("cuda", dtype)
 
 
 def texts(count: int, sizes: Sequence[int], vocabulary: int = 1024) -> list[list[int]]:

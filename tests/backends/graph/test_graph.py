@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 from torch import nn
 
@@ -95,7 +96,7 @@ def test_greedy_equals_transformers(name: str, device: str, settings: LookaheadC
     assert sum(sequence.stats.steps for sequence in together) < 24 * len(PROMPTS)  # blocks were accepted
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "llama-odd-heads", "qwen2-hybrid", "qwen3"))
 def test_sampling_equals_autoregressive(name: str, device: str, settings: LookaheadConfig) -> None:
     """One seed gives the same tokens one by one and by trees, on this backend and on the eager one."""
     eager = EagerBackend(make(name, device))
@@ -319,7 +320,7 @@ def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return noted
 
 
-@pytest.mark.parametrize("start", [32, 48, 80])
+@pytest.mark.parametrize("start", [32, pytest.param(48, marks=pytest.mark.slow), 80])
 def test_an_answer_outgrows_the_buffer(
     start: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +356,7 @@ def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypa
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_long_answer_outgrows_the_buffer_again_and_again(
     device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,8 +88,10 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
     ("kind", "changes"),
     [
         ("Llama", {}),
-        ("Qwen3", {"head_dim": 16}),
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+        pytest.param("Qwen3", {"head_dim": 16}, marks=pytest.mark.slow),
+        pytest.param(
+            "Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_greedy_equals_transformers(
@@ -105,7 +107,13 @@ def test_greedy_equals_transformers(
     assert told(interpreted(model), PROMPT, expected) == (expected, 4)
 
 
-@pytest.mark.parametrize("config", [SETTINGS, LookaheadConfig.autoregressive()], ids=["guesses", "steps ahead"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(SETTINGS, id="guesses", marks=pytest.mark.slow),
+        pytest.param(LookaheadConfig.autoregressive(), id="steps ahead"),
+    ],
+)
 def test_a_ragged_batch(
     config: LookaheadConfig,
     interpreted: Callable[[Any], GraphBackend],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_interpreted
 
 from lookahead.algorithm.tree import packed_visibility
 from lookahead.backends.graph.kernels import reference
@@ -89,14 +90,14 @@ def errors(inputs: dict[str, Any], window: int = 0, **options: Any) -> tuple[flo
     ("lengths", "count", "heads", "kv_heads", "dim"),
     [
         ([0], 1, 4, 4, 64),  # the very first token
-        ([1], 1, 4, 2, 64),
+        slow_interpreted([1], 1, 4, 2, 64),
         ([300], 1, 3, 1, 128),
-        ([127], 33, 2, 2, 64),
+        slow_interpreted([127], 33, 2, 2, 64),
         ([128], 32, 6, 2, 64),  # a block and a word, just full
-        ([129], 31, 4, 1, 96),
+        slow_interpreted([129], 31, 4, 1, 96),
         ([260, 3, 0], 17, 4, 2, 80),  # ragged
-        ([257], 70, 2, 1, 256),
-        ([40], 121, 9, 3, 64),  # the embedded model's heads
+        slow_interpreted([257], 70, 2, 1, 256),
+        slow_interpreted([40], 121, 9, 3, 64),  # the embedded model's heads
     ],
 )
 def test_error_at_most_twice_pytorchs(
@@ -110,7 +111,7 @@ def test_error_at_most_twice_pytorchs(
         assert ours <= 2 * plain + 1e-7
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+@pytest.mark.parametrize("splits", [1, slow_interpreted(2), 3, slow_interpreted(7)])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int) -> None:
     inputs = step(device, torch.float32, [517, 5], 21, 4, 2, 64)
@@ -127,7 +128,7 @@ def test_more_splits_far_away(device: torch.device, length: int, near_splits: in
     assert ours <= 2 * plain + 1e-7
 
 
-@pytest.mark.parametrize("window", [1, 7, 50, 400])
+@pytest.mark.parametrize("window", [slow_interpreted(1), slow_interpreted(7), 50, slow_interpreted(400)])
 def test_a_sliding_window(device: torch.device, window: int) -> None:
     """A window of one sees the token itself and nothing else; blocks may be wholly out of sight."""
     for dtype, reach in ((torch.float32, 0), (torch.float16, 16)):
@@ -136,8 +137,9 @@ def test_a_sliding_window(device: torch.device, window: int) -> None:
         assert ours <= 2 * plain + 1e-7
 
 
-def test_512_tokens(device: torch.device) -> None:
-    ours, plain = errors(step(device, torch.float32, [100], 512, 2, 1, 64))
+@pytest.mark.parametrize("count", [slow_interpreted(512)])
+def test_the_largest_step(device: torch.device, count: int) -> None:
+    ours, plain = errors(step(device, torch.float32, [100], count, 2, 1, 64))
     assert ours <= 2 * plain + 1e-7
 
 
@@ -153,12 +155,12 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "length", "window", "spread"),
     [
-        (2, 2, 64, 60, 0, 1),
+        slow_interpreted(2, 2, 64, 60, 0, 1),
         (4, 2, 64, 131, 40, 1),
-        (3, 1, 64, 203, 0, 1),
-        (2, 1, 64, 700, 40, 1),
-        (2, 2, 64, 64 * FAR + 117, 0, 1),
-        (2, 1, 256, 60, 0, 5),
+        slow_interpreted(3, 1, 64, 203, 0, 1),
+        slow_interpreted(2, 1, 64, 700, 40, 1),
+        slow_interpreted(2, 2, 64, 64 * FAR + 117, 0, 1),
+        slow_interpreted(2, 1, 256, 60, 0, 5),
         pytest.param(2, 2, 64, 90, 0, 5, marks=UNITS),
         pytest.param(2, 2, 64, 203, 0, 10, marks=UNITS),
         pytest.param(1, 1, 64, 90, 0, 25, marks=UNITS),

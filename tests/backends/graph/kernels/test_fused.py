@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels import fused, reference, top
 
@@ -109,7 +110,7 @@ def test_move_accepted_moves_the_path_next_to_the_prefix(device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [8, 120, 4096, 9001])
+@pytest.mark.parametrize("vocabulary", [8, 120, slow_interpreted(4096), slow_interpreted(9001)])
 def test_top_tokens(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
     torch.manual_seed(vocabulary)
     logits = (3 * torch.randn(6, vocabulary)).to(device, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,3 +150,26 @@ def inside(accepted: list[list[int]], least: int = 3) -> int:
             return done + 2
         done += len(block)
     raise AssertionError(f"no block of {least} tokens was accepted: {accepted}")
+
+
+def in_threads(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """What each job returned; an error in one is an error here."""
+    results: list[Any] = [None] * len(jobs)
+    start = threading.Barrier(len(jobs))
+
+    def work(number: int) -> None:
+        start.wait()
+        try:
+            results[number] = jobs[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

@@ -1,0 +1,19 @@
+"""Which parameters of a test are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+
+def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """The values as parameters of a test, all but the quick ones marked as slow."""
+    return [pytest.param(value, marks=[] if value in quick else pytest.mark.slow) for value in values]
+
+
+def slow_interpreted(*values: Any) -> Any:
+    """Parameters of a kernel that take seconds in Triton's interpreter, and next to nothing where it is compiled."""
+    return pytest.param(*values, marks=[] if torch.cuda.is_available() else pytest.mark.slow)
