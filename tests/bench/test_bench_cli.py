@@ -18,13 +18,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lookahead.bench.inflate import SHAPES, Shape
-from lookahead.bench.plan import Plan
-from lookahead.bench.presets import DEFAULT, PRESETS, Preset, Size
-from lookahead.bench.prompts import Prompt
-from lookahead.bench.results import Results
-from lookahead.bench.runner import Runner
-from lookahead.bench.sections import COLUMNS
+from lookahead.bench.paper.options import BenchOptions
+from lookahead.bench.paper.presets import DEFAULT, PRESETS, Preset, Size
+from lookahead.bench.report.sections import COLUMNS
+from lookahead.bench.run.inflate import MODEL_SHAPES, ModelShape
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.results import Results
+from lookahead.bench.run.runner import Runner
 from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
@@ -136,7 +136,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(
 ) -> None:
     args = ("--limit", "2", "--max-tokens", "6", "--repeats", "2", "--method", "hf-greedy", "--method", "lookahead")
     ran: list[str] = []
-    row = Runner.row
+    row = Runner.record
 
     def counting(self: Runner, job: Any, longest: int = 0) -> Any:
         if len(ran) == 3:
@@ -144,12 +144,12 @@ def test_a_second_run_goes_on_where_the_first_stopped(
         ran.append(job.key)
         return row(self, job, longest)
 
-    monkeypatch.setattr(Runner, "row", counting)
+    monkeypatch.setattr(Runner, "record", counting)
     first = run(*args)
     assert first.exit_code == 130
     assert "interrupted, 5 of 8 answers to go: the same command goes on from here" in first.stderr
     assert "3 of 8 answers. Not finished. Each is timed 2 times." in first.stdout
-    monkeypatch.setattr(Runner, "row", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
+    monkeypatch.setattr(Runner, "record", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
     second = run(*args)
     assert second.exit_code == 0, second.output
     assert "3 of 8 answers are there already" in second.stderr
@@ -163,10 +163,10 @@ def test_a_second_run_goes_on_where_the_first_stopped(
 def test_presets_share_what_was_measured(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     where = ("--sets", "builtin", "--data-dir", str(data_dir), *SMALL)
     assert run("--preset", "overhead", "--quick", *where).exit_code == 0
-    before = len(Results(tmp_path / "out" / "results.jsonl").rows)
+    before = len(Results(tmp_path / "out" / "results.jsonl").records)
     result = run("--preset", "overhead", "--quick", *where)
     assert result.exit_code == 0
-    assert len(Results(tmp_path / "out" / "results.jsonl").rows) == before
+    assert len(Results(tmp_path / "out" / "results.jsonl").records) == before
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "flash"])
@@ -240,7 +240,7 @@ def test_exactness_finds_differences_and_margins(
         assert row[1] == "4", "two conversations of two turns"
         if name.startswith("fp32"):
             assert row[2:] == ["0", "-", "-", "-"], name
-    margins = [row for row in Results(tmp_path / "out" / "results.jsonl").rows.values() if row["kind"] == "margin"]
+    margins = [row for row in Results(tmp_path / "out" / "results.jsonl").records.values() if row["kind"] == "margin"]
     differing = sum(int(row[2]) for row in rows.values())
     assert 0 < len(margins) <= differing, "bfloat16 rounds this model's logits far enough"
     assert all(row["margin"] > 0 for row in margins)
@@ -263,7 +263,7 @@ def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
         "tensor", "pipeline", "lookahead",
     }  # fmt: skip
     results = Results(tmp_path / "out" / "results.jsonl")
-    assert {row["kind"] for row in results.rows.values()} == {"share"}, "no step was timed here"
+    assert {row["kind"] for row in results.records.values()} == {"share"}, "no step was timed here"
     again = run("--preset", "scaling", *where)
     assert "S and shares of" not in again.stderr
 
@@ -337,7 +337,7 @@ def test_backends_share_one_load(
 ) -> None:
     """A 7B is loaded and inflated in half a minute and takes 14 GB: once for each dtype, not for each backend."""
     monkeypatch.setitem(PRESETS, "flash", replace(PRESETS["flash"], cuda=False))
-    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
     where = ("--quick", "--inflate", "7b", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
     result = run("--preset", "flash,exactness", *where)
     assert result.exit_code == 0, result.output
@@ -403,7 +403,7 @@ def test_a_mistake_in_any_preset_is_told_before_a_model_is_loaded(
 def test_an_interrupt_ends_all_presets(
     run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    row = Runner.row
+    row = Runner.record
     ran: list[str] = []
 
     def stopping(self: Runner, job: Any, longest: int = 0) -> Any:
@@ -413,12 +413,12 @@ def test_an_interrupt_ends_all_presets(
         return row(self, job, longest)
 
     where = ("--preset", "overhead,configs", "--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
-    monkeypatch.setattr(Runner, "row", stopping)
+    monkeypatch.setattr(Runner, "record", stopping)
     first = run(*where)
     assert first.exit_code == 130
     assert "interrupted, 11 of 14 answers to go" in first.stderr, "the three that both need count once"
     assert not (tmp_path / "out" / "configs.html").exists()
-    monkeypatch.setattr(Runner, "row", row)
+    monkeypatch.setattr(Runner, "record", row)
     second = run(*where)
     assert second.exit_code == 0, second.output
     assert "3 of 8 answers are there already" in second.stderr
@@ -428,7 +428,7 @@ def test_an_interrupt_ends_all_presets(
 def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     args = ("--preset", "exactness", "--quick", "--data-dir", str(data_dir), "--method", "hf-greedy", *SMALL)
     assert run(*args).exit_code == 0
-    assert {m.dtype for m in Plan.of("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
+    assert {m.dtype for m in BenchOptions.of("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
         "float32",
         "float16",
     }
@@ -466,7 +466,7 @@ def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenize
 
 
 def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))
     where = ("--sets", "builtin", *SMALL)
     found = run("--preset", "configs", "--quick", "--shapes", "7b", *where)
@@ -485,7 +485,7 @@ def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
     tokens = [
         [
             row["tokens"]
-            for row in Results(Path(json.loads(one.stdout)["files"]["results"])).rows.values()
+            for row in Results(Path(json.loads(one.stdout)["files"]["results"])).records.values()
             if "tokens" in row
         ]
         for one in (small, large)

@@ -24,8 +24,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     from lookahead.bench import inflate
 
-    monkeypatch.setitem(inflate.SHAPES, "7b", inflate.Shape(64, 3, 96, 8, 4))
-    monkeypatch.setitem(inflate.SHAPES, "1.5b", inflate.Shape(48, 2, 80, 4, 4))
+    monkeypatch.setitem(inflate.MODEL_SHAPES, "7b", inflate.ModelShape(64, 3, 96, 8, 4))
+    monkeypatch.setitem(inflate.MODEL_SHAPES, "1.5b", inflate.ModelShape(48, 2, 80, 4, 4))
     monkeypatch.setattr(steps, "CONTEXTS", (16, 64))
     monkeypatch.setattr(speed, "BATCHES", (1, 3))
     return gpu

@@ -7,7 +7,7 @@ fields of `LookaheadConfig`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -49,7 +49,7 @@ class Method:
 
 
 def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
-    """A config as JSON has it, less the measured step cost, which is no choice of the user's."""
+    """A config as JSON, without the measured step cost, which the user did not choose."""
     return None if config is None else {k: v for k, v in asdict(config).items() if k not in ("step_cost", "shared")}
 
 
@@ -62,22 +62,18 @@ def named(name: str, label: str | None = None, **where: Any) -> Method:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"unknown method {name!r}: {hint}choose from {', '.join(NAMES)}, paper:W,N,G, config:...")
         return Method(label or name, name, **where)
-    makers = {"paper": _paper, "paper+prompt": _paper_prompt, "config": _fields}
-    if kind not in makers:
-        raise ValueError(f"unknown method {name!r}: before the colon stands {', '.join(makers)}")
-    return Method(label or name, "lookahead", makers[kind](rest, name), **where)
+    if kind not in ("paper", "paper+prompt", "config"):
+        raise ValueError(f"unknown method {name!r}: before the colon stands paper, paper+prompt or config")
+    config = _fields(rest, name) if kind == "config" else _paper(rest, name, prompt=kind == "paper+prompt")
+    return Method(label or name, "lookahead", config, **where)
 
 
-def _paper(text: str, name: str, prompt: bool = False) -> LookaheadConfig:
+def _paper(text: str, name: str, *, prompt: bool) -> LookaheadConfig:
     try:
         window, ngram, guesses = (int(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"method {name!r}: give W,N,G as three whole numbers, such as paper:15,5,15") from error
     return LookaheadConfig.paper(window, ngram, guesses, prompt=prompt)
-
-
-def _paper_prompt(text: str, name: str) -> LookaheadConfig:
-    return _paper(text, name, prompt=True)
 
 
 def _fields(text: str, name: str) -> LookaheadConfig:
@@ -87,17 +83,10 @@ def _fields(text: str, name: str) -> LookaheadConfig:
         field, equals, value = part.partition("=")
         if field not in known or not equals:
             raise ValueError(f"method {name!r}: {part!r} is no FIELD=VALUE of {', '.join(sorted(known))}")
-        if field == "sources":
-            given[field] = tuple(value.split("+"))
-        elif field == "recycle_scope":
-            given[field] = value
-        else:
-            try:
-                given[field] = int(value)
-            except ValueError as error:
+        try:
+            given[field] = tuple(value.split("+")) if field == "sources" else int(value)
+        except ValueError as error:
+            if field != "recycle_scope":
                 raise ValueError(f"method {name!r}: {field}={value!r} must be a whole number") from error
+            given[field] = value
     return LookaheadConfig().adapted(**given)
-
-
-def on_ranks(method: Method, ranks: int) -> Method:
-    return replace(method, ranks=ranks)

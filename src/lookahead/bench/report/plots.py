@@ -5,20 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 
-from lookahead.bench.sections import Bars, Curves
+from lookahead.bench.report.sections import Bars, Curves
 
 COLOURS = ("#3366cc", "#e07b39", "#2e9e6b", "#b4479b", "#8a8f98", "#c9a227", "#4fb3c8", "#a8483b", "#6a5acd")
-WIDTH, LEFT, RIGHT, TOP = 760, 56, 16, 46
-PLOT = 260
-LINE = 18
+WIDTH, LEFT_MARGIN, RIGHT_MARGIN, TOP_MARGIN = 760, 56, 16, 46
+PLOT_HEIGHT = 260
+LEGEND_LINE = 18
 """Height of a line of the legend."""
-SLANTED, MARGIN = 4.8, 14
+SLANTED_LETTER, OVERHANG = 4.8, 14
 """Width of a slanted label's letter; how far a label may stand out to the left, where the page has its margin."""
 
 
+PLOT_STYLE = """
+svg text { fill: var(--text); stroke: var(--back); stroke-width: 3px; paint-order: stroke; }
+svg .grid { stroke: var(--line); } svg .axis { stroke: var(--dim); }
+svg .rule { stroke: var(--dim); stroke-dasharray: 3 3; }
+"""
+LIGHT = "svg { --text: #1c2330; --dim: #5b6472; --line: #d9dde3; --back: #fff; font-family: sans-serif; }"
+
+
 def draw(plot: Bars | Curves) -> str:
+    """The plot as an `<svg>` element, which takes its colours of text and lines from the page around it."""
     return _bars(plot) if isinstance(plot, Bars) else _curves(plot)
+
+
+def write(plots: Sequence[Bars | Curves], path: Path) -> None:
+    """The plots below each other in one SVG file that needs no page around it."""
+    parts, height = [], 0
+    for svg in map(draw, plots):
+        own = int(svg.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
+        parts.append(svg.replace("<svg ", f'<svg y="{height}" width="{WIDTH}" height="{own}" ', 1))
+        height += own + LEGEND_LINE
+    whole = (
+        f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" xmlns="http://www.w3.org/2000/svg">\n'
+        f'<style>{LIGHT}{PLOT_STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n'
+    )
+    try:
+        path.write_text(whole + "\n".join(parts) + "\n</svg>\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write the plot {str(path)!r}: {error.strerror}") from error
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -37,7 +64,7 @@ def _bars(plot: Bars) -> str:
     marks = ticks(0.0, max([*values, plot.mark or 0.0], default=1.0))
     names = list(plot.series)
     many = len(plot.labels) * len(names)
-    slant = max((len(label) for label in plot.labels), default=0) * 7 > (WIDTH - LEFT - RIGHT) / max(
+    slant = max((len(label) for label in plot.labels), default=0) * 7 > (WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(
         1, len(plot.labels)
     )
     room = min(150, 18 + 4 * max((len(label) for label in plot.labels), default=0)) if slant else 24
@@ -51,7 +78,7 @@ def _bars(plot: Bars) -> str:
     group = drawing.inner / max(1, len(plot.labels))
     width = min(46.0, group * 0.82 / max(1, len(names)))
     for i, label in enumerate(plot.labels):
-        middle = LEFT + group * (i + 0.5)
+        middle = LEFT_MARGIN + group * (i + 0.5)
         there = [(name, value) for name in names if (value := plot.series[name][i]) is not None]
         for j, (name, value) in enumerate(there):
             x = middle + (j - len(there) / 2) * width
@@ -82,7 +109,7 @@ def _curves(plot: Curves) -> str:
         drawing.nothing()
 
     def x_of(value: float) -> float:
-        return LEFT + 14 + (drawing.inner - 28) * (scale(value) - start) / (end - start)
+        return LEFT_MARGIN + 14 + (drawing.inner - 28) * (scale(value) - start) / (end - start)
 
     shown = -math.inf
     for value in sorted({p[0] for p in points}):
@@ -93,8 +120,8 @@ def _curves(plot: Curves) -> str:
                 f'<line x1="{shown:.1f}" x2="{shown:.1f}" y1="{drawing.bottom}" '
                 f'y2="{drawing.bottom + 4}" class="axis"/>'
             )
-    drawing.text(LEFT + drawing.inner / 2, drawing.bottom + 36, plot.x, "middle")
-    drawing.text(LEFT - 40, TOP - 12, plot.y, "start")
+    drawing.text(LEFT_MARGIN + drawing.inner / 2, drawing.bottom + 36, plot.x, "middle")
+    drawing.text(LEFT_MARGIN - 40, TOP_MARGIN - 12, plot.y, "start")
     for name, series in plot.series.items():
         ordered, colour = sorted(series), colours[name]
         path = " ".join(f"{x_of(x):.1f},{drawing.y(y):.1f}" for x, y in ordered)
@@ -125,12 +152,12 @@ class _Drawing:
     """A plot's frame: title, legend below, and the way from values to pixels."""
 
     def __init__(self, title: str, colours: Mapping[str, str], room: int, dashed: Sequence[str] = ()) -> None:
-        self.inner = WIDTH - LEFT - RIGHT
-        self.bottom = TOP + PLOT
+        self.inner = WIDTH - LEFT_MARGIN - RIGHT_MARGIN
+        self.bottom = TOP_MARGIN + PLOT_HEIGHT
         self._parts: list[str] = []
         self._title = title
         self._range = (0.0, 1.0)
-        self._end = self._legend(colours, self.bottom + room + LINE, dashed)
+        self._end = self._legend(colours, self.bottom + room + LEGEND_LINE, dashed)
 
     def add(self, part: str) -> None:
         self._parts.append(part)
@@ -144,7 +171,7 @@ class _Drawing:
             self.text(x, self.bottom + 18, text, "middle")
             return
         y = self.bottom + 14
-        room = int((x + MARGIN) / SLANTED)
+        room = int((x + OVERHANG) / SLANTED_LETTER)
         shown = text if len(text) <= room else text[: room - 1] + "…"
         self.add(
             f'<text x="{x:.1f}" y="{y}" text-anchor="end" font-size="11" transform="rotate(-35 {x:.1f} {y})">'
@@ -153,32 +180,32 @@ class _Drawing:
 
     def nothing(self) -> None:
         """In place of what is not there yet: an empty frame would look like a mistake."""
-        self.text(LEFT + self.inner / 2, TOP + PLOT / 2, "nothing measured yet", "middle")
+        self.text(LEFT_MARGIN + self.inner / 2, TOP_MARGIN + PLOT_HEIGHT / 2, "nothing measured yet", "middle")
 
     def y_axis(self, marks: Sequence[float], unit: str) -> None:
         self._range = marks[0], marks[-1]
         for mark in marks:
             y = self.y(mark)
-            self.add(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-            self.text(LEFT - 8, y + 4, f"{mark:g}{unit}", "end")
+            self.add(f'<line x1="{LEFT_MARGIN}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+            self.text(LEFT_MARGIN - 8, y + 4, f"{mark:g}{unit}", "end")
 
     def y(self, value: float) -> float:
         low, high = self._range
-        return self.bottom - PLOT * (value - low) / (high - low)
+        return self.bottom - PLOT_HEIGHT * (value - low) / (high - low)
 
     def rule(self, value: float) -> None:
         y = self.y(value)
-        self.add(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="rule"/>')
+        self.add(f'<line x1="{LEFT_MARGIN}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}" class="rule"/>')
 
     def _legend(self, colours: Mapping[str, str], y: int, dashed: Sequence[str]) -> int:
         """As many lines as the names need; returns where it ends."""
         if len(colours) < 2:
-            return y - LINE + 6
-        x = float(LEFT)
+            return y - LEGEND_LINE + 6
+        x = float(LEFT_MARGIN)
         for name, colour in colours.items():
             width = 28 + 7.2 * len(name)
-            if x > LEFT and x + width > WIDTH - RIGHT:
-                x, y = float(LEFT), y + LINE
+            if x > LEFT_MARGIN and x + width > WIDTH - RIGHT_MARGIN:
+                x, y = float(LEFT_MARGIN), y + LEGEND_LINE
             dash = ' stroke-dasharray="4 2"' if name in dashed else ""
             self.add(
                 f'<line x1="{x:.1f}" x2="{x + 14:.1f}" y1="{y - 4}" y2="{y - 4}" '
@@ -189,7 +216,7 @@ class _Drawing:
         return y + 10
 
     def svg(self) -> str:
-        title = f'<text x="{LEFT}" y="16" font-size="13" font-weight="600">{escape(self._title)}</text>'
+        title = f'<text x="{LEFT_MARGIN}" y="16" font-size="13" font-weight="600">{escape(self._title)}</text>'
         body = "".join(self._parts)
         return (
             f'<svg viewBox="0 0 {WIDTH} {self._end}" role="img" aria-label="{escape(self._title)}" '

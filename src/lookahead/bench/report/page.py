@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from lookahead.bench.plots import draw
-from lookahead.bench.sections import Section
+from lookahead.bench.report.plots import PLOT_STYLE, draw
+from lookahead.bench.report.sections import Section
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2330; --dim: #5b6472; --line: #d9dde3; --back: #fff; --stripe: #f5f7f9; }
@@ -26,9 +26,6 @@ tr:nth-child(even) td { background: var(--stripe); }
 p { color: var(--dim); max-width: 48rem; }
 svg { width: 100%; max-width: 47.5rem; height: auto; display: block; margin: 1.2rem 0; font-family: inherit;
   overflow: visible; }
-svg text { fill: var(--text); stroke: var(--back); stroke-width: 3px; paint-order: stroke; }
-svg .grid { stroke: var(--line); } svg .axis { stroke: var(--dim); }
-svg .rule { stroke: var(--dim); stroke-dasharray: 3 3; }
 """
 
 
@@ -37,7 +34,7 @@ def html(title: str, sections: Sequence[Section]) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+        f"<style>{STYLE}{PLOT_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Shape-inflated models: a small model's function at a large model's cost.
+"""ModelShape-inflated models: a small model's function at a large model's cost.
 
 A step's time depends on the shapes, its acceptance on the text. To measure both without a large checkpoint, the small
 model's weights are padded into a larger Llama that computes the same function: the text is real, and so is the cost.
@@ -22,7 +22,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A Llama's shape; heads keep the small model's dimension, which its rotary positions depend on."""
 
     hidden: int
@@ -32,17 +32,17 @@ class Shape:
     kv_heads: int
 
 
-SHAPES = {
-    "1.5b": Shape(2048, 30, 5632, 32, 32),
-    "7b": Shape(4096, 32, 11008, 64, 64),
-    "13b": Shape(5120, 40, 13824, 80, 80),
-    "34b": Shape(8192, 48, 22016, 128, 16),
+MODEL_SHAPES = {
+    "1.5b": ModelShape(2048, 30, 5632, 32, 32),
+    "7b": ModelShape(4096, 32, 11008, 64, 64),
+    "13b": ModelShape(5120, 40, 13824, 80, 80),
+    "34b": ModelShape(8192, 48, 22016, 128, 16),
 }
 """Llama-like: 7b and 13b are Llama 2's with heads of 64 instead of 128, 34b is Code Llama's with its K/V size."""
 
 
 @torch.no_grad()
-def inflate(model: Any, shape: Shape, *, dtype: torch.dtype | None = None, device: str | None = None) -> Any:
+def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) -> Any:
     """A Llama of this shape that computes the same function as `model`, a small Llama."""
     small = model.config
     if type(model).__name__ != "LlamaForCausalLM" or small.attention_bias or small.mlp_bias:
@@ -56,7 +56,7 @@ def inflate(model: Any, shape: Shape, *, dtype: torch.dtype | None = None, devic
     config.rms_norm_eps = small.rms_norm_eps * small.hidden_size / shape.hidden
     config.tie_word_embeddings = False
     config.dtype = dtype or model.dtype
-    device = device or str(model.device)
+    device = str(model.device)
     with torch.device(device):
         large = type(model)._from_config(config, dtype=config.dtype).eval()
     large.generation_config = copy.deepcopy(model.generation_config)
@@ -103,7 +103,7 @@ def inflate(model: Any, shape: Shape, *, dtype: torch.dtype | None = None, devic
     return large
 
 
-def _check(small: Any, shape: Shape) -> None:
+def _check(small: Any, shape: ModelShape) -> None:
     for name, least, given in (
         ("hidden", small.hidden_size, shape.hidden),
         ("layers", small.num_hidden_layers, shape.layers),
@@ -117,7 +117,7 @@ def _check(small: Any, shape: Shape) -> None:
         raise ValueError(f"heads={shape.heads} is no multiple of kv_heads={shape.kv_heads}")
 
 
-def _places(small: Any, shape: Shape) -> tuple[list[int], list[int], list[int]]:
+def _places(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[int]]:
     """Where the small model's query heads go; the K/V heads they then use; and the small K/V head each of those is.
 
     Where a large group has room for a small one it takes it whole. Else every query head gets a K/V head of its own.

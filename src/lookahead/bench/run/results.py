@@ -1,7 +1,7 @@
-"""What was measured, on disk: JSON lines, appended one by one, so that a run that ends early loses nothing.
+"""Records on disk: JSON lines, appended one by one, so that a run that ends early loses nothing.
 
-Every line is an object with a `kind`. `about` says what the lines after it were measured on; all others have a `key`,
-made of everything that decides their value: a line whose key is there already need not be measured again.
+Every line is an object with a `kind`. `about` says what the lines after it were measured on; all others are records
+and have a `key`, made of everything that decides their value: a record whose key is there is not measured again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+Record = dict[str, Any]
+"""One measured answer, step cost or margin."""
 FIXED = ("model", "dtype", "device", "backend", "lookahead", "torch", "transformers", "revision")
 """Facts of `about` that may not change within a file: times of two machines or two versions are not one result."""
 
@@ -24,41 +26,42 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 class Results:
-    """One file of results. `rows` are those read and those added, by key; a later one takes an earlier one's place."""
+    """One file of records. `records` are those read and those added, by key; a later one replaces an earlier one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: dict[str, Row] = {}
-        self.about: Row | None = None
+        self.records: dict[str, Record] = {}
+        self.about: Record | None = None
         self.dropped = False
         self._read()
 
-    def begin(self, about: Row) -> None:
-        """Refuse a file of another machine, model or version; say in it what comes now."""
+    def begin(self, about: Record) -> None:
+        """Refuse a file of another machine, model or version; note in it what the next records are measured on."""
         self.check(about)
         if self.about != about:
             self.about = about
             self._write({"kind": "about", **about})
 
-    def check(self, facts: Row) -> None:
+    def check(self, facts: Record) -> None:
         """Refuse facts that are not those of the file, as far as they are given."""
-        for name in FIXED if self.about is not None else ():
-            if name in facts and self.about is not None and self.about.get(name) != facts[name]:
+        known = self.about or {}
+        for name in FIXED if known else ():
+            if name in facts and known.get(name) != facts[name]:
                 raise ValueError(
-                    f"{self.path} holds results with {name} {self.about.get(name)!r}, and this is "
-                    f"{facts[name]!r}: give another --out, or remove the file"
+                    f"{self.path} holds results with {name} {known.get(name)!r}, and this is {facts[name]!r}: "
+                    "give another --out, or remove the file"
                 )
 
-    def add(self, row: Row) -> None:
-        """On disk when this returns."""
-        self._write(row)
-        self.rows[row["key"]] = row
+    def add(self, record: Record) -> None:
+        """The record is on disk when this returns."""
+        self._write(record)
+        self.records[record["key"]] = record
 
     def __contains__(self, key: str) -> bool:
-        return key in self.rows
+        return key in self.records
 
-    def get(self, keys: Iterable[str]) -> list[Row]:
-        return [self.rows[key] for key in keys if key in self.rows]
+    def get(self, keys: Iterable[str]) -> list[Record]:
+        return [self.records[key] for key in keys if key in self.records]
 
     def _read(self) -> None:
         try:
@@ -68,9 +71,9 @@ class Results:
         except OSError as error:
             raise ValueError(f"cannot read {self.path}: {error.strerror}; give another --out") from error
         whole, _, torn = data.rpartition(b"\n")
-        if torn:  # the end of a line that was never finished: the machine went down in the middle of it
+        if torn:  # the machine went down in the middle of this line
             self.dropped = True
-            with self._named(), self.path.open("r+b") as file:
+            with self._writing(), self.path.open("r+b") as file:
                 file.truncate(len(data) - len(torn))
         for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
             if line.strip():
@@ -78,21 +81,21 @@ class Results:
 
     def _take(self, line: bytes, number: int) -> None:
         try:
-            row = json.loads(line)
-            if row["kind"] == "about":
-                self.about = {name: value for name, value in row.items() if name != "kind"}
+            record = json.loads(line)
+            if record["kind"] == "about":
+                self.about = {name: value for name, value in record.items() if name != "kind"}
             else:
-                self.rows[row["key"]] = row
+                self.records[record["key"]] = record
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path}, line {number} is no result ({type(error).__name__}: {error}): remove that line to "
                 "measure it again, or give another --out"
             ) from error
 
-    def _write(self, row: Row) -> None:
-        """The whole line or nothing: a full disk must not leave half of one."""
-        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        with self._named():
+    def _write(self, record: Record) -> None:
+        """Write the whole line or nothing: a full disk must not leave half of one."""
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab", buffering=0) as file:
                 size = file.tell()
@@ -105,20 +108,12 @@ class Results:
                     file.truncate(size)
                     raise
 
-    def _named(self) -> _DiskErrors:
-        return _DiskErrors(self.path)
-
-
-class _DiskErrors:
-    """Errors of the disk, in one line that says that nothing is lost."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if isinstance(error, OSError):
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn errors of the disk into one line that says that nothing is lost."""
+        try:
+            yield
+        except OSError as error:
             raise ValueError(
                 f"cannot write {self.path}: {error.strerror or error}; what was measured before is kept: make room, "
                 "or give another --out, and run the same command again"

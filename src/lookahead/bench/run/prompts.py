@@ -1,4 +1,7 @@
-"""Prompt sets: the builtin one, and the paper's, read from a folder or through the `datasets` library.
+"""Prompt sets: our own `builtin` one, and the paper's, read from a folder or through the `datasets` library.
+
+The 32 builtin prompts (`builtin.jsonl`) have five kinds, in turn, so that the first few are a sample of all. What is to
+be summarised, or taken out of a text, stands in the prompt: there an answer repeats what was asked.
 
 A prompt is a conversation: one or more user turns, each answered before the next is asked. `raw` text is completed as
 it stands; everything else goes through the model's chat template.
@@ -8,12 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-from lookahead.bench.builtin import builtin
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _mbpp(row: dict[str, Any]) -> Prompt:
 
 
 def _gsm8k(row: dict[str, Any]) -> Prompt:
-    return Prompt(_key(row["question"]), (f"{row['question']}\nThink step by step.",), reference=row["answer"])
+    return Prompt(row["question"][:60], (f"{row['question']}\nThink step by step.",), reference=row["answer"])
 
 
 def _classeval(row: dict[str, Any]) -> Prompt:
@@ -78,10 +79,6 @@ def _cnn(row: dict[str, Any]) -> Prompt:
 
 def _xsum(row: dict[str, Any]) -> Prompt:
     return _summary(str(row["id"]), row["document"], row["summary"])
-
-
-def _key(text: str) -> str:
-    return text[:60]
 
 
 PAPER_SETS = {
@@ -100,12 +97,13 @@ PAPER_SETS = {
 SETS = ("builtin", *PAPER_SETS)
 
 
-def load(name: str, data_dir: Path | None = None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a set; `limit` of them, evenly spaced."""
+def load(name: str, data_dir: Path | None = None, limit: int | None = None, turns: int | None = None) -> list[Prompt]:
+    """The prompts of a set; `limit` of them, evenly spaced; `turns` of each conversation."""
     check(name)
     if name == "builtin":
-        found = [Prompt(f"{kind}-{i}", (text,), kind) for i, (kind, text) in enumerate(builtin())]
-        return found[:limit]  # the kinds come in turn, so the first ones are a sample
+        lines = Path(__file__).with_name("builtin.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines[:limit]]
+        return [Prompt(f"{row['kind']}-{i}", (row["prompt"],), row["kind"]) for i, row in enumerate(rows)]
     source = PAPER_SETS[name]
     rows = _from_folder(source, data_dir) if data_dir is not None else _from_hub(source)
     try:
@@ -113,7 +111,10 @@ def load(name: str, data_dir: Path | None = None, limit: int | None = None) -> l
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"set {name!r}: a row is not as expected ({type(error).__name__}: {error}); "
                          f"is {source.file} the right file?") from error  # fmt: skip
-    return spaced(found, limit)
+    count = len(found)
+    if limit is not None and limit < count:
+        found = [found[i * count // limit] for i in range(limit)]
+    return [replace(prompt, turns=prompt.turns[:turns]) for prompt in found]
 
 
 def check(name: str) -> str:
@@ -123,13 +124,6 @@ def check(name: str) -> str:
     near = get_close_matches(name, SETS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"unknown prompt set {name!r}: {hint}choose from {', '.join(SETS)}")
-
-
-def spaced(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    count = len(prompts)
-    if limit is None or limit >= count:
-        return list(prompts)
-    return [prompts[i * count // limit] for i in range(limit)]
 
 
 def messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:

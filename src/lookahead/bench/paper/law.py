@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from lookahead.bench.context import Context
-from lookahead.bench.sections import Curves, Points, Section
-from lookahead.bench.summary import Line
+from lookahead.bench.report.sections import Curves, Points, Section
+from lookahead.bench.run.bench_run import BenchRun
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 
 
-def show(run: Context) -> list[Section]:
+def show(run: BenchRun) -> list[Section]:
     made = []
     for data in dict.fromkeys(line.data for line in run.lines):
-        lines = [line for line in run.lines if line.data == data and line.steps and line.method.config is not None]
-        made.append(_section(data, lines))
+        lines = [line for line in run.lines if line.data == data and line.stats.steps]
+        configs = [(line.method.config, line.compression) for line in lines]
+        made.append(_section(data, [Point(c.window, c.ngram, c.guesses, s) for c, s in configs if c is not None]))
     return made
 
 
-def _section(data: str, lines: list[Line]) -> Section:
-    points = [_point(line) for line in lines]
+def _section(data: str, points: list[Point]) -> Section:
     fitted = fit(points)
-    section = Section(
-        f"S over (W, N) on {data}",
-        ("N", "W = G", "S measured", f"law, paper's alpha = {PAPER.alpha}, f = {PAPER.f}", "law, fitted"),
-    )
+    paper = f"law, paper's alpha = {PAPER.alpha}, f = {PAPER.f}"
+    section = Section(f"S over (W, N) on {data}", ("N", "W = G", "S measured", paper, "law, fitted"))
     for p in points:
         laws = [law.predict(p.window, p.ngram, p.guesses) for law in (PAPER, fitted)]
         section.rows.append([str(p.ngram), str(p.window), f"{p.compression:.2f}", *(f"{s:.2f}" for s in laws)])
@@ -43,19 +40,12 @@ def _section(data: str, lines: list[Line]) -> Section:
     return section
 
 
-def _point(line: Line) -> Point:
-    config = line.method.config
-    assert config is not None
-    return Point(config.window, config.ngram, config.guesses, line.compression)
-
-
 def _plot(title: str, name: str, points: list[Point], law: ScalingLaw) -> Curves:
     """A curve of each N as measured, and dashed as the law has it."""
-    measured: dict[str, list[tuple[float, float]]] = {}
-    expected: dict[str, list[tuple[float, float]]] = {}
-    for p in points:
-        measured.setdefault(f"N = {p.ngram}", []).append((float(p.window), p.compression))
-        said = law.predict(p.window, p.ngram, p.guesses)
-        expected.setdefault(f"N = {p.ngram}, {name}", []).append((float(p.window), said))
-    series: dict[str, Points] = {**measured, **expected}
-    return Curves(title, "W = G (log)", "S", series, list(expected), log=True)
+    measured: dict[str, Points] = {}
+    expected: dict[str, Points] = {}
+    for ngram in dict.fromkeys(p.ngram for p in points):
+        here = [p for p in points if p.ngram == ngram]
+        measured[f"N = {ngram}"] = [(p.window, p.compression) for p in here]
+        expected[f"N = {ngram}, {name}"] = [(p.window, law.predict(p.window, ngram, p.guesses)) for p in here]
+    return Curves(title, "W = G (log)", "S", {**measured, **expected}, list(expected), log=True)

@@ -1,4 +1,4 @@
-"""What a result was measured on: versions, hardware, and the revision of the code."""
+"""What a record was measured on: versions, hardware, and the revision of the code."""
 
 from __future__ import annotations
 
@@ -9,41 +9,45 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lookahead.loading.step_cost import processor
+
 PACKAGES = {"lookahead": "lookahead-decoding", "torch": "torch", "transformers": "transformers", "triton": "triton"}
 
 
 def about(model: Any) -> dict[str, Any]:
-    """The facts of a loaded model and this machine, as `results.begin` wants them."""
-    from lookahead.loading.step_cost import processor
-
-    device = model.device
-    cuda = device.type == "cuda"
-    if cuda:
-        import torch
-
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = processor()
+    """The facts of a loaded model and this machine, as `Results.begin` wants them."""
     return {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": f"{device.type}: {name}",
+        "device": f"{model.device.type}: {device_name(model.device)}",
         "backend": type(getattr(model.backend, "inner", model.backend)).__name__,
+        **machine(),
+        **versions(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    return {
         "cpu": processor(),
         "cores": os.cpu_count(),
-        "threads": _threads(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "platform": platform.system(),
-        **versions(),
     }
 
 
 def versions() -> dict[str, Any]:
     """What is known without a model."""
-    return {**{short: version(package) for short, package in PACKAGES.items()}, "revision": revision()}
+    return {**{short: _version(package) for short, package in PACKAGES.items()}, "revision": revision()}
 
 
-def version(package: str) -> str | None:
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -51,8 +55,8 @@ def version(package: str) -> str | None:
 
 
 def revision() -> str | None:
-    """The last commit to the code that runs, with a mark where it was changed since; None outside of a checkout."""
-    folder = Path(__file__).parents[1]
+    """The last commit to the code that runs, marked if the code was changed since; None outside of a checkout."""
+    folder = Path(__file__).parents[2]
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(folder), *args]
@@ -65,9 +69,3 @@ def revision() -> str | None:
         return git("log", "-1", "--format=%h", "--abbrev=12", "--", ".") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()

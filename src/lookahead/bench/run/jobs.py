@@ -1,17 +1,17 @@
-"""A job: one conversation (of a set) x method x temperature x repeat."""
+"""A job: one conversation of a set, answered once by one method."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lookahead.bench.methods import Method
-from lookahead.bench.prompts import Prompt
-from lookahead.bench.results import Row, key_of
+from lookahead.bench.run.methods import Method
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.results import Record, key_of
 
 
 @dataclass(frozen=True)
 class Job:
-    """One conversation by one method, once."""
+    """`number` is the prompt's place in its set, `repeat` counts the times that the same answer is timed."""
 
     data: str
     number: int
@@ -23,12 +23,15 @@ class Job:
     repeat: int = 0
     warm: bool = False
 
-    def facts(self) -> Row:
-        return {
+    @property
+    def key(self) -> str:
+        """The name of everything that decides the answer and its time."""
+        prompt = self.prompt
+        facts: Record = {
             "kind": "answer",
             "set": self.data,
-            "prompt": self.prompt.id,
-            "text": key_of({"turns": self.prompt.turns, "system": self.prompt.system, "raw": self.prompt.raw}),
+            "prompt": prompt.id,
+            "text": key_of({"turns": prompt.turns, "system": prompt.system, "raw": prompt.raw}),
             "method": self.method.facts(),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -36,12 +39,9 @@ class Job:
             "repeat": self.repeat,
             "warm": [self.warm, self.number] if self.warm else False,
         }
-
-    @property
-    def key(self) -> str:
-        return key_of(self.facts())
+        return key_of(facts)
 
     @property
     def group(self) -> tuple[str, Method, float, int]:
-        """Jobs that a warm method runs as one: what it has learned from one prompt helps with the next."""
+        """Jobs that a warm method runs as one: what it learned from one prompt helps with the next."""
         return self.data, self.method, self.temperature, self.repeat

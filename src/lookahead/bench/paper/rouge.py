@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from lookahead.bench.context import Context
-from lookahead.bench.summary import Line
+from lookahead.bench.run.bench_run import BenchRun
+from lookahead.bench.run.summary import Line
 
 TYPES = ("rouge1", "rouge2", "rougeL")
 
@@ -22,14 +22,12 @@ def scorer() -> Any:
     return RougeScorer(list(TYPES), use_stemmer=True)
 
 
-def scores(run: Context, line: Line) -> tuple[float, ...] | None:
+def scores(run: BenchRun, line: Line) -> tuple[float, ...] | None:
     """Mean F1 in per cent of a method's answers on a set; None where nothing can be scored."""
-    judge = scorer()
-    found = []
+    judge, found = scorer(), []
     for job in run.jobs:
-        row = run.results.rows.get(job.key)
-        same = (job.data, job.method, job.temperature) == (line.data, line.method, line.temperature)
-        if same and row is not None and "error" not in row and job.prompt.reference is not None and not job.repeat:
-            score = judge.score(job.prompt.reference, row["texts"][-1])
+        same = (job.data, job.method, job.temperature, job.repeat) == (line.data, line.method, line.temperature, 0)
+        if same and job.prompt.reference is not None and (record := run.record(job)) is not None:
+            score = judge.score(job.prompt.reference, record["texts"][-1])
             found.append([100 * score[name].fmeasure for name in TYPES])
     return tuple(statistics.mean(column) for column in zip(*found, strict=True)) if found else None

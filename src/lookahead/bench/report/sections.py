@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lookahead.bench.summary import Line
+from lookahead.bench.run.summary import Line
 from lookahead.config import SOURCES
+from lookahead.stats import Stats
 
 Points = Sequence[tuple[float, float]]
 
@@ -62,48 +63,48 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-MOST = 9
+MOST_LINES = 9
 """Methods that a plot can tell apart by their colours."""
-ORIGINS = (*SOURCES, "prompt-lookup", "draft")
+GUESSED_BY = (*SOURCES, "prompt-lookup", "draft")
 """Where guesses come from; the last two are transformers' own."""
 COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR")
+ABOUT_COLUMNS = (
+    "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
+    "generated tokens over the wall time from prompt to last token, medians over repeats. speedup and same: "
+    "against transformers' greedy search (sampling: our autoregressive with the same seeds); same counts "
+    "the conversations whose tokens are identical. over AR and as AR: the same against our own autoregressive "
+    "decoding, which runs on the same engine: what lookahead alone gains. In half precision texts differ between "
+    "engines by rounding; preset `exactness` says how far."
+)
 
 
 def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
     """The common table: every method on every set, by the one counter."""
-    warm = any(line.temperature for line in lines)
-    head = [*COLUMNS[:2], *(["temp."] if warm else []), *COLUMNS[2:]]
-    section = Section(title, head)
+    sampled = any(line.temperature for line in lines)
+    section = Section(title, [*COLUMNS[:2], *(["temp."] if sampled else []), *COLUMNS[2:]])
     for line in lines:
-        heat = [f"{line.temperature:g}"] if warm else []
-        section.rows.append([line.data, line.method.label, *heat, *cells(line)])
-    section.notes += errors(lines)
-    section.notes.append(
-        "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
-        "generated tokens over the wall time from prompt to last token, medians over repeats. speedup and same: "
-        "against transformers' greedy search (sampling: our autoregressive with the same seeds); same counts "
-        "the conversations whose tokens are identical. over AR and as AR: the same against our own autoregressive "
-        "decoding, which runs on the same engine: what lookahead alone gains. In half precision texts differ between "
-        "engines by rounding; preset `exactness` says how far."
-    )
-    section.plots += _compared(lines, "speedup", "x", lambda line: line.reference.speedup)
-    section.plots += _compared(lines, "S", "", lambda line: line.compression or None)
+        temperature = [f"{line.temperature:g}"] if sampled else []
+        section.rows.append([line.data, line.method.label, *temperature, *cells(line)])
+    section.notes += [*errors(lines), ABOUT_COLUMNS]
+    # Of several temperatures the lowest is shown.
+    lowest = min((line.temperature for line in lines), default=0.0)
+    shown = [line for line in lines if line.temperature == lowest]
+    section.plots += by_set(shown, "speedup", lambda line: line.reference.speedup, "x")
+    section.plots += by_set(shown, "S", lambda line: line.compression or None)
     section.plots += [plot for plot in (depths(lines), sources(lines)) if plot.series]
     return section
 
 
-def _compared(
-    lines: Sequence[Line], what: str, unit: str, value: Callable[[Line], float | None]
-) -> list[Bars | Curves]:
-    """A group of bars per set, a colour per method; with more methods than colours a bar per method instead. Of several
-    temperatures the lowest is shown."""
+def by_set(
+    lines: Sequence[Line], what: str, value: Callable[[Line], float | None], unit: str = "", title: str | None = None
+) -> list[Bars]:
+    """A group of bars per set, a colour per method; with more methods than colours a plot per set instead."""
     sets = list(dict.fromkeys(line.data for line in lines))
     names = list(dict.fromkeys(line.method.label for line in lines))
-    lowest = min((line.temperature for line in lines), default=0.0)
-    at = {(line.data, line.method.label): value(line) for line in lines if line.temperature == lowest}
-    if len(names) <= MOST:
+    at = {(line.data, line.method.label): value(line) for line in lines}
+    if len(names) <= MOST_LINES:
         series: dict[str, Sequence[float | None]] = {n: [at.get((data, n)) for data in sets] for n in names}
-        return [Bars(f"{what} by set", sets, series, unit, 1.0)]
+        return [Bars(title or f"{what} by set", sets, series, unit, 1.0)]
     return [Bars(f"{data}: {what}", names, {what: [at.get((data, n)) for n in names]}, unit, 1.0) for data in sets]
 
 
@@ -111,14 +112,15 @@ def cells(line: Line) -> list[str]:
     """What every table shows of a line."""
     if not line.prompts:
         return ["-"] * 10
+    stats = line.stats
     known = line.method.how not in ("hf-prompt-lookup", "hf-assisted")  # transformers does not tell what it fed
     return [
-        str(line.tokens),
-        str(line.steps),
-        f"{line.compression:.2f}",
-        f"{line.tokens_per_step:.1f}" if known else "-",
+        str(stats.generated_tokens),
+        str(stats.steps),
+        f"{stats.compression:.2f}",
+        f"{stats.tokens_per_step:.1f}" if known else "-",
         f"{line.first_ms:.0f}",
-        f"{line.tokens_per_second:.1f}",
+        f"{stats.tokens_per_second:.1f}",
         times(line.reference.speedup),
         line.reference.identity,
         times(line.own.speedup),
@@ -138,39 +140,28 @@ def errors(lines: Sequence[Line]) -> list[str]:
     ]
 
 
+def _guessed(lines: Sequence[Line]) -> dict[str, Stats]:
+    """The counters of every method that had guesses accepted, over all sets."""
+    names = dict.fromkeys(line.method.label for line in lines if line.stats.accepted_by_depth)
+    return {name: Stats.total(line.stats for line in lines if line.method.label == name) for name in names}
+
+
 def depths(lines: Sequence[Line]) -> Curves:
     """How deep guesses were accepted: the share of steps that did at each depth. Of too many methods, nothing."""
+    found = _guessed(lines)
     series: dict[str, Points] = {}
-    found = _by_method(lines)
-    for name, depth, steps in found if len(found) <= MOST else ():
-        series[name] = [(i + 1, count / steps) for i, count in enumerate(depth)]
+    for name, stats in found.items() if len(found) <= MOST_LINES else ():
+        series[name] = [(i + 1, count / stats.steps) for i, count in enumerate(stats.accepted_by_depth)]
     names = list(dict.fromkeys(line.method.label for line in lines))
     return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series, order=names)
 
 
-def _by_method(lines: Sequence[Line]) -> list[tuple[str, list[int], int]]:
-    found: dict[str, tuple[list[int], int]] = {}
-    for line in lines:
-        if line.accepted_by_depth:
-            depth, steps = found.get(line.method.label, ([], 0))
-            size = max(len(depth), len(line.accepted_by_depth))
-            padded = [d + [0] * (size - len(d)) for d in (depth, line.accepted_by_depth)]
-            found[line.method.label] = [a + b for a, b in zip(*padded, strict=True)], steps + line.steps
-    return [(name, depth, steps) for name, (depth, steps) in found.items()]
-
-
 def sources(lines: Sequence[Line]) -> Bars:
     """Accepted guesses per step, by the source that proposed them."""
-    steps: dict[str, int] = {}
-    counts: dict[str, dict[str, int]] = {}
-    for line in lines:
-        if line.accepted_by_source:
-            steps[line.method.label] = steps.get(line.method.label, 0) + line.steps
-            kept = counts.setdefault(line.method.label, {})
-            for source, count in line.accepted_by_source.items():
-                kept[source] = kept.get(source, 0) + count
-    names = list(dict.fromkeys(source for kept in counts.values() for source in kept))
+    found = _guessed(lines)
+    names = dict.fromkeys(source for stats in found.values() for source in stats.accepted_by_source)
     series: dict[str, Sequence[float | None]] = {}
     for name in names:
-        series[name] = [counts[m][name] / steps[m] if name in counts[m] else None for m in counts]
-    return Bars("accepted guesses per step, by source", list(counts), series, order=ORIGINS)
+        counts = [(stats.accepted_by_source.get(name), stats.steps) for stats in found.values()]
+        series[name] = [None if count is None else count / steps for count, steps in counts]
+    return Bars("accepted guesses per step, by source", list(found), series, order=GUESSED_BY)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 
-from lookahead.bench.context import Context
-from lookahead.bench.sections import COLUMNS, Bars, Curves, Section, cells, comparison, errors, times
-from lookahead.bench.summary import Line
+from lookahead.bench.paper.rouge import scores
+from lookahead.bench.report.sections import COLUMNS, Bars, Curves, Section, by_set, cells, comparison, errors, times
+from lookahead.bench.run.bench_run import BenchRun
+from lookahead.bench.run.summary import Line
 
 EVEN = 0.02  # a ratio this close to 1 is called even
 
 
-def verdict(lines: Sequence[Line], how: str = "lookahead") -> list[str]:
+def verdict(lines: Sequence[Line]) -> list[str]:
     """One sentence per set: is the default faster than transformers' greedy here, and are the tokens the same."""
     said = []
     for line in lines:
         speedup = line.reference.speedup
-        if line.method.how == how and line.method.config is None and speedup is not None and not line.temperature:
+        fitted = line.method.how == "lookahead" and line.method.config is None
+        if fitted and speedup is not None and not line.temperature:
             word = "even" if abs(speedup - 1) <= EVEN else "faster" if speedup > 1 else "slower"
             said.append(
                 f"{line.data}: {line.method.label} is {speedup:.2f}x as fast as the reference ({word}), "
@@ -25,7 +28,7 @@ def verdict(lines: Sequence[Line], how: str = "lookahead") -> list[str]:
     return said
 
 
-def default(run: Context) -> list[Section]:
+def default(run: BenchRun) -> list[Section]:
     section = comparison(run.lines)
     section.notes = [*verdict(run.lines), *section.notes]
     return [section]
@@ -35,7 +38,7 @@ PAPER_END_TO_END = {"humaneval": "up to 2.3x"} | dict.fromkeys(("mt-bench", "mbp
 """What the text says of figure 5: its bars have no numbers. 7B to 70B on an A100, over transformers' greedy."""
 
 
-def end_to_end(run: Context) -> list[Section]:
+def end_to_end(run: BenchRun) -> list[Section]:
     section = comparison(run.lines, "Speed over transformers' greedy search")
     head = ("set", "method", "over transformers' greedy", "over AR", "paper (7B to 70B, A100)")
     beside = Section("Beside the paper", head)
@@ -49,7 +52,7 @@ def end_to_end(run: Context) -> list[Section]:
     return [section, beside]
 
 
-def flash(run: Context) -> list[Section]:
+def flash(run: BenchRun) -> list[Section]:
     section = comparison(run.lines, "With and without the kernel")
     gains = Section("What the kernel gains", ("set", "method", "kernel over no kernel", "paper"))
     at = {(line.data, line.method.label): line for line in run.lines}
@@ -75,9 +78,7 @@ TABLE_2 = {
 """ROUGE-1, 2, L of autoregressive and of lookahead, its speedup and its S: LLaMA-2-7B-Chat."""
 
 
-def sampling(run: Context) -> list[Section]:
-    from lookahead.bench.rouge import scores
-
+def sampling(run: BenchRun) -> list[Section]:
     head = ("set", "temp.", "method", "R-1", "R-2", "R-L", "speedup", "S", "same", "paper: R-1, 2, L, speedup, S")
     section = Section("Table 2", head)
     for line in run.lines:
@@ -100,15 +101,8 @@ def sampling(run: Context) -> list[Section]:
     )
     for heat in sorted({line.temperature for line in run.lines}):
         lines = [line for line in run.lines if line.temperature == heat]
-        section.plots.append(_by_set(f"S at temperature {heat:g}", lines, lambda line: line.compression or None))
+        section.plots += by_set(lines, "S", lambda line: line.compression or None, title=f"S at temperature {heat:g}")
     return [section]
-
-
-def _by_set(title: str, lines: Sequence[Line], value: Callable[[Line], float | None], unit: str = "") -> Bars:
-    sets = list(dict.fromkeys(line.data for line in lines))
-    names = list(dict.fromkeys(line.method.label for line in lines))
-    at = {(line.data, line.method.label): value(line) for line in lines}
-    return Bars(title, sets, {name: [at.get((data, name)) for data in sets] for name in names}, unit, 1.0)
 
 
 TABLE_3 = {
@@ -125,33 +119,32 @@ TABLE_3 = {
 """Speedup and S of LLaMA-2-7B-Chat on MT-Bench, A100 with FlashAttention."""
 
 
-def ablation(run: Context) -> list[Section]:
+def ablation(run: BenchRun) -> list[Section]:
     made = []
     for data in dict.fromkeys(line.data for line in run.lines):
         lines = [line for line in run.lines if line.data == data]
-        ours = [line for line in lines if line.method.label not in TABLE_3]
-        table = Section(
-            f"Table 3 on {data}",
-            ("(N,W,G)", *COLUMNS[2:], "paper: speedup, S"),
-        )
-        for line in lines:
-            if (known := TABLE_3.get(line.method.label)) is not None:
-                table.rows.append([line.method.label, *cells(line), f"{known[0]:.2f}x, {known[1]:.2f}"])
-        table.notes += errors(lines)
         kept = [line for line in lines if line.method.label in TABLE_3]
+        table = Section(f"Table 3 on {data}", ("(N,W,G)", *COLUMNS[2:], "paper: speedup, S"))
+        for line in kept:
+            speedup, compression = TABLE_3[line.method.label]
+            table.rows.append([line.method.label, *cells(line), f"{speedup:.2f}x, {compression:.2f}"])
+        table.notes += errors(lines)
         here: list[float | None] = [line.compression or None for line in kept]
         said: list[float | None] = [TABLE_3[line.method.label][1] for line in kept]
         table.plots.append(Bars("S", [line.method.label for line in kept], {"here": here, "paper": said}))
-        sources = Section(f"Sources on {data}", ("sources", *table.head[1:-1]))
-        sources.rows = [[line.method.label, *cells(line)] for line in ours]
-        sources.notes.append("Each source alone and combined, at the default budget; a window only with `jacobi`.")
-        values: list[float | None] = [line.compression or None for line in ours]
-        sources.plots.append(Bars("S by sources", [line.method.label for line in ours], {"S": values}, mark=1.0))
-        made += [table, sources] if ours else [table]
+        made.append(table)
+        ours = [line for line in lines if line not in kept]
+        if ours:
+            sources = Section(f"Sources on {data}", ("sources", *COLUMNS[2:]))
+            sources.rows = [[line.method.label, *cells(line)] for line in ours]
+            sources.notes.append("Each source alone and combined, at the default budget; a window only with `jacobi`.")
+            values: list[float | None] = [line.compression or None for line in ours]
+            sources.plots.append(Bars("S by sources", [line.method.label for line in ours], {"S": values}, mark=1.0))
+            made.append(sources)
     return made
 
 
-def overhead(run: Context) -> list[Section]:
+def overhead(run: BenchRun) -> list[Section]:
     section = comparison(run.lines, "S and speedup against W, with N = 5 and G = W")
     section.plots = []
     for data in dict.fromkeys(line.data for line in run.lines):
@@ -168,3 +161,23 @@ def overhead(run: Context) -> list[Section]:
         "autoregressive decoding."
     )
     return [section]
+
+
+def prompt_by_prompt(run: BenchRun) -> list[Section]:
+    """The common table, and lookahead beside autoregressive decoding on every prompt."""
+    head = ("set", "prompt", "tokens", "autoregressive s", "lookahead s", "ratio", "S", "K", "identical")
+    section = Section("Prompt by prompt", head)
+    answers = {(job.data, job.prompt.id, job.method.how): run.record(job) for job in run.jobs if not job.repeat}
+    ratios: dict[str, list[float]] = {}
+    for (data, prompt, how), ours in answers.items():
+        plain = answers.get((data, prompt, "autoregressive"))
+        if how != "lookahead" or ours is None or plain is None:
+            continue
+        ratios.setdefault(data, []).append(plain["seconds"] / ours["seconds"])
+        section.rows.append([
+            data, prompt, str(plain["generated_tokens"]), f"{plain['seconds']:.2f}", f"{ours['seconds']:.2f}",
+            times(ratios[data][-1]), f"{ours['compression']:.2f}", f"{ours['step_tokens'] / ours['steps']:.1f}",
+            "yes" if ours["tokens"] == plain["tokens"] else "no",
+        ])  # fmt: skip
+    section.notes += [f"{data}: the median of the ratios is {statistics.median(r):.2f}x." for data, r in ratios.items()]
+    return [*default(run), section]
