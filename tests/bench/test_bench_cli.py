@@ -428,7 +428,7 @@ def test_an_interrupt_ends_all_presets(
 def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     args = ("--preset", "exactness", "--quick", "--data-dir", str(data_dir), "--method", "hf-greedy", *SMALL)
     assert run(*args).exit_code == 0
-    assert {m.dtype for m in BenchOptions.of("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
+    assert {m.dtype for m in BenchOptions("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
         "float32",
         "float16",
     }

@@ -102,7 +102,7 @@ def bench(
     settings.check()
     several = Ranks(ranks, rank_timeout, False)
     asked = [
-        BenchOptions.of(
+        BenchOptions(
             name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
             repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
             draft_model=draft_model, ranks=several.size, inflate=inflate,
@@ -162,7 +162,7 @@ def _bench(
     if results is not None:
         _announce(host, asked, jobs)
     for options, own in zip(asked, jobs, strict=True):
-        runner = Runner(models, results, warm=options.warm)
+        runner = Runner(models, results, warm=options.starts_warm)
         if results is None:  # a rank that follows
             for _ in runner.run(runner.agreed(own)):
                 pass

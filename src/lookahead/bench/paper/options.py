@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,82 +25,84 @@ from lookahead.loading.load import load_pretrained
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One preset with everything that can be settled without a model; made by `of` from the command's options."""
+    """One preset (None is the default run) with the command's options. Mistakes are told when it is made."""
 
-    preset: Preset
-    prompts: dict[str, list[Prompt]]
-    methods: tuple[Method, ...]
-    own_methods: bool
-    size: Size
-    temperatures: tuple[float, ...]
-    seed: int
-    warm: bool
-    shapes: tuple[str, ...]
-    step_cost: Path | None
-    draft_model: str | None
-    ranks: int
-    inflate: str | None
-    half: str
+    name: str | None
+    sets: str | None = None
+    methods: Sequence[str] | None = None
+    data_dir: Path | None = None
+    quick: bool = False
+    limit: int | None = None
+    max_tokens: int | None = None
+    repeats: int | None = None
+    temperatures: Sequence[float] | None = None
+    seed: int = 0
+    warm: bool = False
+    shapes: str | None = None
+    step_cost: Path | None = None
+    draft_model: str | None = None
+    ranks: int = 1
+    inflate: str | None = None
+    half: str = HALF
 
-    @classmethod
-    def of(
-        cls,
-        name: str | None,
-        *,
-        sets: str | None = None,
-        methods: Sequence[str] | None = None,
-        data_dir: Path | None = None,
-        quick: bool = False,
-        limit: int | None = None,
-        max_tokens: int | None = None,
-        repeats: int | None = None,
-        temperatures: Sequence[float] | None = None,
-        seed: int = 0,
-        warm: bool = False,
-        shapes: str | None = None,
-        step_cost: Path | None = None,
-        draft_model: str | None = None,
-        ranks: int = 1,
-        inflate: str | None = None,
-        half: str = HALF,
-    ) -> BenchOptions:
-        preset = PRESETS[name] if name is not None else DEFAULT
-        size = preset.quick if quick else preset.full
-        size = Size(limit or size.limit, max_tokens or size.max_tokens, repeats or size.repeats)
-        chosen = preset.quick_methods if quick and preset.quick_methods else preset.methods
-        if methods:
-            if not preset.methods:
-                raise ValueError(f"preset {preset.name!r} has settings of its own and takes no --method")
-            chosen = tuple(named(method) for method in methods)
-        known_shapes("--inflate", inflate)
-        if ranks > 1 and preset.more is not None:
+    def __post_init__(self) -> None:
+        preset, methods = self.preset, self.chosen
+        if self.methods and not preset.methods:
+            raise ValueError(f"preset {preset.name!r} has settings of its own and takes no --method")
+        known_shapes("--inflate", self.inflate)
+        known_shapes("--shapes", self.shapes)
+        if self.ranks > 1 and preset.more is not None:
             raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
-        if ranks > 1 and any(method.dtype or method.backend for method in chosen):
+        if self.ranks > 1 and any(method.dtype or method.backend for method in methods):
             raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
-        if ranks > 1 and inflate is not None:
+        if self.ranks > 1 and self.inflate is not None:
             raise ValueError("--inflate makes a model on one rank; leave --ranks out")
-        if any(method.how == "hf-assisted" for method in chosen) and draft_model is None:
+        if any(method.how == "hf-assisted" for method in methods) and self.draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
-        if draft_model is not None and not methods and preset.methods:
-            chosen = (*chosen, named("hf-assisted"))
         if preset.name == "sampling":
             scorer()  # before hours of answers that could not be scored
-        if step_cost is not None:
-            costs.read(step_cost)
-        names = _set_names(sets) if sets is not None else list(preset.sets)
-        for one in names:
-            prompts.check(one)
-        loaded = {one: prompts.load(one, data_dir, size.limit, preset.turns) for one in names}
-        return cls(
-            preset, loaded, chosen, bool(methods), size, tuple(temperatures or preset.temperatures), seed,
-            warm or preset.warm, known_shapes("--shapes", shapes), step_cost, draft_model, ranks, inflate, half,
-        )  # fmt: skip
+        if self.step_cost is not None:
+            costs.read(self.step_cost)
+        assert self.prompts
+
+    @property
+    def preset(self) -> Preset:
+        return DEFAULT if self.name is None else PRESETS[self.name]
+
+    @property
+    def size(self) -> Size:
+        size = self.preset.quick if self.quick else self.preset.full
+        return Size(self.limit or size.limit, self.max_tokens or size.max_tokens, self.repeats or size.repeats)
+
+    @cached_property
+    def chosen(self) -> tuple[Method, ...]:
+        """The methods that were asked for, or the preset's."""
+        preset = self.preset
+        if self.methods:
+            return tuple(named(method) for method in self.methods)
+        chosen = preset.quick_methods if self.quick and preset.quick_methods else preset.methods
+        return (*chosen, named("hf-assisted")) if self.draft_model is not None and chosen else chosen
+
+    @cached_property
+    def prompts(self) -> dict[str, list[Prompt]]:
+        names = list(self.preset.sets)
+        if self.sets is not None:
+            names = list(dict.fromkeys(name.strip() for name in self.sets.split(",") if name.strip()))
+            if not names:
+                raise ValueError(f"--sets names none: choose from {', '.join(prompts.SETS)}")
+        for name in names:
+            prompts.check(name)
+        return {name: prompts.load(name, self.data_dir, self.size.limit, self.preset.turns) for name in names}
+
+    @property
+    def starts_warm(self) -> bool:
+        return self.warm or self.preset.warm
 
     def methods_on(self, device: str) -> tuple[Method, ...]:
         """The methods, without those this device cannot run, with those only it can; on several ranks each twice."""
         self.preset.check(device)
-        found = self.methods
-        if not self.own_methods:
+        found = self.chosen
+        if not self.methods:
             if device != "cuda":  # compiling for a CPU takes minutes and gains nothing
                 found = tuple(method for method in found if method.how != "hf-static")
             elif self.preset is DEFAULT:
@@ -117,12 +120,12 @@ class BenchOptions:
 
     def jobs(self, device: str) -> list[Job]:
         """Methods take turns on each prompt, so that a machine that slows down slows all of them."""
-        methods, limits = self.methods_on(device), self.limits
+        methods, limits, warm = self.methods_on(device), self.limits, self.starts_warm
         return [
-            Job(data, number, prompt, method, limits[data], temperature, self.seed + number, repeat, self.warm)
+            Job(data, number, prompt, method, limits[data], temperature, self.seed + number, repeat, warm)
             for repeat in range(self.size.repeats)
             for data, chosen in self.prompts.items()
-            for temperature in self.temperatures
+            for temperature in self.temperatures or self.preset.temperatures
             for number, prompt in enumerate(chosen)
             for method in methods
         ]
@@ -164,9 +167,8 @@ class BenchOptions:
     def run_of(self, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> BenchRun:
         """What the report is made of."""
         assert runner.results is not None
-        return BenchRun(
-            self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost, self.shapes
-        )
+        shapes = known_shapes("--shapes", self.shapes)
+        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost, shapes)
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
@@ -194,13 +196,6 @@ def about_section(run: BenchRun) -> Section:
         unfinished = "" if done == len(run.jobs) else " Not finished."
         section.notes.append(f"{done} of {len(run.jobs)} answers.{unfinished} Each is timed {often}.")
     return section
-
-
-def _set_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise ValueError(f"--sets names none: choose from {', '.join(prompts.SETS)}")
-    return list(dict.fromkeys(names))
 
 
 def known_shapes(option: str, text: str | None) -> tuple[str, ...]:

@@ -96,22 +96,6 @@ def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link) -> list[
     return [min((projected(one, r) for one in rehearsed), key=lambda line: line.token_ms) for r in numbers]
 
 
-def traffic(
-    layers: int, hidden: int, ranks: int, compression: float, sent: int, width: int = 2
-) -> dict[str, tuple[float, float]]:
-    """What each kind of parallelism sends per generated token at batch 1: collectives (or sends), bytes of a rank.
-
-    Tensor parallel reduces two vectors of `hidden` numbers of `width` bytes per layer, as a ring. Pipeline parallel
-    hands one on from stage to stage. Lookahead parallel gathers one tensor of `sent` bytes from each rank per step.
-    """
-    vector = hidden * width
-    return {
-        "tensor": (2 * layers, 2 * layers * 2 * (ranks - 1) / ranks * vector),
-        "pipeline": (ranks - 1, (ranks - 1) / ranks * vector),
-        "lookahead": (1 / compression, (ranks - 1) * sent / compression),
-    }
-
-
 # The preset
 
 
@@ -160,8 +144,7 @@ def show(run: BenchRun) -> list[Section]:
                 for one in records
             ]  # fmt: skip
             whose = "our sources" if family == "ours" else "the paper's method"
-            lines = project(rehearsed, cost, NVLINK)
-            made += [_projection(run, data, whose, lines), _traffic(run, data, whose, lines)]
+            made.append(_projection(run, data, whose, project(rehearsed, cost, NVLINK)))
     return made or [Section("Projection", notes=["Nothing was measured yet: run the same command again."])]
 
 
@@ -183,20 +166,4 @@ def _projection(run: BenchRun, data: str, whose: str, lines: Sequence[Projected]
     if data == "classeval":
         curves["paper: 4x with 8 GPUs"] = [(8, 4)]
     section.plots.append(Curves(f"{data}: projected speedup, {whose}", "GPUs", "times", curves, list(curves)[1:]))
-    return section
-
-
-def _traffic(run: BenchRun, data: str, whose: str, lines: Sequence[Projected]) -> Section:
-    config = run.models.own.model.config
-    layers, hidden = int(config.num_hidden_layers), int(config.hidden_size)
-    head = ("GPUs", "parallelism", "collectives or sends", "bytes per GPU")
-    section = Section(f"Traffic per generated token: {data}, {whose}", head)
-    for p in lines:
-        found = traffic(layers, hidden, p.ranks, p.compression, p.sent) if p.ranks > 1 else {}
-        section.rows += [[str(p.ranks), kind, f"{count:.2f}", f"{sent:.0f}"] for kind, (count, sent) in found.items()]
-    section.notes.append(
-        f"On paper, batch 1, this model's {layers} layers of {hidden} numbers in half precision. Tensor parallel: two "
-        "reductions per layer. Pipeline parallel: one hand-over per stage, and no answer gets faster. Lookahead "
-        "parallel: one exchange of integers per step."
-    )
     return section

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
@@ -58,14 +59,7 @@ def decode_steps(
     done.outputs = [list(s.output) for s in sequences]
 
 
-def decode(
-    backend: Backend,
-    prompts: Sequence[Sequence[int]],
-    config: LookaheadConfig,
-    rules: StopRules,
-    memory: SharedMemory | None = None,
-    sampling: SamplingParams | None = None,
-) -> Decoded:
-    """Decode prompts (token ids) together, to their ends."""
-    *_, done = decode_steps(backend, prompts, config, rules, memory, sampling)
+def decode(*args: Any, **options: Any) -> Decoded:
+    """Decode prompts together, to their ends; takes what `decode_steps` takes."""
+    *_, done = decode_steps(*args, **options)
     return done
