@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from lookahead.bench.run.jobs import Job
     from lookahead.bench.run.runner import Runner
 
+GPU_PRESETS = {
+    "gpu-step": "A step by K on a CUDA GPU",
+    "gpu-speed": "Tokens per second, S and the host's share on a CUDA GPU",
+    "gpu-baselines": "The same of transformers' own decoding",
+    "gpu-batch": "1 to 16 sequences at once on a CUDA GPU",
+    "gpu-context": "A step by context, and memory, on a CUDA GPU",
+    "gpu-attention": "The attention kernel against SDPA",
+    "gpu-exact": "fp32 tokens on a CUDA GPU against transformers",
+    "gpu-report": "The page of what the others left in --out",
+}
+"""Parts of `python -m lookahead.bench.gpu`, which has a few more options."""
 EVERY = 15.0  # seconds between lines of progress where there is no terminal to draw a bar on
 
 
@@ -96,7 +107,12 @@ def bench(
 
     host = ctx.ensure_object(Host)
     if preset == "list":
-        host.write("".join(f"{name:<12}{one.title}\n" for name, one in PRESETS.items()))
+        titles = {**{name: one.title for name, one in PRESETS.items()}, **GPU_PRESETS}
+        host.write("".join(f"{name:<15}{title}\n" for name, title in titles.items()))
+        return
+    if preset is not None and preset.startswith("gpu-"):
+        given = {"model": model, "inflate": inflate, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
+        host.write(_gpu(preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
         return
     settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
     settings.check()
@@ -114,6 +130,15 @@ def bench(
         raise typer.Exit(several.launch(host, None))
     with several.watched(host):
         _bench(host, settings, several, asked, out, as_json)
+
+
+def _gpu(preset: str, given: dict[str, Any]) -> str:
+    """Run parts of `lookahead.bench.gpu`; returns their short table. Options that nobody gave keep its defaults."""
+    from lookahead.bench.gpu.bench import GpuOptions
+    from lookahead.bench.gpu.command import run
+
+    parts = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
+    return run(parts, GpuOptions(**{name: value for name, value in given.items() if value not in (None, "auto")}))
 
 
 def _named(preset: str | None, device: str) -> list[str | None]:
