@@ -78,7 +78,7 @@ def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str
     for record in speed:
         assert record["device_ms"] == pytest.approx(record["ms_per_step"] - record["gap_ms"], abs=0.002)
         assert sum(record["sizes"].values()) == record["steps"] - record["prompts"]
-        assert record["as_autoregressive"] == record["prompts"] == len(record["prompt_tok_s"]) == 3
+        assert record["as_autoregressive"] == record["prompts"] == len(record["answers"]) == 3
     assert [set(r["sizes"]) for r in speed if r["method"] == "autoregressive"] == [{"1"}] * 4
 
     baselines = made["baselines-7b"]["records"]

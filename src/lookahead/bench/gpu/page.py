@@ -89,13 +89,13 @@ class GpuResults:
     def speeds(self, shape: str) -> list[Record]:
         """Records of speed and baselines, each with its ratio over autoregressive decoding on the same prompts."""
         ours = self.of("speed", shape)
-        plain = {(r["set"], r["invariant"]): r["prompt_tok_s"] for r in ours if r["method"] == "autoregressive"}
+        plain = {(r["set"], r["invariant"]): r["answers"] for r in ours if r["method"] == "autoregressive"}
         made = []
         for record in [*self.of("baselines", shape), *ours]:
-            own = record.get("prompt_tok_s", ())
+            own = record.get("answers", ())
             other = plain.get((record.get("set"), record.get("invariant") is not False), ())
-            pairs = list(zip(own, other, strict=False))  # a baseline answers the first prompts only
-            ratio = sum(1 / b for _, b in pairs) / sum(1 / a for a, _ in pairs) if pairs else None
+            shared = min(len(own), len(other))  # a baseline answers the first prompts only
+            ratio = _rate(own[:shared]) / _rate(other[:shared]) if shared else None
             made.append({**record, "over_ar": times(ratio)})
         return made
 
@@ -107,6 +107,11 @@ class GpuResults:
         return [
             {**record, "above_mb": mb if record["K"] > 1 else None} for record, mb in zip(found, above, strict=True)
         ]
+
+
+def _rate(answers: Sequence[Sequence[float]]) -> float:
+    """Tokens per second of answers given as tokens and seconds."""
+    return sum(tokens for tokens, _ in answers) / sum(seconds for _, seconds in answers)
 
 
 def write(folder: Path, path: Path) -> str:

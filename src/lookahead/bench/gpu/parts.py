@@ -93,7 +93,7 @@ def summary(stats: Sequence[Stats]) -> dict[str, Any]:
     return {
         "prompts": len(stats), "tokens": total.generated_tokens, "steps": total.steps,
         "S": round(total.compression, 3), "K": round(total.tokens_per_step, 1),
-        "tok_s": round(total.tokens_per_second, 1), "prompt_tok_s": [round(s.tokens_per_second, 2) for s in stats],
+        "tok_s": round(total.tokens_per_second, 1), "answers": [[s.generated_tokens, round(s.seconds, 5)] for s in stats],
         "first_ms": round(1e3 * statistics.median(first), 2),
         "ms_per_step": round(1e3 * (total.seconds - sum(first)) / max(1, total.steps - len(stats)), 3),
         "propose_ms": round(1e3 * total.propose_seconds / total.steps, 3),
