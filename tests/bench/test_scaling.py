@@ -16,7 +16,6 @@ from lookahead.bench.paper.projection import (
     Link,
     exchanged,
     project,
-    traffic,
 )
 from lookahead.bench.paper.rehearsal import Rehearsal, Rehearsed, rehearse
 from lookahead.bench.run.decode import decode
@@ -86,13 +85,6 @@ def test_a_projection_takes_the_best_setting_for_each_number_of_ranks() -> None:
     slow = Link("slow", 1e3, 1.0)
     assert project([large], cost, slow)[1].exchange_ms == pytest.approx(1e3 * (1 + 7 * exchanged(21) / 1e3))
     assert project([large], cost, slow)[0].exchange_ms == 0
-
-
-def test_traffic_on_paper() -> None:
-    found = traffic(layers=32, hidden=4096, ranks=4, compression=2.5, sent=4368)
-    assert found["tensor"] == (64, 64 * 2 * 0.75 * 8192)
-    assert found["pipeline"] == (3, 0.75 * 8192)
-    assert found["lookahead"] == pytest.approx((0.4, 3 * 4368 / 2.5))
 
 
 @pytest.mark.parametrize("config", [LookaheadConfig(3, 4, 6, 48), LookaheadConfig.paper(4, 3, 4, prompt=True)])
