@@ -230,6 +230,15 @@ def test_sampling_scores_are_those_of_autoregressive(run: Callable[..., Any], da
     assert len(heats) == 2, "another temperature, other texts"
 
 
+def test_speed_compares_every_prompt(run: Callable[..., Any], data_dir: Path) -> None:
+    result = run("--preset", "speed", "--data-dir", str(data_dir), "--limit", "2", "--max-tokens", "6")
+    assert result.exit_code == 0, result.output
+    rows = table(result.stdout, "Prompt by prompt")
+    assert [row[0] for row in rows] == ["mt-bench"] * 2 + ["humaneval"] * 2
+    assert all(row[2] == "6" and row[-1] == "yes" for row in rows), "one turn of each conversation"
+    assert "mt-bench: the median of the ratios is" in result.stdout
+
+
 def test_exactness_finds_differences_and_margins(
     run: Callable[..., Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,53 +17,44 @@ SHAPES = {"7b": "7B shape", "small": "the 135M model itself"}
 SETS = ("mt-bench", "humaneval")
 FACTS = ("gpu", "cpu", "cores", "torch", "transformers", "triton", "python", "lookahead")
 Record = dict[str, Any]
-Column = tuple[str, str]
-"""The head of a column and the name of its field."""
-
-STEP: Sequence[Column] = (
-    ("K", "K"), ("invariant", "invariant"), ("products ms", "products_ms"), ("device ms", "device_ms"),
-    ("wall ms", "step_wall_ms"), ("gap %", "gap_percent"),
-)  # fmt: skip
-SPEED: Sequence[Column] = (
-    ("method", "method"), ("invariant", "invariant"), ("set", "set"), ("prompts", "prompts"), ("tok/s", "tok_s"),
-    ("over AR", "over_ar"), ("as AR", "as_autoregressive"), ("S", "S"), ("first token ms", "first_ms"),
-    ("ms per step", "ms_per_step"), ("device ms", "device_ms"), ("gap %", "gap_percent"), ("error", "error"),
-)  # fmt: skip
-BATCH: Sequence[Column] = (
-    ("sequences", "batch"), ("method", "method"), ("tok/s", "tok_s"), ("ms per step", "ms_per_step"), ("S", "S"),
-    ("as AR", "as_autoregressive"),
-)  # fmt: skip
-CONTEXT: Sequence[Column] = (
-    ("context", "context"), ("K", "K"), ("device ms", "device_ms"), ("wall ms", "step_wall_ms"),
-    ("memory MB", "memory_mb"), ("above autoregressive MB", "above_mb"),
-)  # fmt: skip
-ATTENTION: Sequence[Column] = (
-    ("heads", "heads"), ("K/V heads", "kv_heads"), ("dim", "dim"), ("K", "K"), ("context", "context"),
-    ("invariant", "invariant"), ("ours us", "us"), ("SDPA us", "sdpa_us"), ("ratio", "speedup"),
-    ("of copy bandwidth", "of_copy_bandwidth"),
-)  # fmt: skip
-EXACT: Sequence[Column] = (
-    ("method", "method"), ("set", "set"), ("prompts", "prompts"), ("as generate()", "identical"),
-    ("as own AR", "identical_to_own"), ("S", "S"),
-)  # fmt: skip
-TABLES: Mapping[str, tuple[str, Sequence[Column], str]] = {
-    "step": ("A step by K, context 1024", STEP, "gap: the part of a step in which the device waits for the host."),
+TABLES: Mapping[str, tuple[str, str, str]] = {
+    "step": (
+        "A step by K, context 1024",
+        "K invariant products_ms device_ms step_wall_ms gap_percent",
+        "gap: the part of a step in which the device waits for the host.",
+    ),
     "speed": (
         "Tokens per second",
-        SPEED,
+        "method invariant set prompts tok_s over_ar as_autoregressive S first_ms ms_per_step device_ms gap_percent "
+        "error",
         "From prompt to last token, the prompt included. over AR: against our autoregressive decoding, on the prompts "
         "that both answered. as AR: texts equal to its. gap: the mean wall time of a step less the device's at the "
         "mean context.",
     ),
-    "batch": ("Batch", BATCH, "Total tokens per second, 96 new tokens, cold memory. as AR: texts equal to its."),
+    "batch": (
+        "Batch",
+        "batch method tok_s ms_per_step S as_autoregressive",
+        "Total tokens per second, 96 new tokens, cold memory. as AR: texts equal to its.",
+    ),
     "context": (
         "Context and memory",
-        CONTEXT,
-        "memory: K/V and the captured steps of every size up to K, beside the weights. K/V comes in whole blocks.",
+        "context K device_ms step_wall_ms memory_mb above_mb",
+        "memory: beside the weights, K/V (in whole blocks) and what the captured steps of every size up to K hold. "
+        "above: what K = 128 holds more than K = 1.",
     ),
-    "attention": ("Attention", ATTENTION, "Of a step's tree, against SDPA with a dense mask over the live prefix."),
-    "exact": ("Exactness", EXACT, "fp32, TF32 off."),
+    "attention": (
+        "Attention",
+        "heads kv_heads dim K context invariant us sdpa_us speedup of_copy_bandwidth",
+        "Of a step's tree, against SDPA with a dense mask over the live prefix.",
+    ),
+    "exact": ("Exactness", "method set prompts identical identical_to_own S", "fp32, TF32 off."),
 }
+"""Title, fields and note of every part's table."""
+HEADS = {
+    "tok_s": "tok/s", "over_ar": "over AR", "as_autoregressive": "as AR", "first_ms": "first token ms",
+    "gap_percent": "gap %", "batch": "sequences", "identical": "as generate()", "identical_to_own": "as own AR",
+}  # fmt: skip
+"""Heads of columns that are not the field's name."""
 
 
 class GpuResults:
@@ -150,14 +141,18 @@ def measured_on(results: GpuResults) -> Section:
 def sections(results: GpuResults, part: str) -> list[Section]:
     """A section for each shape that was measured."""
     title, columns, note = TABLES[part]
+    names = columns.split()
     made = []
     for shape in results.shapes:
         ours = {"speed": results.speeds, "context": results.contexts}
         records = ours[part](shape) if part in ours else results.of(part, shape)
         if records:
             where = SHAPES.get(shape, shape)
-            section = Section(f"{title}: {where}" if part != "attention" else title, [head for head, _ in columns])
-            section.rows = [[shown(record.get(name)) for _, name in columns] for record in records]
+            section = Section(
+                f"{title}: {where}" if part != "attention" else title,
+                [HEADS.get(name, name.replace("_", " ")) for name in names],
+            )
+            section.rows = [[shown(record.get(name)) for name in names] for record in records]
             section.notes = [note]
             section.plots = [*drawing(part, where, [r for r in records if r.get("invariant") is not False])]
             made.append(section)

@@ -18,6 +18,8 @@ from lookahead.config import SamplingParams
 from lookahead.loading.step_cost import bush
 
 REPEATS = 30
+ROOM = 4 * REPEATS
+"""Tokens that the context may grow by while a step is timed."""
 AHEAD_TICKS = 4_000_000
 """The device waits this many ticks (about 2 ms) before a timed call, so that launching is no part of its time."""
 
@@ -88,7 +90,7 @@ def step_ms(backend: GraphBackend, count: int, context: int) -> tuple[float, flo
 
     Only the root is kept of a step, so that the context grows by one token with each.
     """
-    backend.prepare(context + 4 * REPEATS, count)
+    backend.prepare(context + ROOM, count)
     slot, rng = backend.open(), random.Random(0)
     vocabulary = min(1000, backend.vocab_size)
 

@@ -11,6 +11,7 @@ from lookahead.bench.run import costs
 from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.summary import Line
 from lookahead.loading.step_cost import StepCost
+from lookahead.tune.candidates import at
 
 TABLE_4 = {"7b": (15, 5), "13b": (10, 5), "34b": (7, 5)}
 """(W, N) with G = W on an A100."""
@@ -23,7 +24,7 @@ def measure(run: BenchRun) -> None:
 
 def projected(line: Line, cost: StepCost) -> float:
     """Speedup over one token per step, from S and t(K) alone."""
-    return cost.table(1)[0] * line.compression / costs.at(cost, line.stats.tokens_per_step)
+    return cost.table(1)[0] * line.compression / at(cost.table(costs.COST_SIZES[-1]), line.stats.tokens_per_step)
 
 
 def show(run: BenchRun) -> list[Section]:

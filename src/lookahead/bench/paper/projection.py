@@ -24,6 +24,7 @@ from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import HEADER, ROWS
+from lookahead.tune.candidates import at
 
 OUR_SIZES = ((5, 5, 8, 128), (8, 5, 12, 192), (10, 5, 15, 256), (15, 5, 20, 384), (20, 5, 30, 512))
 OUR_SETTINGS = {
@@ -86,12 +87,13 @@ def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link) -> list[
     def projected(one: Rehearsed, ranks: int) -> Projected:
         share = one.share(ranks)
         sent = exchanged(share, one.top)
-        step, exchange = costs.at(cost, share), link.gather(ranks, sent)
+        step, exchange = at(table, share), link.gather(ranks, sent)
         token = (step + exchange) / one.compression
-        speedup = cost.table(1)[0] / token
+        speedup = table[0] / token
         parts = 1e3 * step, 1e3 * exchange, 1e3 * token
         return Projected(ranks, one.setting, one.compression, share, sent, *parts, speedup)
 
+    table = cost.table(costs.COST_SIZES[-1])
     numbers = sorted({ranks for one in rehearsed for ranks in one.shares})
     return [min((projected(one, r) for one in rehearsed), key=lambda line: line.token_ms) for r in numbers]
 

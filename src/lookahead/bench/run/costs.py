@@ -57,9 +57,3 @@ def read(path: Path) -> StepCost:
         raise ValueError(f"--step-cost {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--step-cost {path}: no JSON object with `sizes` and `seconds` ({error})") from error
-
-
-def at(cost: StepCost, size: float) -> float:
-    """t(K) for a K between whole numbers, such as the mean size of steps."""
-    table, below = cost.table(int(size) + 2), int(size)
-    return table[below - 1] + (size - below) * (table[below] - table[below - 1])
