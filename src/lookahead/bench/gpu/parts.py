@@ -13,7 +13,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import bucket
 from lookahead.bench.gpu.bench import METHODS, GpuBench
-from lookahead.bench.gpu.timing import ROOM, clock_mhz, products_ms, step_ms
+from lookahead.bench.gpu.timing import ROOM, products_ms, step_ms
 from lookahead.bench.run.decode import Decoded, decode
 from lookahead.bench.run.stock import Stock
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -46,7 +46,7 @@ def step(bench: GpuBench) -> None:
             device, wall = step_ms(backend, count, STEP_CONTEXT)
             record = {"invariant": invariant, "K": count, "context": STEP_CONTEXT, "device_ms": round(device, 3)}
             record |= {"products_ms": round(products_ms(backend, count), 3), "step_wall_ms": round(wall, 3)}
-            bench.add(record | {"gap_percent": round(100 * (wall - device) / wall, 1), "sm_mhz": clock_mhz()})
+            bench.add(record | {"gap_percent": round(100 * (wall - device) / wall, 1)})
         del backend
 
 
@@ -78,11 +78,11 @@ def speed(bench: GpuBench) -> None:
             for data, prompts in bench.prompts.items():
                 memory = SharedMemory()
                 done = [decode(backend, [prompt], config, bench.rules, memory) for prompt in prompts]
-                clock, outputs = clock_mhz(), [one.outputs[0] for one in done]
+                outputs = [one.outputs[0] for one in done]
                 facts = {"method": name, "set": data, "invariant": invariant}
                 same = sum(map(list.__eq__, outputs, plain.setdefault(data, outputs)))
                 record = {**facts, **summary([one.stats for one in done]), "as_autoregressive": same}
-                bench.add(record | gap(backend, prompts, done, record["ms_per_step"]) | {"sm_mhz": clock})
+                bench.add(record | gap(backend, prompts, done, record["ms_per_step"]))
         del backend
 
 

@@ -67,18 +67,6 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def clock_mhz() -> int | None:
-    """How fast the multiprocessors run right now, by a kernel that waits so many ticks. Without a GPU, None."""
-    if not torch.cuda.is_available():
-        return None
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    torch.cuda._sleep(AHEAD_TICKS)
-    end.record()
-    end.synchronize()
-    return round(AHEAD_TICKS / begin.elapsed_time(end) / 1e3)
-
-
 def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
     """A tree about as deep and as wide as the default makes them, of random tokens."""
     rng, tree = random.Random(count), bush(count)

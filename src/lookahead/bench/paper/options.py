@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
-from lookahead.bench.paper.rouge import scorer
+from lookahead.bench.paper.views import scorer
 from lookahead.bench.report import page, ranks
 from lookahead.bench.report.sections import Section, markdown
 from lookahead.bench.run import costs, prompts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from lookahead.bench.paper.rouge import scores
 from lookahead.bench.report.sections import COLUMNS, Bars, Curves, Section, by_set, cells, comparison, errors, times
 from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.summary import Line
@@ -76,6 +76,31 @@ TABLE_2 = {
     ("xsum", 0.0): ((19.38, 4.78, 13.05), (19.39, 4.79, 13.06), 1.60, 1.77),
 }
 """ROUGE-1, 2, L of autoregressive and of lookahead, its speedup and its S: LLaMA-2-7B-Chat."""
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ValueError(
+            f"the scores of preset 'sampling' need rouge-score, which cannot be imported ({error}): "
+            "pip install 'lookahead-decoding[bench]'"
+        ) from error
+    return RougeScorer(list(ROUGE), use_stemmer=True)
+
+
+def scores(run: BenchRun, line: Line) -> tuple[float, ...] | None:
+    """ROUGE of a method's answers on a set: mean F1 in per cent. None where nothing can be scored."""
+    judge, found = scorer(), []
+    for job in run.jobs:
+        same = (job.data, job.method, job.temperature, job.repeat) == (line.data, line.method, line.temperature, 0)
+        if same and job.prompt.reference is not None and (record := run.record(job)) is not None:
+            score = judge.score(job.prompt.reference, record["texts"][-1])
+            found.append([100 * score[name].fmeasure for name in ROUGE])
+    return tuple(statistics.mean(column) for column in zip(*found, strict=True)) if found else None
 
 
 def sampling(run: BenchRun) -> list[Section]:
