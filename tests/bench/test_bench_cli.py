@@ -18,14 +18,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lookahead.bench.inflate import SHAPES, Shape
-from lookahead.bench.plan import Plan
-from lookahead.bench.presets import DEFAULT, PRESETS, Preset, Size
-from lookahead.bench.prompts import Prompt
-from lookahead.bench.results import Results
-from lookahead.bench.runner import Runner
-from lookahead.bench.sections import COLUMNS
+from lookahead.bench.paper.options import BenchOptions
+from lookahead.bench.paper.presets import DEFAULT, PRESETS, Preset, Size
+from lookahead.bench.report.sections import COLUMNS
+from lookahead.bench.run.inflate import MODEL_SHAPES, ModelShape
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.results import Results
+from lookahead.bench.run.runner import Runner
 from lookahead.cli import app
+from lookahead.cli.bench import GPU_PRESETS
 from lookahead.cli.common import Host
 from lookahead.generate import LookaheadModel
 from lookahead.tune.scaling_law import PAPER, Point, fit
@@ -136,7 +137,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(
 ) -> None:
     args = ("--limit", "2", "--max-tokens", "6", "--repeats", "2", "--method", "hf-greedy", "--method", "lookahead")
     ran: list[str] = []
-    row = Runner.row
+    row = Runner.record
 
     def counting(self: Runner, job: Any, longest: int = 0) -> Any:
         if len(ran) == 3:
@@ -144,12 +145,12 @@ def test_a_second_run_goes_on_where_the_first_stopped(
         ran.append(job.key)
         return row(self, job, longest)
 
-    monkeypatch.setattr(Runner, "row", counting)
+    monkeypatch.setattr(Runner, "record", counting)
     first = run(*args)
     assert first.exit_code == 130
     assert "interrupted, 5 of 8 answers to go: the same command goes on from here" in first.stderr
     assert "3 of 8 answers. Not finished. Each is timed 2 times." in first.stdout
-    monkeypatch.setattr(Runner, "row", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
+    monkeypatch.setattr(Runner, "record", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
     second = run(*args)
     assert second.exit_code == 0, second.output
     assert "3 of 8 answers are there already" in second.stderr
@@ -163,10 +164,10 @@ def test_a_second_run_goes_on_where_the_first_stopped(
 def test_presets_share_what_was_measured(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     where = ("--sets", "builtin", "--data-dir", str(data_dir), *SMALL)
     assert run("--preset", "overhead", "--quick", *where).exit_code == 0
-    before = len(Results(tmp_path / "out" / "results.jsonl").rows)
+    before = len(Results(tmp_path / "out" / "results.jsonl").records)
     result = run("--preset", "overhead", "--quick", *where)
     assert result.exit_code == 0
-    assert len(Results(tmp_path / "out" / "results.jsonl").rows) == before
+    assert len(Results(tmp_path / "out" / "results.jsonl").records) == before
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "flash"])
@@ -180,7 +181,7 @@ def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path
         assert "nan" not in svg
         ElementTree.fromstring(svg)
     assert "Traceback" not in result.output
-    assert "paper" in result.stdout.lower()
+    assert "paper" in result.stdout.lower() or name == "speed"
 
 
 def test_the_scaling_law_is_that_of_tune(run: Callable[..., Any], data_dir: Path) -> None:
@@ -229,6 +230,15 @@ def test_sampling_scores_are_those_of_autoregressive(run: Callable[..., Any], da
     assert len(heats) == 2, "another temperature, other texts"
 
 
+def test_speed_compares_every_prompt(run: Callable[..., Any], data_dir: Path) -> None:
+    result = run("--preset", "speed", "--data-dir", str(data_dir), "--limit", "2", "--max-tokens", "6")
+    assert result.exit_code == 0, result.output
+    rows = table(result.stdout, "Prompt by prompt")
+    assert [row[0] for row in rows] == ["mt-bench"] * 2 + ["humaneval"] * 2
+    assert all(row[2] == "6" and row[-1] == "yes" for row in rows), "one turn of each conversation"
+    assert "mt-bench: the median of the ratios is" in result.stdout
+
+
 def test_exactness_finds_differences_and_margins(
     run: Callable[..., Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +250,7 @@ def test_exactness_finds_differences_and_margins(
         assert row[1] == "4", "two conversations of two turns"
         if name.startswith("fp32"):
             assert row[2:] == ["0", "-", "-", "-"], name
-    margins = [row for row in Results(tmp_path / "out" / "results.jsonl").rows.values() if row["kind"] == "margin"]
+    margins = [row for row in Results(tmp_path / "out" / "results.jsonl").records.values() if row["kind"] == "margin"]
     differing = sum(int(row[2]) for row in rows.values())
     assert 0 < len(margins) <= differing, "bfloat16 rounds this model's logits far enough"
     assert all(row["margin"] > 0 for row in margins)
@@ -259,11 +269,8 @@ def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
     assert "4x on ClassEval with 8 A100s" in result.stdout
     rows = table(result.stdout, "Projection: classeval, the paper's method")
     assert [row[0] for row in rows] == ["1", "2", "4", "8"]
-    assert {row[1] for row in table(result.stdout, "Traffic per generated token: classeval, our sources")} == {
-        "tensor", "pipeline", "lookahead",
-    }  # fmt: skip
     results = Results(tmp_path / "out" / "results.jsonl")
-    assert {row["kind"] for row in results.rows.values()} == {"share"}, "no step was timed here"
+    assert {row["kind"] for row in results.records.values()} == {"share"}, "no step was timed here"
     again = run("--preset", "scaling", *where)
     assert "S and shares of" not in again.stderr
 
@@ -337,7 +344,7 @@ def test_backends_share_one_load(
 ) -> None:
     """A 7B is loaded and inflated in half a minute and takes 14 GB: once for each dtype, not for each backend."""
     monkeypatch.setitem(PRESETS, "flash", replace(PRESETS["flash"], cuda=False))
-    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
     where = ("--quick", "--inflate", "7b", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
     result = run("--preset", "flash,exactness", *where)
     assert result.exit_code == 0, result.output
@@ -403,7 +410,7 @@ def test_a_mistake_in_any_preset_is_told_before_a_model_is_loaded(
 def test_an_interrupt_ends_all_presets(
     run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    row = Runner.row
+    row = Runner.record
     ran: list[str] = []
 
     def stopping(self: Runner, job: Any, longest: int = 0) -> Any:
@@ -413,12 +420,12 @@ def test_an_interrupt_ends_all_presets(
         return row(self, job, longest)
 
     where = ("--preset", "overhead,configs", "--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
-    monkeypatch.setattr(Runner, "row", stopping)
+    monkeypatch.setattr(Runner, "record", stopping)
     first = run(*where)
     assert first.exit_code == 130
     assert "interrupted, 11 of 14 answers to go" in first.stderr, "the three that both need count once"
     assert not (tmp_path / "out" / "configs.html").exists()
-    monkeypatch.setattr(Runner, "row", row)
+    monkeypatch.setattr(Runner, "record", row)
     second = run(*where)
     assert second.exit_code == 0, second.output
     assert "3 of 8 answers are there already" in second.stderr
@@ -428,14 +435,14 @@ def test_an_interrupt_ends_all_presets(
 def test_half_precision_is_what_was_asked_for(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
     args = ("--preset", "exactness", "--quick", "--data-dir", str(data_dir), "--method", "hf-greedy", *SMALL)
     assert run(*args).exit_code == 0
-    assert {m.dtype for m in Plan.of("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
+    assert {m.dtype for m in BenchOptions("exactness", data_dir=data_dir, half="float16").methods_on("cuda")} == {
         "float32",
         "float16",
     }
 
 
 def test_the_presets_are_listed(run: Callable[..., Any]) -> None:
-    assert [line.split()[0] for line in run("--preset", "list").stdout.splitlines()] == list(PRESETS)
+    assert [line.split()[0] for line in run("--preset", "list").stdout.splitlines()] == [*PRESETS, *GPU_PRESETS]
 
 
 def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path) -> None:
@@ -466,7 +473,7 @@ def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenize
 
 
 def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(SHAPES, "7b", Shape(64, 3, 96, 8, 4))
+    monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))
     where = ("--sets", "builtin", *SMALL)
     found = run("--preset", "configs", "--quick", "--shapes", "7b", *where)
@@ -485,7 +492,7 @@ def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
     tokens = [
         [
             row["tokens"]
-            for row in Results(Path(json.loads(one.stdout)["files"]["results"])).rows.values()
+            for row in Results(Path(json.loads(one.stdout)["files"]["results"])).records.values()
             if "tokens" in row
         ]
         for one in (small, large)

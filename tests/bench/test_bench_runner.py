@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead.bench import stock
-from lookahead.bench.jobs import Job
-from lookahead.bench.methods import Method, named
-from lookahead.bench.prompts import Prompt
-from lookahead.bench.results import Results
-from lookahead.bench.runner import Models, Runner, prompt_ids
-from lookahead.bench.summary import lines
+from lookahead.bench.run import stock
+from lookahead.bench.run.jobs import Job
+from lookahead.bench.run.methods import Method, named
+from lookahead.bench.run.models import Models
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.results import Results
+from lookahead.bench.run.runner import Runner, prompt_ids
+from lookahead.bench.run.summary import lines
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
 from lookahead.loading.load import static_generation
@@ -44,7 +45,7 @@ def runner(lm: Any, tmp_path: Path | None = None, **options: Any) -> Runner:
 
 def test_every_method_gives_greedy_tokens_and_is_counted_alike(lm: Any, plain: Callable[..., list[int]]) -> None:
     run = runner(lm)
-    rows = {name: run.row(job(name)) for name in NAMES}
+    rows = {name: run.record(job(name)) for name in NAMES}
     ids = prompt_ids(lm, TALK, ())
     first = plain(lm.model, ids, 20)
     for name, row in rows.items():
@@ -64,7 +65,7 @@ def test_every_method_gives_greedy_tokens_and_is_counted_alike(lm: Any, plain: C
 
 
 def test_a_second_turn_is_asked_with_the_methods_own_answer(lm: Any, plain: Callable[..., list[int]]) -> None:
-    row = runner(lm).row(job("lookahead"))
+    row = runner(lm).record(job("lookahead"))
     ids = prompt_ids(lm, TALK, row["texts"][:1])
     assert len(ids) > len(prompt_ids(lm, TALK, ())) + 10
     assert row["tokens"][1] == plain(lm.model, ids, 20)
@@ -73,7 +74,7 @@ def test_a_second_turn_is_asked_with_the_methods_own_answer(lm: Any, plain: Call
 def test_assisted_generation(lm: Any, make_model: Callable[..., Any]) -> None:
     draft = make_model(num_hidden_layers=1)
     run = Runner(Models(lm, draft=lambda: draft), None)
-    row, greedy = run.row(job("hf-assisted")), run.row(job("hf-greedy"))
+    row, greedy = run.record(job("hf-assisted")), run.record(job("hf-greedy"))
     assert row["tokens"] == greedy["tokens"]
     assert row["steps"] <= greedy["steps"]
 
@@ -106,7 +107,7 @@ def test_weights_are_loaded_once_for_all_backends_of_a_dtype(
     assert half[1].model is not own.model
     assert models.stock(named("hf-greedy")) is models.stock(replace(named("hf-greedy"), backend="graph"))
     run = Runner(models, None)
-    rows = [run.row(job(method)) for method in ("hf-greedy", ours, graph, eager)]
+    rows = [run.record(job(method)) for method in ("hf-greedy", ours, graph, eager)]
     assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"] == rows[3]["tokens"]
 
 
@@ -130,16 +131,16 @@ def test_a_backend_that_is_named_is_that_backend(
 
 def test_sampling_is_that_of_our_autoregressive(lm: Any) -> None:
     run = runner(lm)
-    rows = [run.row(job(name, temperature=1.0, seed=5)) for name in ("autoregressive", "lookahead", "paper:3,3,3")]
+    rows = [run.record(job(name, temperature=1.0, seed=5)) for name in ("autoregressive", "lookahead", "paper:3,3,3")]
     assert rows[0]["tokens"] == rows[1]["tokens"] == rows[2]["tokens"]
-    other = run.row(job("lookahead", temperature=1.0, seed=6))
+    other = run.record(job("lookahead", temperature=1.0, seed=6))
     assert other["tokens"] != rows[0]["tokens"]
-    refused = run.row(job("hf-greedy", temperature=1.0))
+    refused = run.record(job("hf-greedy", temperature=1.0))
     assert "sampling is compared among our methods" in refused["error"]
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_row(lm: Any) -> None:
-    row = runner(lm).row(job("lookahead", tokens=2000))
+    row = runner(lm).record(job("lookahead", tokens=2000))
     assert "do not fit the context of 512" in row["error"]
     assert "tokens" not in row
 
@@ -188,7 +189,7 @@ def test_no_prompt_learns_from_another_unless_asked(lm: Any, tmp_path: Path) -> 
     assert warm[1] < cold[1]
     # Cut short, a warm group is run from its beginning: what it had learned is gone.
     half = Results(tmp_path / "half.jsonl")
-    half.add(run.results.rows[warm_jobs[0].key])  # type: ignore[union-attr]
+    half.add(run.results.records[warm_jobs[0].key])  # type: ignore[union-attr]
     assert Runner(Models(lm), half, warm=True).missing(warm_jobs) == warm_jobs
 
 
@@ -232,9 +233,9 @@ def test_lines_take_medians_and_compare_with_greedy() -> None:
     assert (first.reference.identity, first.reference.speedup, first.compression) == ("2/2", 1.0, 1.0)
     assert second.reference.identity == "1/2", "a repeat that differs counts"
     assert second.reference.speedup == pytest.approx(2.0)
-    assert (second.seconds, second.tokens, second.compression) == (8.0, 8, 2.0)
+    assert (second.stats.seconds, second.stats.generated_tokens, second.compression) == (8.0, 8, 2.0)
     assert second.first_ms == pytest.approx(400.0)
-    assert (second.accepted_by_depth, second.accepted_by_source) == ([2, 2], {"suffix": 4})
+    assert (second.stats.accepted_by_depth, second.stats.accepted_by_source) == ([2, 2], {"suffix": 4})
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_static_and_compiled(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner(lm)
     jobs = [job("hf-static", prompt) for prompt in (TALK, Prompt("two", ("def fox(dog): return the end of the fox",)))]
     for one, row in run.run(jobs):
-        assert row["tokens"] == run.row(job("hf-greedy", one.prompt))["tokens"]
+        assert row["tokens"] == run.record(job("hf-greedy", one.prompt))["tokens"]
         assert row["steps"] == row["generated_tokens"]
     assert len(made) == 1
 
@@ -285,6 +286,6 @@ def test_without_a_streamer_the_first_token_is_timed_apart(lm: Any) -> None:
     as_on_a_gpu = stock.Stock(lm)
     as_on_a_gpu.streams = False
     output, stats = as_on_a_gpu.run("hf-greedy", prompt_ids(lm, TALK, ()), 12, 0)
-    assert output == runner(lm).row(job("hf-greedy", tokens=12))["tokens"][0]
+    assert output == runner(lm).record(job("hf-greedy", tokens=12))["tokens"][0]
     assert stats.steps == stats.generated_tokens == stats.step_tokens == len(output)
     assert stats.first_token_seconds > 0

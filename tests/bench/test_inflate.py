@@ -1,4 +1,4 @@
-"""Shape-inflated models: the small model's function, and a large model's work, with as few zeros as that takes."""
+"""ModelShape-inflated models: the small model's function, and a large model's work, with as few zeros as that takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.bench.inflate import SHAPES, Shape, inflate
+from lookahead.bench.run.inflate import MODEL_SHAPES, ModelShape, inflate
 from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
@@ -33,15 +33,15 @@ FIELDS = {
     "eos_token_id": 7,
 }
 TARGETS = {
-    "as it is": Shape(48, 2, 80, 6, 3),
-    "more layers": Shape(48, 5, 80, 6, 3),
-    "wider": Shape(112, 2, 80, 6, 3),
-    "more neurons": Shape(48, 2, 200, 6, 3),
-    "one K/V head per query head, each copied": Shape(48, 2, 80, 12, 12),
-    "groups as large": Shape(96, 2, 128, 12, 6),
-    "groups larger": Shape(96, 2, 128, 16, 4),
-    "groups larger by a part": Shape(96, 2, 128, 9, 3),
-    "all of it": Shape(160, 4, 200, 16, 16),
+    "as it is": ModelShape(48, 2, 80, 6, 3),
+    "more layers": ModelShape(48, 5, 80, 6, 3),
+    "wider": ModelShape(112, 2, 80, 6, 3),
+    "more neurons": ModelShape(48, 2, 200, 6, 3),
+    "one K/V head per query head, each copied": ModelShape(48, 2, 80, 12, 12),
+    "groups as large": ModelShape(96, 2, 128, 12, 6),
+    "groups larger": ModelShape(96, 2, 128, 16, 4),
+    "groups larger by a part": ModelShape(96, 2, 128, 9, 3),
+    "all of it": ModelShape(160, 4, 200, 16, 16),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -149,15 +149,15 @@ def test_every_call_gives_the_same_weights() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (Shape(40, 2, 80, 6, 3), "hidden=40 is less than the small model's 48"),
-        (Shape(48, 1, 80, 6, 3), "layers=1 is less than the small model's 2"),
-        (Shape(48, 2, 79, 6, 3), "intermediate=79 is less than the small model's 80"),
-        (Shape(48, 2, 80, 4, 4), "heads=4 is less than the small model's 6"),
-        (Shape(48, 2, 80, 6, 2), "kv_heads=2 is less than the small model's 3"),
-        (Shape(48, 2, 80, 8, 3), "heads=8 is no multiple of kv_heads=3"),
+        (ModelShape(40, 2, 80, 6, 3), "hidden=40 is less than the small model's 48"),
+        (ModelShape(48, 1, 80, 6, 3), "layers=1 is less than the small model's 2"),
+        (ModelShape(48, 2, 79, 6, 3), "intermediate=79 is less than the small model's 80"),
+        (ModelShape(48, 2, 80, 4, 4), "heads=4 is less than the small model's 6"),
+        (ModelShape(48, 2, 80, 6, 2), "kv_heads=2 is less than the small model's 3"),
+        (ModelShape(48, 2, 80, 8, 3), "heads=8 is no multiple of kv_heads=3"),
     ],
 )
-def test_shapes_that_are_too_small(shape: Shape, message: str) -> None:
+def test_shapes_that_are_too_small(shape: ModelShape, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         inflate(small(), shape)
 
@@ -166,8 +166,8 @@ def test_no_room_for_copied_heads() -> None:
     """Groups of 3 do not fit groups of 2, and then every query head needs a K/V head of its own."""
     model = small(num_attention_heads=6, num_key_value_heads=2)
     with pytest.raises(ValueError, match="kv_heads=5 leaves no room for 6 separate heads"):
-        inflate(model, Shape(48, 2, 80, 10, 5))
-    inflate(model, Shape(48, 2, 80, 12, 6))
+        inflate(model, ModelShape(48, 2, 80, 10, 5))
+    inflate(model, ModelShape(48, 2, 80, 12, 6))
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp", "family"])
@@ -221,7 +221,7 @@ def test_a_head_beside_a_real_one_shares_its_values_and_has_no_way_out() -> None
 # The shapes of the benchmarks
 
 
-def parameters(shape: Shape, vocabulary: int, dim: int) -> int:
+def parameters(shape: ModelShape, vocabulary: int, dim: int) -> int:
     """Parameters of an untied Llama of this shape."""
     attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * dim
     block = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
@@ -233,19 +233,19 @@ def parameters(shape: Shape, vocabulary: int, dim: int) -> int:
     [("1.5b", 1.4e9, 1.9e9), ("7b", 6.5e9, 7.2e9), ("13b", 12.5e9, 13.8e9), ("34b", 33e9, 35e9)],
 )
 def test_shapes_have_the_size_of_their_names(name: str, least: float, most: float) -> None:
-    shape = SHAPES[name]
+    shape = MODEL_SHAPES[name]
     assert least < parameters(shape, EMBEDDED.vocab_size, EMBEDDED.head_dim) < most
     assert shape.heads * EMBEDDED.head_dim == shape.hidden  # square projections, as the models they stand for have
 
 
 def test_every_shape_is_tested() -> None:
-    assert set(SHAPES) == {"1.5b", "7b", "13b", "34b"}
+    assert set(MODEL_SHAPES) == {"1.5b", "7b", "13b", "34b"}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_the_embedded_model_fits_every_shape(name: str) -> None:
     """Without building it: each check of `inflate` by the numbers."""
-    shape = SHAPES[name]
+    shape = MODEL_SHAPES[name]
     assert shape.hidden >= EMBEDDED.hidden_size
     assert shape.layers >= EMBEDDED.num_hidden_layers
     assert shape.intermediate >= EMBEDDED.intermediate_size

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.bench.methods import named
-from lookahead.bench.page import html
-from lookahead.bench.plots import WIDTH, draw, ticks
-from lookahead.bench.sections import Bars, Curves, Section, comparison, markdown
-from lookahead.bench.summary import Compared, Line
+from lookahead.bench.report.page import html
+from lookahead.bench.report.plots import WIDTH, draw, ticks
+from lookahead.bench.report.sections import Bars, Curves, Section, comparison, markdown
+from lookahead.bench.run.methods import named
+from lookahead.bench.run.summary import Compared, Line
+from lookahead.stats import Stats
 
+GUESSED = Stats(generated_tokens=8, steps=4, accepted_by_depth=[3, 1], accepted_by_source={"jacobi": 4})
 NUMBERS = st.floats(0, 1e6, allow_nan=False)
 HEIGHT = re.compile(r'viewBox="0 0 760 (\d+)"')
 
@@ -109,11 +111,9 @@ def test_a_name_has_one_colour_in_several_plots() -> None:
 def test_methods_beyond_the_colours_have_a_bar_each() -> None:
     def plots(count: int) -> list[Any]:
         lines = [
-            Line("set", named(f"paper:{i + 1},3,3"), 0.0, 1, 8, 4, reference=Compared(speedup=1.5))
+            Line("set", named(f"paper:{i + 1},3,3"), 0.0, 1, GUESSED, reference=Compared(speedup=1.5))
             for i in range(count)
         ]
-        for line in lines:
-            line.accepted_by_depth, line.accepted_by_source = [3, 1], {"jacobi": 4}
         return comparison(lines).plots
 
     few, many = plots(9), plots(10)
@@ -127,7 +127,7 @@ def test_methods_beyond_the_colours_have_a_bar_each() -> None:
 def test_the_lowest_temperature_is_plotted() -> None:
     def speedups(*heats: float) -> Any:
         lines = [
-            Line("set", named("lookahead"), heat, 1, 8, 4, reference=Compared(speedup=2.0 - heat)) for heat in heats
+            Line("set", named("lookahead"), heat, 1, GUESSED, reference=Compared(speedup=2.0 - heat)) for heat in heats
         ]
         return comparison(lines).plots[0].series["lookahead"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lookahead.bench.prompts import PAPER_SETS, SETS, Prompt, load, messages
+from lookahead.bench.run.prompts import PAPER_SETS, SETS, Prompt, load, messages
 
 
 def test_builtin_has_enough_of_every_kind() -> None:

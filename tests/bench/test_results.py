@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lookahead.bench.results import Results, key_of
+from lookahead.bench.run.results import Results, key_of
 
 ABOUT = {"model": "tiny", "dtype": "float32", "device": "cpu: x", "torch": "1", "revision": "abc"}
 
@@ -32,7 +32,7 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
     again.begin(ABOUT)
     assert len(path.read_text().splitlines()) == 3, "the same facts are written once"
     again.add({"kind": "answer", "key": "k0", "value": 7})
-    assert Results(path).rows["k0"]["value"] == 7, "the later one counts"
+    assert Results(path).records["k0"]["value"] == 7, "the later one counts"
 
 
 def test_a_cut_last_line_is_dropped_and_the_file_mended(tmp_path: Path) -> None:
@@ -42,10 +42,10 @@ def test_a_cut_last_line_is_dropped_and_the_file_mended(tmp_path: Path) -> None:
     path.write_bytes(whole + b'{"kind": "answer", "key": "k9", "val')
     again = Results(path)
     assert again.dropped
-    assert list(again.rows) == ["k0", "k1"]
+    assert list(again.records) == ["k0", "k1"]
     assert path.read_bytes() == whole
     again.add({"kind": "answer", "key": "k2"})
-    assert list(Results(path).rows) == ["k0", "k1", "k2"]
+    assert list(Results(path).records) == ["k0", "k1", "k2"]
 
 
 @pytest.mark.parametrize("line", ["{broken", "[]", '{"kind": "answer"}', "\x00\x00\x00"])

@@ -8,24 +8,18 @@ from typing import Any
 import pytest
 from toys import VOCABULARY, ToyBackend, on_ranks
 
-from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.bench.scaling import (
+from lookahead.bench.paper.projection import (
     NVLINK,
-    PAPER,
-    SETTINGS,
+    OUR_SETTINGS,
+    PAPER_SETTINGS,
     Link,
-    Measured,
-    Rehearsal,
     exchanged,
-    markdown,
-    measure,
     project,
-    traffic,
 )
+from lookahead.bench.paper.rehearsal import Rehearsal, Rehearsed, rehearse
+from lookahead.bench.run.decode import decode
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine.engine import Engine
-from lookahead.engine.request import Request
 from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import ParallelBackend
 
@@ -37,29 +31,22 @@ def prompts(seed: int) -> list[list[int]]:
     return [[rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 12))] for _ in range(3)]
 
 
-def decode(backend: Any, chosen: list[list[int]], config: LookaheadConfig) -> list[list[int]]:
-    """One after another on one memory, as `measure` does."""
-    memory, outputs = SharedMemory(), []
-    for prompt in chosen:
-        sequence = DecodingSequence(prompt, config, rules=RULES, memory=memory)
-        engine = Engine(backend)
-        engine.submit(Request(sequence))
-        while engine.running:
-            engine.step()
-        outputs.append(sequence.output)
-    return outputs
+def outputs_of(backend: Any, chosen: list[list[int]], config: LookaheadConfig) -> list[list[int]]:
+    """One after another on one memory, as `rehearse` does."""
+    memory = SharedMemory()
+    return [decode(backend, [prompt], config, RULES, memory).outputs[0] for prompt in chosen]
 
 
 @pytest.mark.parametrize("config", [LookaheadConfig(3, 4, 6, 48), LookaheadConfig.paper(4, 3, 4, prompt=True)])
 def test_a_rehearsal_counts_what_the_ranks_run(config: LookaheadConfig) -> None:
     chosen = prompts(1)
     rehearsal = Rehearsal(ToyBackend(), (1, 2, 4))
-    expected = decode(rehearsal, chosen, config)
+    expected = outputs_of(rehearsal, chosen, config)
     for ranks in (1, 2, 4):
 
         def work(group: Any) -> Any:
             backend = ParallelBackend(ToyBackend(), group)
-            return decode(backend, chosen, config), backend.counters
+            return outputs_of(backend, chosen, config), backend.counters
 
         for outputs, counters in on_ranks(ranks, work):
             assert outputs == expected
@@ -67,11 +54,10 @@ def test_a_rehearsal_counts_what_the_ranks_run(config: LookaheadConfig) -> None:
     assert rehearsal.shares[4] < rehearsal.shares[2] < rehearsal.shares[1]
 
 
-def test_measure_counts_tokens_steps_and_shares() -> None:
+def test_a_rehearsal_adds_up_tokens_steps_and_shares() -> None:
     config = LookaheadConfig(3, 4, 6, 48)
-    (found,) = measure(ToyBackend(), prompts(2), {"one": config}, RULES, (1, 2))
+    found = rehearse(ToyBackend(), prompts(2), "one", config, RULES, (1, 2))
     assert found.tokens == 3 * 40
-    assert found.shares is not None
     assert found.shares[1] == found.step_tokens
     assert found.compression == found.tokens / found.steps
     assert found.share(2) == found.shares[2] / found.steps
@@ -79,15 +65,15 @@ def test_measure_counts_tokens_steps_and_shares() -> None:
 
 
 def test_the_settings_are_those_that_are_named() -> None:
-    assert SETTINGS["W=5, N=5, G=8, K=128"] == LookaheadConfig()
-    assert PAPER["paper (5,15,15)"] == LookaheadConfig.paper(15, 5, 15, prompt=True)
+    assert OUR_SETTINGS["W=5, N=5, G=8, K=128"] == LookaheadConfig()
+    assert PAPER_SETTINGS["paper (5,15,15)"] == LookaheadConfig.paper(15, 5, 15, prompt=True)
 
 
 def test_a_projection_takes_the_best_setting_for_each_number_of_ranks() -> None:
     # t(K) = 10 ms for one token and 0.1 ms for each further one; no exchange.
     cost = StepCost((1, 101), (0.010, 0.020))
-    small = Measured("small", tokens=200, steps=100, step_tokens=1100, shares={1: 1100, 8: 200})
-    large = Measured("large", tokens=400, steps=100, step_tokens=20100, shares={1: 20100, 8: 2100})
+    small = Rehearsed("small", tokens=200, steps=100, step_tokens=1100, shares={1: 1100, 8: 200})
+    large = Rehearsed("large", tokens=400, steps=100, step_tokens=20100, shares={1: 20100, 8: 2100})
     free = Link("free", float("inf"), 0.0)
     one, eight = project([small, large], cost, free)
     assert (one.ranks, one.setting) == (1, "small")
@@ -101,38 +87,15 @@ def test_a_projection_takes_the_best_setting_for_each_number_of_ranks() -> None:
     assert project([large], cost, slow)[0].exchange_ms == 0
 
 
-def test_host_time_is_part_of_every_step() -> None:
-    cost = StepCost((1, 101), (0.010, 0.020))
-    one = Measured("one", tokens=200, steps=100, step_tokens=1100, shares={1: 1100})
-    (line,) = project([one], cost, NVLINK, host=0.005)
-    assert line.step_ms == pytest.approx(16.0)
-    assert line.speedup == pytest.approx(2 * 15 / 16)
-
-
-def test_traffic_on_paper() -> None:
-    tensor, pipeline, lookahead = traffic(layers=32, hidden=4096, ranks=4, compression=2.5, sent=4368)
-    assert (tensor.collectives, tensor.sent) == (64, 64 * 2 * 0.75 * 8192)
-    assert (pipeline.collectives, pipeline.sent) == (3, 0.75 * 8192)
-    assert lookahead.collectives == pytest.approx(0.4)
-    assert lookahead.sent == pytest.approx(3 * 4368 / 2.5)
-
-
 @pytest.mark.parametrize("config", [LookaheadConfig(3, 4, 6, 48), LookaheadConfig.paper(4, 3, 4, prompt=True)])
 def test_what_is_exchanged_is_what_the_backend_sends(config: LookaheadConfig) -> None:
 
     def work(group: Any) -> Any:
         backend = ParallelBackend(ToyBackend(), group)
-        decode(backend, prompts(3), config)
+        outputs_of(backend, prompts(3), config)
         return backend.counters
 
     counters = on_ranks(2, work)[0]
-    (found,) = measure(ToyBackend(), prompts(3), {"one": config}, RULES, (2,))
+    found = rehearse(ToyBackend(), prompts(3), "one", config, RULES, (2,))
     (line,) = project([found], StepCost((1, 64), (0.010, 0.020)), NVLINK)
     assert counters.sent_bytes / counters.collectives == line.sent == exchanged(line.share, found.top)
-
-
-def test_the_table_says_that_it_is_a_projection() -> None:
-    one = Measured("one", tokens=200, steps=100, step_tokens=1100, shares={1: 1100, 2: 600})
-    text = markdown("ClassEval", project([one], StepCost((1, 101), (0.010, 0.020)), NVLINK), NVLINK)
-    assert "projection" in text.splitlines()[0]
-    assert text.count("\n") == 5

@@ -17,7 +17,6 @@ from lookahead.tune.scaling_law import (
     candidates,
     expected_tokens,
     fit,
-    simulated_tokens,
 )
 
 DRAWS = 20_000
@@ -26,6 +25,17 @@ DRAWS = 20_000
 def within_error(draws: list[int], expected: float) -> bool:
     """Four standard errors: wrong once in 16,000, and never with these seeds."""
     return abs(fmean(draws) - expected) <= 4 * stdev(draws) / math.sqrt(len(draws))
+
+
+def simulated_tokens(alpha: float, gamma: int, b: int, rng: random.Random) -> int:
+    """One step of the process that the law states, drawn token by token: the longest right beginning, and one more."""
+    longest = 0
+    for _ in range(b):
+        right = 0
+        while right < gamma and rng.random() < alpha:
+            right += 1
+        longest = max(longest, right)
+    return longest + 1
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.1, 1), (0.425, 4), (0.8, 7), (0.95, 16)])

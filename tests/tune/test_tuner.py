@@ -13,9 +13,10 @@ import torch
 from scripted import ScriptedBackend, ScriptedModel, curve
 
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.bench.report import plots
+from lookahead.cli.tune import bars, drawings
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
-from lookahead.tune import plot
 from lookahead.tune.candidates import BUDGETS, FILLED, FITTED, PAPERS, all_candidates, follow
 from lookahead.tune.predict import Prediction
 from lookahead.tune.scaling_law import ScalingLaw
@@ -246,7 +247,7 @@ def test_the_record_is_plain_data() -> None:
 
 def test_bars_are_as_long_as_the_speedups() -> None:
     result = tune(ScriptedModel(mild, accepts), PROMPTS, cost=curve(mild))
-    lines = plot.bars(result.predictions, 40).splitlines()
+    lines = bars(result.predictions, 40).splitlines()
     assert len(lines) == len(result.predictions)
     marks = {line.index("|") for line in lines}
     assert len(marks) == 1
@@ -256,9 +257,8 @@ def test_bars_are_as_long_as_the_speedups() -> None:
 
 
 def test_the_svg_is_well_formed(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
-    plot.svg(tune(ScriptedModel(mild, accepts), PROMPTS, cost=curve(mild)), path)
+    plots.write(drawings(tune(ScriptedModel(mild, accepts), PROMPTS, cost=curve(mild))), path)
     assert ElementTree.fromstring(path.read_text()).tag.endswith("svg")
 
 

@@ -17,11 +17,22 @@ from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings
 
 if TYPE_CHECKING:
-    from lookahead.bench.context import Context
-    from lookahead.bench.jobs import Job
-    from lookahead.bench.plan import Plan
-    from lookahead.bench.runner import Runner
+    from lookahead.bench.paper.options import BenchOptions
+    from lookahead.bench.run.bench_run import BenchRun
+    from lookahead.bench.run.jobs import Job
+    from lookahead.bench.run.runner import Runner
 
+GPU_PRESETS = {
+    "gpu-step": "A step by K on a CUDA GPU",
+    "gpu-speed": "Tokens per second, S and the host's share on a CUDA GPU",
+    "gpu-baselines": "The same of transformers' own decoding",
+    "gpu-batch": "1 to 16 sequences at once on a CUDA GPU",
+    "gpu-context": "A step by context, and memory, on a CUDA GPU",
+    "gpu-attention": "The attention kernel against SDPA",
+    "gpu-exact": "fp32 tokens on a CUDA GPU against transformers",
+    "gpu-report": "The page of what the others left in --out",
+}
+"""Parts of `python -m lookahead.bench.gpu`, which has a few more options."""
 EVERY = 15.0  # seconds between lines of progress where there is no terminal to draw a bar on
 
 
@@ -91,18 +102,23 @@ def bench(
 
     Answers are kept in OUT as they come: the same command goes on where an earlier one stopped.
     """
-    from lookahead.bench.plan import Plan
-    from lookahead.bench.presets import PRESETS
+    from lookahead.bench.paper.options import BenchOptions
+    from lookahead.bench.paper.presets import PRESETS
 
     host = ctx.ensure_object(Host)
     if preset == "list":
-        host.write("".join(f"{name:<12}{one.title}\n" for name, one in PRESETS.items()))
+        titles = {**{name: one.title for name, one in PRESETS.items()}, **GPU_PRESETS}
+        host.write("".join(f"{name:<15}{title}\n" for name, title in titles.items()))
+        return
+    if preset is not None and preset.startswith("gpu-"):
+        given = {"model": model, "inflate": inflate, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
+        host.write(_gpu(preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
         return
     settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
     settings.check()
     several = Ranks(ranks, rank_timeout, False)
-    plans = [
-        Plan.of(
+    asked = [
+        BenchOptions(
             name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
             repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
             draft_model=draft_model, ranks=several.size, inflate=inflate,
@@ -113,12 +129,21 @@ def bench(
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
     with several.watched(host):
-        _bench(host, settings, several, plans, out, as_json)
+        _bench(host, settings, several, asked, out, as_json)
+
+
+def _gpu(preset: str, given: dict[str, Any]) -> str:
+    """Run parts of `lookahead.bench.gpu`; returns their short table. Options that nobody gave keep its defaults."""
+    from lookahead.bench.gpu.bench import GpuOptions
+    from lookahead.bench.gpu.command import run
+
+    parts = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
+    return run(parts, GpuOptions(**{name: value for name, value in given.items() if value not in (None, "auto")}))
 
 
 def _named(preset: str | None, device: str) -> list[str | None]:
     """The presets that were asked for; `all` are those that the device can run. None is the default run."""
-    from lookahead.bench.presets import PRESETS
+    from lookahead.bench.paper.presets import PRESETS
 
     if preset is None:
         return [None]
@@ -137,12 +162,13 @@ def _named(preset: str | None, device: str) -> list[str | None]:
     return list(chosen)
 
 
-def _bench(host: Host, settings: Settings, several: Ranks, plans: Sequence[Plan], out: Path, as_json: bool) -> None:
-    """The plans, one after another, on one loaded model and into one file of results."""
-    from lookahead.bench.about import about, versions
-    from lookahead.bench.plan import models_of
-    from lookahead.bench.results import Results
-    from lookahead.bench.runner import Runner
+def _bench(
+    host: Host, settings: Settings, several: Ranks, asked: Sequence[BenchOptions], out: Path, as_json: bool
+) -> None:
+    """Run what was asked for, one preset after another, on one loaded model and into one file of results."""
+    from lookahead.bench.run.about import about, versions
+    from lookahead.bench.run.results import Results
+    from lookahead.bench.run.runner import Runner
 
     results = None if several.follows else Results(out / "results.jsonl")
     if results is not None:
@@ -151,21 +177,21 @@ def _bench(host: Host, settings: Settings, several: Ranks, plans: Sequence[Plan]
         host.say(f"note: the last line of {results.path} was cut off and is measured again")
 
     def load(dtype: str | None = None, backend: str | None = None) -> Any:
-        return _load(host, replace(settings, dtype=dtype or settings.dtype, backend=backend or settings.backend), plans)
+        return _load(host, replace(settings, dtype=dtype or settings.dtype, backend=backend or settings.backend), asked)
 
     lm: Any = several.load(host, settings) if several.together else load()
     if results is not None:
         results.begin(about(lm))
-    models = models_of(plans[0], lm, load, host.say)
-    jobs = [plan.jobs(lm.device.type) for plan in plans]
+    models = asked[0].models(lm, load, host.say)
+    jobs = [options.jobs(lm.device.type) for options in asked]
     if results is not None:
-        _announce(host, plans, jobs)
-    for plan, own in zip(plans, jobs, strict=True):
-        runner = Runner(models, results, warm=plan.warm)
+        _announce(host, asked, jobs)
+    for options, own in zip(asked, jobs, strict=True):
+        runner = Runner(models, results, warm=options.starts_warm)
         if results is None:  # a rank that follows
             for _ in runner.run(runner.agreed(own)):
                 pass
-        elif not _measured(host, plan, own, runner, out, as_json):
+        elif not _measured(host, options, own, runner, out, as_json):
             left = {job.key for one in jobs for job in runner.missing(one)}
             total = {job.key for one in jobs for job in one}
             what = f", {len(left)} of {len(total)} answers to go" if left else ""
@@ -173,32 +199,33 @@ def _bench(host: Host, settings: Settings, several: Ranks, plans: Sequence[Plan]
             raise typer.Exit(INTERRUPTED)
 
 
-def _measured(host: Host, plan: Plan, jobs: list[Job], runner: Runner, out: Path, as_json: bool) -> bool:
-    """Run one plan and report, also when Ctrl-C cuts it short; whether it came to its end."""
-    from lookahead.bench.plan import context_of, report
+def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner, out: Path, as_json: bool) -> bool:
+    """Run one preset and report, also when Ctrl-C cuts it short; whether it came to its end."""
+    from lookahead.bench.paper.options import report
 
-    context, todo = context_of(plan, jobs, runner, host.say), runner.agreed(jobs)
+    run, todo = options.run_of(jobs, runner, host.say), runner.agreed(jobs)
     whole = True
     try:
-        _run(host, runner, context, todo)
-        plan.measure_more(context)
+        _run(host, runner, run, todo)
+        if options.preset.more is not None:
+            options.preset.more(run)
     except KeyboardInterrupt:
         whole = False
-    files = report(plan, context, out)
+    files = report(options, run, out)
     if as_json:
-        host.write(json.dumps({**plan.record(context), "files": {k: str(v) for k, v in files.items()}}) + "\n")
+        host.write(json.dumps({**options.record(run), "files": {k: str(v) for k, v in files.items()}}) + "\n")
     else:
         host.write(files["markdown"].read_text(encoding="utf-8"))
-    host.say(f"results in {context.results.path}, report in {files['html']}")
+    host.say(f"results in {run.results.path}, report in {files['html']}")
     return whole
 
 
-def _load(host: Host, settings: Settings, plans: Sequence[Plan]) -> Any:
+def _load(host: Host, settings: Settings, asked: Sequence[BenchOptions]) -> Any:
     """The model, in the shape that `--inflate` asks for."""
-    shape = plans[0].inflate
+    shape = asked[0].inflate
     if shape is None:
         return settings.load(host)
-    from lookahead.bench.costs import in_shape
+    from lookahead.bench.run.models import in_shape
     from lookahead.config import LookaheadConfig
 
     # The small model answers nothing: it needs no graphs, and no config that suits it.
@@ -206,27 +233,27 @@ def _load(host: Host, settings: Settings, plans: Sequence[Plan]) -> Any:
     return in_shape(host.load(settings.model, log=host.say, **options), shape, settings.backend, host.say)
 
 
-def _announce(host: Host, plans: Sequence[Plan], jobs: Sequence[Sequence[Job]]) -> None:
+def _announce(host: Host, asked: Sequence[BenchOptions], jobs: Sequence[Sequence[Job]]) -> None:
     """What is to come, to plan by: presets share answers that they have in common, and none is made twice."""
-    for plan, own in zip(plans, jobs, strict=True):
-        answers, tokens = plan.work(own)
-        host.say(f"{plan.preset.name}: {answers:,} answers, at most {tokens:,} new tokens")
+    for options, own in zip(asked, jobs, strict=True):
+        answers, tokens = options.work(own)
+        host.say(f"{options.preset.name}: {answers:,} answers, at most {tokens:,} new tokens")
 
 
-def _run(host: Host, runner: Runner, context: Context, todo: Sequence[Job]) -> None:
+def _run(host: Host, runner: Runner, run: BenchRun, todo: Sequence[Job]) -> None:
     """The jobs, with a bar and the time left; lines instead where stderr is no terminal."""
-    done = len(context.jobs) - len(todo)
+    done = len(run.jobs) - len(todo)
     if done:
-        host.say(f"{done} of {len(context.jobs)} answers are there already")
+        host.say(f"{done} of {len(run.jobs)} answers are there already")
     left, ran = TimeRemainingColumn(), TimeElapsedColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), ran, TextColumn("left"), left)
     begin = said = monotonic()
     with Progress(*columns, console=host.err, transient=True, disable=not host.err.is_terminal) as bar:
         task = bar.add_task("answers", total=len(todo))
-        for number, (job, row) in enumerate(runner.run(todo), 1):
+        for number, (job, record) in enumerate(runner.run(todo), 1):
             bar.update(task, advance=1, description=f"{job.data}: {job.method.label}")
-            if "error" in row:
-                host.say(f"note: {job.method.label} on {job.data} {job.prompt.id}: {row['error']}")
+            if "error" in record:
+                host.say(f"note: {job.method.label} on {job.data} {job.prompt.id}: {record['error']}")
             if not host.err.is_terminal and monotonic() - said > EVERY:
                 said = monotonic()
                 rest = (said - begin) / number * (len(todo) - number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +38,7 @@ def tune(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs; rougher.")] = False,
     prior: Annotated[bool, typer.Option("--prior", help="Measure only what a step costs; assume acceptance.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Keep the best one for `lookahead` to use from now on.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw an SVG (needs matplotlib).")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw an SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Find the config that makes a model fastest on this machine, plain decoding included.
@@ -56,11 +55,8 @@ def tune(
     asked = choose_prompts(prompts, QUICK_PROMPTS if quick else PROMPTS)
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot: no folder {str(plot.parent)!r} to write {plot.name!r} to; make it first")
-    if plot is not None and find_spec("matplotlib") is None:
-        host.say("note: --plot needs matplotlib (pip install matplotlib); the plot in the terminal has to do")
-        plot = None
 
-    from lookahead.tune import plot as drawing
+    from lookahead.bench.report import plots
     from lookahead.tune import tuner
 
     # With a config of our own nothing is measured at loading, and no profile gets in the way.
@@ -79,11 +75,11 @@ def tune(
         host.write(json.dumps(result.record()) + "\n")
     else:
         host.out.print(table(result))
-        host.write(drawing.bars(result.predictions))
+        host.write(bars(result.predictions))
         host.write(law(result))
         host.write(result.verdict() + "\n")
     if plot is not None:
-        drawing.svg(result, plot)
+        plots.write(drawings(result), plot)
         host.say(f"plot: {plot}")
     if save:
         path = tuner.save(loaded, result, cache_dir())
@@ -132,3 +128,40 @@ def law(result: Any) -> str:
         for p in points
     )
     return f"{told}; {fits}\n"
+
+
+def bars(predictions: Any, width: int = 40) -> str:
+    """One bar per candidate, as long as its speedup; `|` marks plain decoding's speed."""
+    most = max(1.0, *(p.speedup for p in predictions))
+    names = max(len(p.candidate.name) for p in predictions)
+    one = round(width / most)
+    lines = []
+    for p in predictions:
+        length = max(1, round(width * p.speedup / most))
+        bar = "".join("|" if i + 1 == one else "#" if i < length else " " for i in range(max(length, one)))
+        lines.append(f"{p.candidate.name:<{names}}  {bar:<{width}}  {p.speedup:.2f}x")
+    return "\n".join(lines) + "\n"
+
+
+def drawings(result: Any) -> list[Any]:
+    """Every candidate's speedup; and S of the paper's method over W, as measured and by the fitted law (figure 4)."""
+    from lookahead.bench.report.sections import Bars, Curves
+    from lookahead.tune.scaling_law import candidates
+
+    found, points = result.laws.paper, result.laws.points
+    names = [p.candidate.name for p in result.predictions]
+    where = f"{result.model} on {result.facts['device']}, {result.facts['dtype']}"
+    by_basis: dict[str, Any] = {
+        basis: [p.speedup if p.basis == basis else None for p in result.predictions]
+        for basis in dict.fromkeys(p.basis for p in result.predictions)
+    }
+    series: dict[str, Any] = {}
+    for ngram in sorted({3, 5, 7, *(p.ngram for p in points)}):
+        series[f"N = {ngram}"] = [(candidates(p.window, p.guesses), p.compression) for p in points if p.ngram == ngram]
+        series[f"N = {ngram}, law"] = [(w, found.compression(ngram - 1, w)) for w in (2, 4, 8, 16, 32)]
+    title = f"S over W = G; the law: alpha = {found.alpha:.3f}, f = {found.f:.2f}"
+    laws = [name for name in series if name.endswith("law")]
+    return [
+        Bars(f"Speedup, by how S is known: {where}", names, by_basis, "x", 1.0),
+        Curves(title, "W = G (log)", "S", series, laws, log=True),
+    ]

@@ -8,7 +8,6 @@ gamma = N - 1. Nothing here knows of models: numbers in, numbers out.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,17 +26,6 @@ def expected_tokens(alpha: float, gamma: int, b: float = 1) -> float:
     if gamma < 0 or b < 0:
         raise ValueError(f"gamma={gamma} and b={b} count tokens and guesses: they must be at least 0")
     return gamma + 1 - sum((1 - alpha**i) ** b for i in range(1, gamma + 1))
-
-
-def simulated_tokens(alpha: float, gamma: int, b: int, rng: random.Random) -> int:
-    """One step of the process that the law states, drawn token by token: the longest right beginning, and one more."""
-    longest = 0
-    for _ in range(b):
-        right = 0
-        while right < gamma and rng.random() < alpha:
-            right += 1
-        longest = max(longest, right)
-    return longest + 1
 
 
 def candidates(window: int, guesses: int) -> float:

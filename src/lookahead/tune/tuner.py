@@ -130,9 +130,6 @@ class Tuner:
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 
-    def named(self, name: str) -> Candidate:
-        return next(one for one in self.candidates if one.name == name)
-
     def anchors(self) -> list[Candidate]:
         """What is run first: plain decoding, the fitted default, and a few of each kind that are not hopeless."""
         expected = {p.candidate: p.speedup for p in self.predictions()}
@@ -148,12 +145,6 @@ class Tuner:
         top = found[0].speedup
         near = [p.candidate for p in found if p.candidate not in self.trials and p.speedup >= PROMISING * max(1.0, top)]
         return near[:most]
-
-    def warm_up(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
-        """What happens once per shape of a step happens here."""
-        for group in self._groups(candidates):
-            asked = [(one.config, SharedMemory()) for one in group]
-            weave(self.model, prompt, asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
 
     def round(self, prompt: Any, candidates: Sequence[Candidate]) -> None:
         """One prompt by each of these, beside plain decoding."""
@@ -174,7 +165,9 @@ class Tuner:
         if not candidates:
             return
         self.say(f"running {', '.join(one.name for one in candidates)} on {len(prompts)} prompts ...")
-        self.warm_up(prompts[0], candidates)
+        for group in self._groups(candidates):  # what happens once per shape of a step happens here
+            asked = [(one.config, SharedMemory()) for one in group]
+            weave(self.model, prompts[0], asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
         for prompt in prompts:
             self.round(prompt, candidates)
 

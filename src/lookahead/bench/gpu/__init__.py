@@ -1,0 +1,1 @@
+"""What a step and a token cost on a CUDA GPU: `python -m lookahead.bench.gpu`."""

@@ -1,0 +1,151 @@
+"""One command of the GPU benchmark: its options, the models and prompts, and one JSON file for each part."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.bench.run.about import device_name, machine, versions
+from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
+from lookahead.bench.run.prompts import load
+from lookahead.bench.run.runner import prompt_ids
+from lookahead.config import LookaheadConfig, StopRules
+from lookahead.generate import LookaheadModel
+from lookahead.generate import load as load_model
+
+SMALL = "small"
+"""The shape of the model itself."""
+METHODS = {
+    "autoregressive": LookaheadConfig.autoregressive(),
+    "paper (5,15,15) + prompt": LookaheadConfig.paper(15, 5, 15, prompt=True),
+    "default": LookaheadConfig(),
+}
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """`limit` are prompts of each set; a baseline starts no new prompt of a set after `seconds`."""
+
+    model: str | None = None
+    inflate: str = "7b"
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    data_dir: Path | None = None
+    limit: int = 10
+    max_tokens: int = 256
+    out: Path = Path("lookahead-bench")
+    page: Path | None = None
+    invariant: str = "on"
+    seconds: float = 60.0
+
+    def check(self) -> None:
+        if self.inflate not in (SMALL, *MODEL_SHAPES):
+            raise ValueError(
+                f"--inflate does not know {self.inflate!r}: choose from {', '.join((SMALL, *MODEL_SHAPES))}"
+            )
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "there is no CUDA device here; --device cpu tests the parts without one, and times nothing"
+            )
+
+    def shown(self, parts: Sequence[str]) -> str:
+        """The command, without the folders of the machine it ran on."""
+        words = [f"lookahead bench --preset {','.join(f'gpu-{part}' for part in parts)} --inflate {self.inflate}"]
+        words.append(f"--limit {self.limit} --max-tokens {self.max_tokens} --model FILE --data-dir DATA")
+        return " ".join(words)
+
+
+class GpuBench:
+    """The models, made when they are first needed, and what the current part has measured.
+
+    A part adds its records one by one, and its file is written anew each time: a run that is cut short leaves what it
+    had. Models are made outside inference mode: `torch.compile` takes no weights made in it.
+    """
+
+    def __init__(self, options: GpuOptions, parts: Sequence[str]) -> None:
+        self.options, self.parts = options, parts
+        self.part = ""
+        self.records: list[dict[str, Any]] = []
+
+    @cached_property
+    def small(self) -> LookaheadModel:
+        """The small model in fp32, with its tokenizer."""
+        options: dict[str, Any] = {"dtype": "float32", "device": self.options.device, "backend": "eager"}
+        with torch.inference_mode(False):
+            return load_model(self.options.model, config=LookaheadConfig(), **options)
+
+    def shaped(self, dtype: torch.dtype) -> Any:
+        """The small model's function in the shape that was asked for."""
+        with torch.inference_mode(False):
+            if self.options.inflate == SMALL:
+                return copy.deepcopy(self.small.model).to(dtype)
+            return inflate(self.small.model, MODEL_SHAPES[self.options.inflate], dtype=dtype)
+
+    @cached_property
+    def large(self) -> Any:
+        return self.shaped(getattr(torch, self.options.dtype))
+
+    def backend(self, model: Any = None, *, invariant: bool = True) -> GraphBackend:
+        """A new backend. What the one before it held is given back."""
+        gc.collect()  # a backend and its captured steps hold each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        with torch.inference_mode(False):
+            return GraphBackend(self.large if model is None else model, invariant=invariant)
+
+    @property
+    def invariances(self) -> tuple[bool, ...]:
+        return {"on": (True,), "off": (False,), "both": (True, False)}[self.options.invariant]
+
+    @cached_property
+    def prompts(self) -> dict[str, list[list[int]]]:
+        """Token ids by set: MT-Bench's first turns as chat, HumanEval's prompts as raw text."""
+        if self.options.data_dir is None:
+            raise ValueError("this part needs prompts: give --data-dir, a folder with mt_bench.jsonl, humaneval.jsonl")
+        loaded = {name: load(name, self.options.data_dir, self.options.limit, 1) for name in ("mt-bench", "humaneval")}
+        return {name: [prompt_ids(self.small, prompt) for prompt in chosen] for name, chosen in loaded.items()}
+
+    @property
+    def rules(self) -> StopRules:
+        return StopRules(self.options.max_tokens, self.small.stop_ids)
+
+    # What was measured
+
+    def begin(self, part: str) -> None:
+        self.part, self.records = part, []
+
+    def add(self, record: dict[str, Any]) -> None:
+        print(record, flush=True)
+        self.records.append(record)
+        self.save()
+
+    def save(self) -> None:
+        """One record per line, so that the files can be read and compared."""
+        about = json.dumps(self.about(), indent=1)
+        records = ",\n ".join(map(json.dumps, self.records))
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        path = self.options.out / f"{self.part}-{self.options.inflate}.json"
+        path.write_text(f'{{\n"about": {about},\n"records": [\n {records}\n]\n}}\n', encoding="utf-8")
+
+    def about(self) -> dict[str, Any]:
+        cuda = self.options.device == "cuda"
+        return {
+            "part": self.part,
+            "command": self.options.shown(self.parts),
+            "gpu": device_name(torch.device("cuda")) if cuda else "none: run on a CPU, no times to go by",
+            **machine(),
+            **versions(),
+            "shape": self.options.inflate,
+            "dtype": self.options.dtype,
+            "prompts": self.options.limit,
+            "new_tokens": self.options.max_tokens,
+        }

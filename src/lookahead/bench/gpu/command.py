@@ -1,0 +1,89 @@
+"""What a step and a token cost on a CUDA GPU: parts that each end within ten minutes, and the page of what they left.
+
+    lookahead bench --preset gpu-step,gpu-speed --model FILE --data-dir DIR --out DIR
+    python -m lookahead.bench.gpu step speed --model FILE --data-dir DIR --out DIR     # needs neither typer nor rich
+
+    step        time of a step by K: the matrix products alone, the device, the host around it
+    speed       tokens per second, S, the host's share and equal texts of our methods on MT-Bench and HumanEval
+    baselines   transformers' own on the same prompts: eager, prompt lookup, static cache + compile
+    batch       total tokens per second for 1 to 16 sequences
+    context     step time and memory from 1k to 32k tokens of context
+    attention   the kernel against SDPA with a dense mask, and against the device's copy bandwidth
+    exact       fp32: outputs against transformers' greedy search; seeded sampling against itself
+    report      nothing is measured: the page of the files in --out
+
+The model is the embedded one in a larger shape (`--inflate 7b`; `small` is itself): real text at a real cost. Every
+command ends with the page of all files in `--out` and its shortest table. `--device cpu` runs all parts but attention
+on the kernels' slow twins: to test them, not to time anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from lookahead.bench.gpu import page, parts
+from lookahead.bench.gpu.bench import GpuBench, GpuOptions
+
+
+def attention(bench: GpuBench) -> None:
+    from lookahead.bench.gpu.attention import attention_records  # needs triton and CUDA
+
+    for record in attention_records():
+        bench.add(record)
+
+
+PARTS: dict[str, Callable[[GpuBench], None]] = {
+    "step": parts.step,
+    "speed": parts.speed,
+    "baselines": parts.baselines,
+    "batch": parts.batch,
+    "context": parts.context,
+    "attention": attention,
+    "exact": parts.exact,
+}
+
+
+def run(names: Sequence[str], options: GpuOptions) -> str:
+    """Measure these parts and write the page; returns the short table."""
+    chosen = [name for name in names if name != "report"]
+    if chosen:
+        options.check()
+    bench = GpuBench(options, chosen)
+    for name in chosen:
+        begin = perf_counter()
+        bench.begin(name)
+        with torch.inference_mode():
+            PARTS[name](bench)
+        bench.save()
+        print(f"-- {name}: {perf_counter() - begin:.0f} s", flush=True)
+    return page.write(options.out, options.page or options.out / "gpu.md")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m lookahead.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "report"], metavar="PART")
+    parser.add_argument("--model", help="the embedded model or another small Llama: a folder, a .gguf or a name")
+    parser.add_argument("--inflate", help="7b by default; small for the model itself")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device", choices=["cuda", "cpu"])
+    parser.add_argument("--data-dir", type=Path, help="a folder with mt_bench.jsonl and humaneval.jsonl")
+    parser.add_argument("--limit", type=int, help="prompts of each set")
+    parser.add_argument("--max-tokens", type=int, help="new tokens of each answer")
+    parser.add_argument("--out", type=Path, help="folder of the JSON files")
+    parser.add_argument("--page", type=Path, help="the page, if not gpu.md in --out; its plots go beside it")
+    parser.add_argument("--invariant", choices=["on", "off", "both"], help="of step and speed")
+    parser.add_argument("--seconds", type=float, help="a baseline starts no new prompt of a set after so long")
+    args = parser.parse_args(argv)
+    given = {one.name: value for one in fields(GpuOptions) if (value := getattr(args, one.name)) is not None}
+    try:
+        print(run(args.parts, GpuOptions(**given)))
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,189 @@
+"""The page of a GPU run: tables and plots of the JSON files that the parts left in a folder.
+
+What a person has to say of the run stands in the folder's `remarks.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lookahead.bench.report import plots
+from lookahead.bench.report.sections import Bars, Curves, Points, Section, markdown, times
+
+SHAPES = {"7b": "7B shape", "small": "the 135M model itself"}
+SETS = ("mt-bench", "humaneval")
+FACTS = ("gpu", "cpu", "cores", "torch", "transformers", "triton", "python", "lookahead")
+Record = dict[str, Any]
+TABLES: Mapping[str, tuple[str, str, str]] = {
+    "step": (
+        "A step by K, context 1024",
+        "K invariant products_ms device_ms step_wall_ms gap_percent",
+        "gap: the part of a step in which the device waits for the host.",
+    ),
+    "speed": (
+        "Tokens per second",
+        "method invariant set prompts tok_s over_ar as_autoregressive S first_ms ms_per_step device_ms gap_percent "
+        "error",
+        "From prompt to last token, the prompt included. over AR: against our autoregressive decoding, on the prompts "
+        "that both answered. as AR: texts equal to its. gap: the mean wall time of a step less the device's at the "
+        "mean context.",
+    ),
+    "batch": (
+        "Batch",
+        "batch method tok_s ms_per_step S as_autoregressive",
+        "Total tokens per second, 96 new tokens, cold memory. as AR: texts equal to its.",
+    ),
+    "context": (
+        "Context and memory",
+        "context K device_ms step_wall_ms memory_mb above_mb",
+        "memory: beside the weights, K/V (in whole blocks) and what the captured steps of every size up to K hold. "
+        "above: what K = 128 holds more than K = 1.",
+    ),
+    "attention": (
+        "Attention",
+        "heads kv_heads dim K context invariant us sdpa_us speedup of_copy_bandwidth",
+        "Of a step's tree, against SDPA with a dense mask over the live prefix.",
+    ),
+    "exact": ("Exactness", "method set prompts identical identical_to_own S", "fp32, TF32 off."),
+}
+"""Title, fields and note of every part's table."""
+HEADS = {
+    "tok_s": "tok/s", "over_ar": "over AR", "as_autoregressive": "as AR", "first_ms": "first token ms",
+    "gap_percent": "gap %", "batch": "sequences", "identical": "as generate()", "identical_to_own": "as own AR",
+}  # fmt: skip
+"""Heads of columns that are not the field's name."""
+
+
+class GpuResults:
+    """The files of a folder: records by part and shape."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: dict[str, Record] = {}
+        for path in sorted(folder.glob("*.json")):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict) and "records" in found and "part" in found.get("about", {}):
+                self.files[path.name] = found
+        if not self.files:
+            raise ValueError(f"{folder} holds no JSON of a GPU part; give the folder that was its --out")
+
+    def of(self, part: str, shape: str) -> list[Record]:
+        files = [one for one in self.files.values() if (one["about"]["part"], one["about"]["shape"]) == (part, shape)]
+        return [record for one in files for record in one["records"]]
+
+    @property
+    def shapes(self) -> list[str]:
+        return list(dict.fromkeys(one["about"]["shape"] for one in self.files.values()))
+
+    def speeds(self, shape: str) -> list[Record]:
+        """Records of speed and baselines, each with its ratio over autoregressive decoding on the same prompts."""
+        ours = self.of("speed", shape)
+        plain = {(r["set"], r["invariant"]): r["answers"] for r in ours if r["method"] == "autoregressive"}
+        made = []
+        for record in [*self.of("baselines", shape), *ours]:
+            own = record.get("answers", ())
+            other = plain.get((record.get("set"), record.get("invariant") is not False), ())
+            shared = min(len(own), len(other))  # a baseline answers the first prompts only
+            ratio = _rate(own[:shared]) / _rate(other[:shared]) if shared else None
+            made.append({**record, "over_ar": times(ratio)})
+        return made
+
+    def contexts(self, shape: str) -> list[Record]:
+        """Records of context, each with its memory above that of K = 1."""
+        found = self.of("context", shape)
+        one = {record["context"]: record["memory_mb"] for record in found if record["K"] == 1}
+        above = [record["memory_mb"] - one.get(record["context"], record["memory_mb"]) for record in found]
+        return [
+            {**record, "above_mb": mb if record["K"] > 1 else None} for record, mb in zip(found, above, strict=True)
+        ]
+
+
+def _rate(answers: Sequence[Sequence[float]]) -> float:
+    """Tokens per second of answers given as tokens and seconds."""
+    return sum(tokens for tokens, _ in answers) / sum(seconds for _, seconds in answers)
+
+
+def write(folder: Path, path: Path) -> str:
+    """Write the page and its plots; returns the table of speeds, or the first one that there is."""
+    results = GpuResults(folder)
+    made = {part: sections(results, part) for part in TABLES}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for part, shown in made.items():
+        drawn = [plot for section in shown for plot in section.plots]
+        if drawn:
+            plots.write(drawn, path.parent / f"gpu-{part}.svg")
+            shown[-1].notes.append(f"![{shown[-1].title}](gpu-{part}.svg)")
+    remarks = folder / "remarks.md"
+    said = [Section("Remarks", notes=[remarks.read_text(encoding="utf-8").strip()])] if remarks.exists() else []
+    every = [section for shown in made.values() for section in shown]
+    about = next(iter(results.files.values()))["about"]
+    path.write_text(markdown(str(about["gpu"]), [measured_on(results), *said, *every]), encoding="utf-8")
+    short = made["speed"] or every
+    return f"{markdown(short[0].title, short[:1])}\n{path}: the page of {len(results.files)} files"
+
+
+def measured_on(results: GpuResults) -> Section:
+    section = Section("Measured on", ("file", "command", "dtype", *FACTS))
+    for name, found in results.files.items():
+        about = found["about"]
+        facts = [str(about.get(fact) or "-") for fact in ("dtype", *FACTS)]
+        section.rows.append([f"`{name}`", f"`{about['command']}`", *facts])
+    section.notes.append(
+        "The model is the embedded one in the shape of a 7B Llama (hidden 4096, 32 layers, 64 heads of 64, "
+        "intermediate 11008; 13.8 GB of bf16 weights), or itself (135M). Batch 1 unless said otherwise. `invariant` "
+        "yes is how the backend does it unless told: a row's bits do not depend on K."
+    )
+    return section
+
+
+def sections(results: GpuResults, part: str) -> list[Section]:
+    """A section for each shape that was measured."""
+    title, columns, note = TABLES[part]
+    names = columns.split()
+    made = []
+    for shape in results.shapes:
+        ours = {"speed": results.speeds, "context": results.contexts}
+        records = ours[part](shape) if part in ours else results.of(part, shape)
+        if records:
+            where = SHAPES.get(shape, shape)
+            section = Section(
+                f"{title}: {where}" if part != "attention" else title,
+                [HEADS.get(name, name.replace("_", " ")) for name in names],
+            )
+            section.rows = [[shown(record.get(name)) for name in names] for record in records]
+            section.notes = [note]
+            section.plots = [*drawing(part, where, [r for r in records if r.get("invariant") is not False])]
+            made.append(section)
+    return made
+
+
+def shown(value: Any) -> str:
+    """A figure as it is worth reading: 958, 17.9, 4.37."""
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def drawing(part: str, where: str, records: Sequence[Record]) -> list[Bars | Curves]:
+    def curve(x: str, y: str, **fields: Any) -> Points:
+        return [(r[x], r[y]) for r in records if all(r.get(name) == value for name, value in fields.items())]
+
+    if part == "step":
+        names = {"with the host": "step_wall_ms", "device": "device_ms", "matrix products alone": "products_ms"}
+        lines = {label: curve("K", name) for label, name in names.items()}
+        return [Curves(f"Time of a step, {where}, context 1024", "K, tokens in the step", "ms", lines)]
+    if part == "speed":
+        at = {(r["method"], r["set"]): r["tok_s"] for r in records if "tok_s" in r}
+        bars: dict[str, Sequence[float | None]] = {m: [at.get((m, data)) for data in SETS] for m, _ in at}
+        return [Bars(f"Tokens per second, {where}, batch 1", SETS, bars)]
+    if part == "batch":
+        lines = {m: curve("batch", "tok_s", method=m) for m in dict.fromkeys(r["method"] for r in records)}
+        return [Curves(f"Total tokens per second by batch, {where}", "sequences", "tok/s", lines, log=True)]
+    if part == "context":
+        lines = {f"K = {k}": curve("context", "device_ms", K=k) for k in (1, 128)}
+        return [Curves(f"Device time of a step, {where}", "tokens of context", "ms", lines, log=True)]
+    return []

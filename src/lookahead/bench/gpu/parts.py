@@ -1,0 +1,188 @@
+"""The parts: step, speed, baselines, exact, context, batch. `attention` has a file of its own."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import bucket
+from lookahead.bench.gpu.bench import METHODS, GpuBench
+from lookahead.bench.gpu.timing import ROOM, products_ms, step_ms
+from lookahead.bench.run.decode import Decoded, decode
+from lookahead.bench.run.stock import Stock
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.generate import LookaheadModel
+from lookahead.stats import Stats
+
+STEP_COUNTS, STEP_CONTEXT = (1, 16, 32, 64, 121, 128), 1024
+CONTEXTS = (1024, 4096, 16384, 32768)
+BATCHES = (1, 2, 4, 8, 16)
+BATCH_TOKENS = 96
+BATCH_METHODS = {
+    "autoregressive": LookaheadConfig.autoregressive(),
+    "default, K=128": LookaheadConfig(),
+    "default, K=32": LookaheadConfig().adapted(budget=32),
+    "default, K=128 shared": LookaheadConfig(shared=True),
+}
+STOCK = {
+    "hf-greedy": "transformers eager",
+    "hf-prompt-lookup": "transformers prompt lookup",
+    "hf-static": "transformers static + compile",
+}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
+
+
+def step(bench: GpuBench) -> None:
+    """A step by K at one context: the matrix products alone, the device, and the host around it."""
+    for invariant in bench.invariances:
+        backend = bench.backend(invariant=invariant)
+        for count in STEP_COUNTS:
+            device, wall = step_ms(backend, count, STEP_CONTEXT)
+            record = {"invariant": invariant, "K": count, "context": STEP_CONTEXT, "device_ms": round(device, 3)}
+            record |= {"products_ms": round(products_ms(backend, count), 3), "step_wall_ms": round(wall, 3)}
+            bench.add(record | {"gap_percent": round(100 * (wall - device) / wall, 1)})
+        del backend
+
+
+def context(bench: GpuBench) -> None:
+    """A step by context, and the memory beside the weights: K/V, and the steps of every size up to K."""
+    for tokens in CONTEXTS:
+        for count in (1, 128):
+            backend = bench.backend()
+            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            device, wall = step_ms(backend, count, tokens)
+            held = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
+            record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
+            bench.add(record | {"memory_mb": round(held / 1e6, 1)})
+            del backend
+
+
+def speed(bench: GpuBench) -> None:
+    """Our methods on real text, one prompt after another, keeping what they learn, as a server would."""
+    everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
+    longest = max(map(len, everything)) + bench.options.max_tokens
+    for invariant in bench.invariances:
+        backend = bench.backend(invariant=invariant)
+        # Everything is captured before it is timed. There is room for `gap`, too: a buffer that grows drops all graphs.
+        backend.prepare(longest + ROOM, max(config.budget for config in METHODS.values()))
+        plain: dict[str, list[list[int]]] = {}
+        for name, config in METHODS.items():
+            for prompt in everything:  # a few tokens of each prompt warm up
+                decode(backend, [prompt], config, StopRules(8, bench.rules.eos_ids))
+            for data, prompts in bench.prompts.items():
+                memory = SharedMemory()
+                done = [decode(backend, [prompt], config, bench.rules, memory) for prompt in prompts]
+                outputs = [one.outputs[0] for one in done]
+                facts = {"method": name, "set": data, "invariant": invariant}
+                same = sum(map(list.__eq__, outputs, plain.setdefault(data, outputs)))
+                record = {**facts, **summary([one.stats for one in done]), "as_autoregressive": same}
+                bench.add(record | gap(backend, prompts, done, record["ms_per_step"]))
+        del backend
+
+
+def summary(stats: Sequence[Stats]) -> dict[str, Any]:
+    """Totals over the prompts; tokens per second from prompt to last token, prefill included."""
+    total = Stats.total(stats)
+    first = [s.first_token_seconds for s in stats]
+    return {
+        "prompts": len(stats), "tokens": total.generated_tokens, "steps": total.steps,
+        "S": round(total.compression, 3), "K": round(total.tokens_per_step, 1),
+        "tok_s": round(total.tokens_per_second, 1),
+        "answers": [[s.generated_tokens, round(s.seconds, 5)] for s in stats],
+        "first_ms": round(1e3 * statistics.median(first), 2),
+        "ms_per_step": round(1e3 * (total.seconds - sum(first)) / max(1, total.steps - len(stats)), 3),
+        "propose_ms": round(1e3 * total.propose_seconds / total.steps, 3),
+        "absorb_ms": round(1e3 * total.absorb_seconds / total.steps, 3),
+    }  # fmt: skip
+
+
+def gap(
+    backend: GraphBackend, prompts: Sequence[Sequence[int]], done: Sequence[Decoded], ms_per_step: float
+) -> dict[str, Any]:
+    """What of a step the device does not work: the host, the launch, and waiting for each other.
+
+    `device_ms` is the mean time of the captured steps that ran, each size as often as it ran, timed at the mean
+    context. The steps that carried a prompt are left out, as they are of `ms_per_step`.
+    """
+    used = Counter(bucket(size) for one in done for size in one.step_sizes[1:])
+    if not used:
+        return {}
+    pairs = list(zip(prompts, done, strict=True))
+    middle = round(statistics.mean(len(prompt) + len(one.outputs[0]) / 2 for prompt, one in pairs))
+    device = sum(step_ms(backend, size, middle)[0] * times for size, times in used.items()) / sum(used.values())
+    return {
+        "sizes": {str(size): times for size, times in sorted(used.items())}, "mean_context": middle,
+        "device_ms": round(device, 3), "gap_ms": round(ms_per_step - device, 3),
+        "gap_percent": round(100 * (ms_per_step - device) / ms_per_step, 1),
+    }  # fmt: skip
+
+
+def batch(bench: GpuBench) -> None:
+    """Total tokens per second of B prompts at once, from the first prompt in to the last token out."""
+    prompts = bench.prompts["mt-bench"]
+    rules = StopRules(min(BATCH_TOKENS, bench.options.max_tokens), bench.small.stop_ids)
+    backend = bench.backend()
+    for size in BATCHES:
+        chosen = [prompts[i % len(prompts)] for i in range(size)]
+        plain: list[list[int]] = []
+        for name, config in BATCH_METHODS.items():
+            decode(backend, chosen, config, rules)  # captures the steps
+            done = decode(backend, chosen, config, rules)
+            plain = plain or done.outputs
+            same = sum(map(list.__eq__, done.outputs, plain))
+            record = {"batch": size, "method": name, "tok_s": round(done.stats.tokens_per_second, 1)}
+            record |= {"ms_per_step": round(1e3 * statistics.mean(done.step_seconds), 2)}
+            bench.add(record | {"S": round(done.stats.compression, 2), "as_autoregressive": same})
+
+
+def baselines(bench: GpuBench) -> None:
+    """transformers' own decoding on the same model and prompts. One that fails leaves a record with its error."""
+    with torch.inference_mode(False):  # torch.compile and inference mode do not go well together
+        lm = LookaheadModel(bench.large, bench.small.tokenizer, "baselines", LookaheadConfig(), "eager")
+        stock = Stock(lm)
+        tokens = bench.options.max_tokens
+        longest = max(len(prompt) for prompts in bench.prompts.values() for prompt in prompts) + tokens
+        for how, name in STOCK.items():
+            try:
+                stock.run(how, bench.prompts["mt-bench"][0], min(32, tokens), longest)  # compiles
+                for data, prompts in bench.prompts.items():
+                    stats: list[Stats] = []
+                    while len(stats) < len(prompts) and sum(s.seconds for s in stats) < bench.options.seconds:
+                        stats.append(stock.run(how, prompts[len(stats)], tokens, longest)[1])
+                    bench.add({"method": name, "set": data, "invariant": None, **summary(stats)})
+            except Exception as error:
+                bench.add({"method": name, "error": f"{type(error).__name__}: {str(error).strip()[:500]}"})
+
+
+def exact(bench: GpuBench) -> None:
+    """fp32: the graph backend against transformers' greedy search; sampling by trees against one token per step."""
+    if torch.backends.cuda.matmul.allow_tf32:
+        raise ValueError("TF32 is on: fp32 products would have ten bits of mantissa; set allow_tf32 = False")
+    model = bench.shaped(torch.float32)
+    with torch.inference_mode(False):
+        lm = LookaheadModel(model, bench.small.tokenizer, "exact", LookaheadConfig(), "eager")
+    backend, tokens = bench.backend(model), bench.options.max_tokens
+
+    def run(method: str, data: str, sampling: SamplingParams | None = None) -> list[Decoded]:
+        memory = SharedMemory()
+        return [decode(backend, [p], METHODS[method], bench.rules, memory, sampling) for p in bench.prompts[data]]
+
+    def same(ours: Sequence[Decoded], theirs: Sequence[list[int]]) -> int:
+        return sum(one.outputs[0] == other for one, other in zip(ours, theirs, strict=True))
+
+    for data, prompts in bench.prompts.items():
+        greedy = [Stock(lm).run("hf-greedy", prompt, tokens, 0)[0] for prompt in prompts]
+        for name in ("paper (5,15,15) + prompt", "default"):
+            done = run(name, data)
+            record = {"method": name, "set": data, "prompts": len(prompts), "identical": same(done, greedy)}
+            bench.add(record | {"S": summary([one.stats for one in done])["S"]})
+        drawn = [one.outputs[0] for one in run("autoregressive", data, SAMPLED)]
+        record = {"method": "default, T=0.8, top_p=0.9", "set": data, "prompts": len(prompts)}
+        record["identical_to_own"] = same(run("default", data, SAMPLED), drawn)
+        bench.add(record | {"unlike_greedy": sum(a != b for a, b in zip(drawn, greedy, strict=True))})

@@ -1,0 +1,124 @@
+"""Time on the device: of a captured step, of its matrix products alone, of any call."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import StepInput
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import bucket
+from lookahead.config import SamplingParams
+from lookahead.loading.step_cost import bush
+
+REPEATS = 30
+ROOM = 4 * REPEATS
+"""Tokens that the context may grow by while a step is timed."""
+AHEAD_TICKS = 4_000_000
+"""The device waits this many ticks (about 2 ms) before a timed call, so that launching is no part of its time."""
+
+
+def median_ms(run: Callable[[], Any], after: Callable[[Any], Any] = lambda _: None, repeats: int = REPEATS) -> float:
+    """Median device time of a call in milliseconds; `after` is called with its result and not timed.
+
+    Without a GPU it is wall time.
+    """
+    if not torch.cuda.is_available():
+        return wall_ms(lambda: after(run()), 3)
+    taken = []
+    for number in range(repeats + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD_TICKS)
+        begin.record()
+        result = run()
+        end.record()
+        end.synchronize()
+        after(result)
+        if number >= 3:  # the first ones warm up
+            taken.append(begin.elapsed_time(end))
+    return statistics.median(taken)
+
+
+def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Median wall time of a call in milliseconds."""
+    taken = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        run()
+        taken.append(1e3 * (perf_counter() - begin))
+    return statistics.median(taken)
+
+
+def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as a captured graph, so that launching many kernels costs nothing."""
+    if not torch.cuda.is_available():
+        return run
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
+    """A tree about as deep and as wide as the default makes them, of random tokens."""
+    rng, tree = random.Random(count), bush(count)
+    return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.needed)
+
+
+def step_ms(backend: GraphBackend, count: int, context: int) -> tuple[float, float]:
+    """Device time of a captured step of this many tokens at this context, and wall time with the host's part.
+
+    Only the root is kept of a step, so that the context grows by one token with each.
+    """
+    backend.prepare(context + ROOM, count)
+    slot, rng = backend.open(), random.Random(0)
+    vocabulary = min(1000, backend.vocab_size)
+
+    def item(size: int, trail: Sequence[int] = ()) -> StepInput:
+        return StepInput(slot, trail, tree_of(size, vocabulary), SamplingParams(), (), top=8)
+
+    def keep_root() -> None:
+        backend.commit([(slot, ())])
+
+    def collect(launched: Any) -> None:
+        backend.collect(launched)
+        keep_root()
+
+    def step() -> None:
+        backend.step([timed])
+        keep_root()
+
+    try:
+        backend.step([item(1, [rng.randrange(vocabulary) for _ in range(context - 1)])])
+        keep_root()
+        timed = item(count)
+        device = median_ms(lambda: backend.launch([timed]), collect)
+        return device, wall_ms(step, REPEATS if torch.cuda.is_available() else 3)
+    finally:
+        backend.close(slot)
+
+
+def products_ms(backend: GraphBackend, count: int) -> float:
+    """Device time of the matrix products of a step of this many tokens, and of nothing else."""
+    w, calls = backend.weights, []
+    matrices = [[getattr(layer, name) for layer in w.layers] for name in ("qkv", "out", "gate_up", "down")]
+    for weights in (*matrices, [w.head]):
+        product = backend.state.products.plan(weights, bucket(count))
+        x = weights[0].new_zeros(product.rows, weights[0].shape[1])
+        out = weights[0].new_empty(product.rows, len(weights[0]))
+        calls.append([(product, x, weight, out) for weight in weights])
+    layers = [call for layer in zip(*calls[:-1], strict=True) for call in layer]
+
+    def run() -> None:
+        for product, x, weight, out in (*layers, *calls[-1]):
+            product(x, weight, out)
+
+    return median_ms(graphed(run))

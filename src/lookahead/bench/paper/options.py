@@ -1,0 +1,207 @@
+"""From the command's options to a run: which prompts, methods and sizes; then the report's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
+from lookahead.bench.paper.views import scorer
+from lookahead.bench.report import page, ranks
+from lookahead.bench.report.sections import Section, markdown
+from lookahead.bench.run import costs, prompts
+from lookahead.bench.run.bench_run import BenchRun
+from lookahead.bench.run.inflate import MODEL_SHAPES
+from lookahead.bench.run.jobs import Job
+from lookahead.bench.run.methods import Method, named
+from lookahead.bench.run.models import Load, Models
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.runner import Runner
+from lookahead.loading.load import load_pretrained
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """One preset (None is the default run) with the command's options. Mistakes are told when it is made."""
+
+    name: str | None
+    sets: str | None = None
+    methods: Sequence[str] | None = None
+    data_dir: Path | None = None
+    quick: bool = False
+    limit: int | None = None
+    max_tokens: int | None = None
+    repeats: int | None = None
+    temperatures: Sequence[float] | None = None
+    seed: int = 0
+    warm: bool = False
+    shapes: str | None = None
+    step_cost: Path | None = None
+    draft_model: str | None = None
+    ranks: int = 1
+    inflate: str | None = None
+    half: str = HALF
+
+    def __post_init__(self) -> None:
+        preset, methods = self.preset, self.chosen
+        if self.methods and not preset.methods:
+            raise ValueError(f"preset {preset.name!r} has settings of its own and takes no --method")
+        known_shapes("--inflate", self.inflate)
+        known_shapes("--shapes", self.shapes)
+        if self.ranks > 1 and preset.more is not None:
+            raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
+        if self.ranks > 1 and any(method.dtype or method.backend for method in methods):
+            raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
+        if self.ranks > 1 and self.inflate is not None:
+            raise ValueError("--inflate makes a model on one rank; leave --ranks out")
+        if any(method.how == "hf-assisted" for method in methods) and self.draft_model is None:
+            raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
+        if preset.name == "sampling":
+            scorer()  # before hours of answers that could not be scored
+        if self.step_cost is not None:
+            costs.read(self.step_cost)
+        assert self.prompts
+
+    @property
+    def preset(self) -> Preset:
+        return DEFAULT if self.name is None else PRESETS[self.name]
+
+    @property
+    def size(self) -> Size:
+        size = self.preset.quick if self.quick else self.preset.full
+        return Size(self.limit or size.limit, self.max_tokens or size.max_tokens, self.repeats or size.repeats)
+
+    @cached_property
+    def chosen(self) -> tuple[Method, ...]:
+        """The methods that were asked for, or the preset's."""
+        preset = self.preset
+        if self.methods:
+            return tuple(named(method) for method in self.methods)
+        chosen = preset.quick_methods if self.quick and preset.quick_methods else preset.methods
+        return (*chosen, named("hf-assisted")) if self.draft_model is not None and chosen else chosen
+
+    @cached_property
+    def prompts(self) -> dict[str, list[Prompt]]:
+        names = list(self.preset.sets)
+        if self.sets is not None:
+            names = list(dict.fromkeys(name.strip() for name in self.sets.split(",") if name.strip()))
+            if not names:
+                raise ValueError(f"--sets names none: choose from {', '.join(prompts.SETS)}")
+        for name in names:
+            prompts.check(name)
+        return {name: prompts.load(name, self.data_dir, self.size.limit, self.preset.turns) for name in names}
+
+    @property
+    def starts_warm(self) -> bool:
+        return self.warm or self.preset.warm
+
+    def methods_on(self, device: str) -> tuple[Method, ...]:
+        """The methods, without those this device cannot run, with those only it can; on several ranks each twice."""
+        self.preset.check(device)
+        found = self.chosen
+        if not self.methods:
+            if device != "cuda":  # compiling for a CPU takes minutes and gains nothing
+                found = tuple(method for method in found if method.how != "hf-static")
+            elif self.preset is DEFAULT:
+                found = (found[0], STATIC, *found[1:])
+            elif self.preset.name == "exactness":
+                found = (*found, *EXACT_ON_CUDA)
+        found = tuple(replace(m, dtype=self.half) if m.dtype == HALF else m for m in found)
+        if self.ranks == 1:
+            return found
+        both: list[Method] = []
+        for method in found:
+            many = replace(method, ranks=self.ranks, label=f"{method.label}, {self.ranks} ranks")
+            both += [method] if method.stock else [method, many]
+        return tuple(both)
+
+    def jobs(self, device: str) -> list[Job]:
+        """Methods take turns on each prompt, so that a machine that slows down slows all of them."""
+        methods, limits, warm = self.methods_on(device), self.limits, self.starts_warm
+        return [
+            Job(data, number, prompt, method, limits[data], temperature, self.seed + number, repeat, warm)
+            for repeat in range(self.size.repeats)
+            for data, chosen in self.prompts.items()
+            for temperature in self.temperatures or self.preset.temperatures
+            for number, prompt in enumerate(chosen)
+            for method in methods
+        ]
+
+    def work(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """How many answers the run takes, and how many tokens those may have: what `more` generates, too."""
+        more = self.preset.work(self.prompts, self.limits) if self.preset.work is not None else (0, 0)
+        tokens = sum(job.max_tokens * len(job.prompt.turns) for job in jobs)
+        return len(jobs) + more[0], tokens + more[1]
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """New tokens of each answer, by set."""
+        own = {name: one.max_tokens for name, one in prompts.PAPER_SETS.items()}
+        return {data: self.size.max_tokens or own.get(data, 256) for data in self.prompts}
+
+    def sections(self, run: BenchRun) -> list[Section]:
+        made = self.preset.show(run)
+        return [*made, ranks.show(run)] if self.ranks > 1 else made
+
+    def record(self, run: BenchRun) -> dict[str, Any]:
+        """The object of `--json`."""
+        tables = [
+            {"title": section.title, "rows": [dict(zip(section.head, row, strict=True)) for row in section.rows]}
+            for section in self.sections(run)
+        ]
+        lines = [line.record() for line in run.lines]
+        return {"preset": self.preset.name, "about": run.results.about, "lines": lines, "tables": tables}
+
+    def models(self, lm: Any, load: Load, say: Callable[[str], None]) -> Models:
+        """The loaded model, and those that a method may ask for besides."""
+
+        def draft() -> Any:
+            dtype = str(lm.dtype).removeprefix("torch.")
+            return load_pretrained(self.draft_model, dtype=dtype, device=str(lm.device), log=say)[0]
+
+        return Models(lm, load, draft if self.draft_model is not None else None, say)
+
+    def run_of(self, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> BenchRun:
+        """What the report is made of."""
+        assert runner.results is not None
+        shapes = known_shapes("--shapes", self.shapes)
+        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost, shapes)
+
+
+def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
+    """Markdown and HTML, named after the preset."""
+    sections = [*options.sections(run), about_section(run)]
+    title = f"lookahead bench: {options.preset.title}"
+    name = options.preset.name
+    files = {"results": run.results.path, "markdown": out / f"{name}.md", "html": out / f"{name}.html"}
+    try:
+        files["markdown"].write_text(markdown(title, sections), encoding="utf-8")
+        files["html"].write_text(page.html(title, sections), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write the report into {out}: {error.strerror}; the results are kept") from error
+    return files
+
+
+def about_section(run: BenchRun) -> Section:
+    about = run.results.about or {}
+    section = Section("Measured on", ("what", "value"))
+    section.rows = [[name, str(value)] for name, value in about.items() if value is not None]
+    done = sum(job.key in run.results for job in run.jobs)
+    if run.jobs:
+        repeats = max(job.repeat for job in run.jobs) + 1
+        often = "once: on a machine that others use, add --repeats 3" if repeats == 1 else f"{repeats} times"
+        unfinished = "" if done == len(run.jobs) else " Not finished."
+        section.notes.append(f"{done} of {len(run.jobs)} answers.{unfinished} Each is timed {often}.")
+    return section
+
+
+def known_shapes(option: str, text: str | None) -> tuple[str, ...]:
+    """The shapes that an option names, when there are such shapes."""
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    for name in names:
+        if name not in MODEL_SHAPES:
+            raise ValueError(f"{option} does not know {name!r}: choose from {', '.join(MODEL_SHAPES)}")
+    return names

@@ -1,0 +1,180 @@
+"""What the command can run by name: prompt sets, methods, sizes, and how the outcome is shown beside the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from lookahead.bench.paper import exactness, grid, law, projection, views
+from lookahead.bench.report.sections import Section
+from lookahead.bench.run.bench_run import BenchRun
+from lookahead.bench.run.methods import Method, named
+from lookahead.bench.run.prompts import Prompt
+from lookahead.config import SOURCES, LookaheadConfig
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much to run: prompts of each set, new tokens of each answer (None: the set's own), times each."""
+
+    limit: int | None
+    max_tokens: int | None
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`show` makes the report's sections. `more` measures what is no job, after the jobs; where it generates, `work`
+    counts the answers and their most tokens. `turns` are those asked of each conversation, None for all.
+    """
+
+    name: str
+    title: str
+    sets: tuple[str, ...]
+    methods: tuple[Method, ...]
+    full: Size
+    quick: Size
+    show: Callable[[BenchRun], list[Section]]
+    more: Callable[[BenchRun], None] | None = None
+    work: Callable[[dict[str, list[Prompt]], dict[str, int]], tuple[int, int]] | None = None
+    temperatures: tuple[float, ...] = (0.0,)
+    cuda: bool = False
+    warm: bool = False
+    turns: int | None = None
+    quick_methods: tuple[Method, ...] = field(default=(), repr=False)
+
+    def check(self, device: str) -> None:
+        """Refuse a device that cannot run this."""
+        if self.cuda and device != "cuda":
+            raise ValueError(f"preset {self.name!r} compares GPU kernels and needs a CUDA device")
+
+
+GREEDY, STATIC, LOOKUP = named("hf-greedy"), named("hf-static"), named("hf-prompt-lookup")
+ALONE, OURS = named("autoregressive"), named("lookahead")
+WHOLE = LookaheadConfig()
+"""The default with its whole budget in every step, whatever a step costs here."""
+
+
+def paper(ngram: int, window: int, guesses: int, *, prompt: bool = False, **where: Any) -> Method:
+    """The paper's order: (N, W, G)."""
+    label = f"({ngram},{window},{guesses}){' + prompt' if prompt else ''}"
+    made = named(f"paper{'+prompt' if prompt else ''}:{window},{ngram},{guesses}", label)
+    return replace(made, **where)
+
+
+def only(*names: str) -> Method:
+    """The default config with these sources alone; without the window where `jacobi` is not among them."""
+    config = replace(WHOLE, sources=names, window=WHOLE.window if "jacobi" in names else 0)
+    return Method("+".join(names) if len(names) < len(SOURCES) else "all four", "lookahead", config)
+
+
+def cold(label: str, *names: str) -> Method:
+    """The same, starting every prompt cold even in a warm run."""
+    config = only(*names).config
+    assert config is not None
+    return Method(label, "lookahead", replace(config, recycle_scope="request"))
+
+
+PAPER = paper(5, 15, 15, prompt=True)
+TABLE_3 = (
+    GREEDY, LOOKUP, paper(10, 1, 3, prompt=True), paper(5, 1, 10, prompt=True), paper(5, 1, 30),
+    paper(5, 1, 30, prompt=True), paper(5, 30, 1), paper(5, 15, 15), PAPER,
+)  # fmt: skip
+SOURCE_METHODS = tuple(only(*names) for count in range(1, len(SOURCES) + 1) for names in combinations(SOURCES, count))
+WINDOWS = (1, 2, 5, 10, 15, 20, 30)
+GRID = tuple(paper(ngram, window, window) for ngram in (3, 4, 5, 6, 7) for window in (3, 5, 7, 10, 15, 20))
+LAW = tuple(paper(ngram, window, window) for ngram in (3, 5, 7) for window in (1, 2, 4, 8, 16, 32))
+ACCEPTANCE = (
+    GREEDY, named("jacobi"), named("prompt-lookup"), cold("suffix alone", "suffix"), cold("recycle alone", "recycle"),
+    cold("suffix + recycle", "suffix", "recycle"), cold("all, no window", *(s for s in SOURCES if s != "jacobi")),
+    paper(5, 15, 15), PAPER, cold("default, cold", *SOURCES), Method("default, warm", "lookahead", WHOLE),
+)  # fmt: skip
+HALF = "bfloat16"
+
+
+def _paths(dtype: str, backend: str | None, suffix: str) -> tuple[Method, ...]:
+    """Autoregressive decoding, lookahead and the paper's method in this dtype, on this backend."""
+    name = "fp32" if dtype == "float32" else "half"
+    where: dict[str, Any] = {"dtype": dtype, "backend": backend}
+    return (
+        replace(ALONE, label=f"{name} autoregressive{suffix}", **where),
+        replace(OURS, label=f"{name} lookahead{suffix}", config=WHOLE, **where),
+        replace(PAPER, label=f"{name} paper (5,15,15){suffix}", **where),
+    )
+
+
+EXACT = (
+    replace(GREEDY, label="fp32 hf-greedy", dtype="float32"),
+    *_paths("float32", None, ""),
+    replace(GREEDY, label="half hf-greedy, eager attention", dtype=HALF, attention="eager"),
+    replace(GREEDY, label="half hf-greedy, sdpa", dtype=HALF, attention="sdpa"),
+    *_paths(HALF, "eager", ", eager"),
+)
+EXACT_ON_CUDA = _paths(HALF, "graph", ", graph")
+"""The paths of `exactness` that need a GPU."""
+FLASH = (
+    GREEDY,
+    *(
+        replace(method, label=f"{method.label}, {'kernel' if backend == 'graph' else 'no kernel'}", backend=backend)
+        for method in (ALONE, PAPER, OURS)
+        for backend in ("eager", "graph")
+    ),
+)
+MT_BENCH, BOTH = ("mt-bench",), ("mt-bench", "humaneval")
+
+# fmt: off
+DEFAULT = Preset(
+    "default", "Does lookahead pay here?", ("builtin",), (GREEDY, LOOKUP, ALONE, OURS, PAPER),
+    Size(None, 128, 3), Size(5, 48), views.default,
+)
+PRESETS = {preset.name: preset for preset in (
+    Preset(
+        "end-to-end", "End to end (the paper's figure 5)", (*BOTH, "mbpp", "gsm8k"),
+        (GREEDY, STATIC, LOOKUP, ALONE, PAPER, OURS), Size(None, None), Size(1, 48), views.end_to_end,
+        quick_methods=(GREEDY, LOOKUP, ALONE, PAPER, OURS),
+    ),
+    Preset(
+        "flash", "With and without the attention kernel (figures 6 and 7)", (*BOTH, "classeval"), FLASH,
+        Size(20, 512), Size(2, 64), views.flash, cuda=True,
+    ),
+    Preset(
+        "sampling", "Sampling (table 2)", ("cnn-dm", "xsum"), (ALONE, PAPER, OURS), Size(100, 256), Size(1, 32),
+        views.sampling, temperatures=(0.0, 1.0), quick_methods=(ALONE, OURS),
+    ),
+    Preset(
+        "ablation", "Ablation (table 3)", MT_BENCH, (*TABLE_3, ALONE, *SOURCE_METHODS), Size(None, 512), Size(1, 32),
+        views.ablation, quick_methods=(*TABLE_3, ALONE, *(only(name) for name in SOURCES), only(*SOURCES)),
+    ),
+    Preset(
+        "configs", "Good configs (table 4)", MT_BENCH, (GREEDY, ALONE, *GRID), Size(20, 256), Size(1, 48), grid.show,
+        grid.measure, quick_methods=(GREEDY, ALONE, *(paper(n, w, w) for n in (3, 5) for w in (3, 7, 15))),
+    ),
+    Preset(
+        "overhead", "S and speedup against the window (figure 8)", MT_BENCH,
+        (GREEDY, ALONE, *(paper(5, window, window) for window in WINDOWS)), Size(20, 256, 3), Size(1, 48),
+        views.overhead,
+    ),
+    Preset(
+        "exactness", "Exactness (appendix E)", MT_BENCH, EXACT, Size(None, 256), Size(1, 6), exactness.show,
+        exactness.margins,
+    ),
+    Preset(
+        "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), law.show,
+        quick_methods=tuple(paper(n, w, w) for n in (3, 5) for w in (1, 4, 16)),
+    ),
+    Preset(
+        "scaling", "What more GPUs buy (a projection)", (*BOTH, "classeval"), (), Size(20, 256), Size(1, 32),
+        projection.show, projection.measure, projection.work,
+    ),
+    Preset(
+        "acceptance", "S of every source, and of the paper's method", BOTH, ACCEPTANCE, Size(20, 192), Size(1, 32),
+        views.default, warm=True, turns=1,
+    ),
+    Preset(
+        "speed", "The default against autoregressive decoding, prompt by prompt", BOTH, (ALONE, OURS), Size(8, 128),
+        Size(1, 32), views.prompt_by_prompt, warm=True, turns=1,
+    ),
+)}
+# fmt: on

@@ -1,0 +1,171 @@
+"""The preset `scaling`: what 2, 4 and 8 GPUs would buy, projected from what is measured on one.
+
+    time per token = (t(share) + exchange) / S
+
+S and the shares are counted on real text (see `rehearsal`), t(K) is the measured time of a step of K tokens. Only the
+exchange is reckoned, from its bytes and a stated link. S does not depend on the number of ranks, so each number of
+ranks takes the setting that suits it best: more ranks, larger steps, fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.bench.paper.rehearsal import Rehearsed, rehearse
+from lookahead.bench.report.sections import Curves, Points, Section, times
+from lookahead.bench.run import costs
+from lookahead.bench.run.bench_run import BenchRun
+from lookahead.bench.run.methods import plain
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.results import key_of
+from lookahead.bench.run.runner import prompt_ids
+from lookahead.config import LookaheadConfig, StopRules
+from lookahead.loading.step_cost import StepCost
+from lookahead.parallel.backend import HEADER, ROWS
+from lookahead.tune.candidates import at
+
+OUR_SIZES = ((5, 5, 8, 128), (8, 5, 12, 192), (10, 5, 15, 256), (15, 5, 20, 384), (20, 5, 30, 512))
+OUR_SETTINGS = {
+    f"W={window}, N={ngram}, G={guesses}, K={budget}": LookaheadConfig(window, ngram, guesses, budget)
+    for window, ngram, guesses, budget in OUR_SIZES
+}
+"""The default, and what more ranks have room for."""
+PAPER_SETTINGS = {
+    f"paper ({ngram},{window},{guesses})": LookaheadConfig.paper(window, ngram, guesses, prompt=True)
+    for ngram, window, guesses in ((5, 15, 15), (5, 30, 30), (6, 30, 30), (7, 40, 40))
+}
+"""The paper's method alone, with prompt n-grams."""
+FAMILIES = {"ours": OUR_SETTINGS, "paper": PAPER_SETTINGS}
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks reach each other: bytes per second in one direction, and the seconds that any exchange takes."""
+
+    name: str
+    bytes_per_second: float
+    latency: float
+
+    def gather(self, ranks: int, size: int) -> float:
+        """Seconds until all ranks have `size` bytes of every other."""
+        return self.latency + (ranks - 1) * size / self.bytes_per_second if ranks > 1 else 0.0
+
+
+NVLINK = Link("450 GB/s and 30 us per exchange", 450e9, 30e-6)
+"""NVLink 4's 450 GB/s in one direction; the 30 us of a small collective and its way to the host are assumed."""
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The best setting for a number of ranks. `sent` are the bytes that a rank sends in a step."""
+
+    ranks: int
+    setting: str
+    compression: float
+    share: float
+    sent: int
+    step_ms: float
+    exchange_ms: float
+    token_ms: float
+    speedup: float
+
+
+def exchanged(share: float, top: int = KEPT_TOKENS) -> int:
+    """Bytes that a rank sends in a step: a fixed-size tensor of targets and likeliest tokens."""
+    rows = max(ROWS, 1 << max(0, int(share) - 1).bit_length())
+    return 4 * (HEADER + rows * (1 + 2 * top))
+
+
+def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link) -> list[Projected]:
+    """For each number of ranks the setting with the least time per token.
+
+    The speedup is over one rank that decodes token by token.
+    """
+
+    def projected(one: Rehearsed, ranks: int) -> Projected:
+        share = one.share(ranks)
+        sent = exchanged(share, one.top)
+        step, exchange = at(table, share), link.gather(ranks, sent)
+        token = (step + exchange) / one.compression
+        speedup = table[0] / token
+        parts = 1e3 * step, 1e3 * exchange, 1e3 * token
+        return Projected(ranks, one.setting, one.compression, share, sent, *parts, speedup)
+
+    table = cost.table(costs.COST_SIZES[-1])
+    numbers = sorted({ranks for one in rehearsed for ranks in one.shares})
+    return [min((projected(one, r) for one in rehearsed), key=lambda line: line.token_ms) for r in numbers]
+
+
+# The preset
+
+
+def measure(run: BenchRun) -> None:
+    """S and the shares of every setting on every set, then t(K)."""
+    lm = run.models.own
+    for data, prompts in run.prompts.items():
+        rules = StopRules(run.max_tokens[data], lm.stop_ids, lm.backend.max_length)
+        ids = [prompt_ids(lm, prompt) for prompt in prompts]
+        for family, settings in FAMILIES.items():
+            for name, config in settings.items():
+                key = _key(run, data, family, name)
+                if key not in run.results:
+                    run.say(f"{data}: S and shares of {name}")
+                    facts = {"set": data, "family": family, "config": plain(config)}
+                    facts |= asdict(rehearse(lm.backend, ids, name, config, rules))
+                    run.results.add({"kind": "share", "key": key, **facts})
+    costs.measured(run)
+
+
+def work(prompts: dict[str, list[Prompt]], tokens: dict[str, int]) -> tuple[int, int]:
+    """How many answers `measure` generates, and how many tokens those may have. Only first turns are asked."""
+    settings = sum(map(len, FAMILIES.values()))
+    return settings * sum(map(len, prompts.values())), settings * sum(len(p) * tokens[d] for d, p in prompts.items())
+
+
+def _key(run: BenchRun, data: str, family: str, name: str) -> str:
+    chosen = [prompt.id for prompt in run.prompts[data]]
+    facts = {"set": data, "prompts": chosen, "tokens": run.max_tokens[data], "of": [family, name]}
+    return key_of({"kind": "share", **facts})
+
+
+def show(run: BenchRun) -> list[Section]:
+    cost = costs.known(run)
+    made: list[Section] = []
+    for data in run.prompts:
+        for family, settings in FAMILIES.items():
+            records = run.results.get(_key(run, data, family, name) for name in settings)
+            if not records or cost is None:
+                continue
+            rehearsed = [
+                Rehearsed(
+                    one["setting"], one["tokens"], one["steps"], one["step_tokens"],
+                    {int(ranks): share for ranks, share in one["shares"].items()}, one["top"],
+                )
+                for one in records
+            ]  # fmt: skip
+            whose = "our sources" if family == "ours" else "the paper's method"
+            made.append(_projection(run, data, whose, project(rehearsed, cost, NVLINK)))
+    return made or [Section("Projection", notes=["Nothing was measured yet: run the same command again."])]
+
+
+def _projection(run: BenchRun, data: str, whose: str, lines: Sequence[Projected]) -> Section:
+    head = ("GPUs", "setting", "S", "tokens of the fullest", "step ms", "exchange ms", "ms per token", "speedup")
+    section = Section(f"Projection: {data}, {whose}", head)
+    for p in lines:
+        section.rows.append([
+            str(p.ranks), p.setting, f"{p.compression:.2f}", f"{p.share:.0f}", f"{p.step_ms:.2f}",
+            f"{p.exchange_ms:.3f}", f"{p.token_ms:.2f}", times(p.speedup),
+        ])  # fmt: skip
+    source = f"from {run.step_cost}" if run.step_cost else "measured on this machine"
+    section.notes.append(
+        f"A projection, not a measurement on several GPUs: S and shares measured on one rank, t(K) {source}, the "
+        f"exchange reckoned at {NVLINK.name}. The speedup is over one rank that decodes token by token."
+    )
+    section.notes.append("The paper measured up to 4x on ClassEval with 8 A100s (LLaMA and CodeLlama, 7B and 13B).")
+    curves: dict[str, Points] = {"projection": [(p.ranks, p.speedup) for p in lines]}
+    if data == "classeval":
+        curves["paper: 4x with 8 GPUs"] = [(8, 4)]
+    section.plots.append(Curves(f"{data}: projected speedup, {whose}", "GPUs", "times", curves, list(curves)[1:]))
+    return section

@@ -1,0 +1,1 @@
+"""Reports: lines into tables, plots and a page."""

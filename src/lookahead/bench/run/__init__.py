@@ -1,0 +1,1 @@
+"""Running jobs: prompts, methods, transformers' own decoding, and records on disk."""

@@ -1,0 +1,147 @@
+"""ModelShape-inflated models: a small model's function at a large model's cost.
+
+A step's time depends on the shapes, its acceptance on the text. To measure both without a large checkpoint, the small
+model's weights are padded into a larger Llama that computes the same function: the text is real, and so is the cost.
+
+- Padded hidden channels stay zero: the embedding has zeros there, and nothing writes to them (`o_proj` and `down_proj`
+  have zero rows). RMSNorm divides by the root of the mean over the wider vector, so its weight takes a factor
+  sqrt(small / large), and its eps a factor small / large.
+- An added head has no values (`v_proj` rows of zeros), so whatever it attends to adds nothing; one that shares the
+  values of a real head has a zero column in `o_proj`.
+- An added neuron has a zero `up_proj` row. An added layer has zero `o_proj` and `down_proj`: the identity.
+- Everything that meets only those zeros is random, so that no kernel is timed on zeros alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama's shape; heads keep the small model's dimension, which its rotary positions depend on."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+
+
+MODEL_SHAPES = {
+    "1.5b": ModelShape(2048, 30, 5632, 32, 32),
+    "7b": ModelShape(4096, 32, 11008, 64, 64),
+    "13b": ModelShape(5120, 40, 13824, 80, 80),
+    "34b": ModelShape(8192, 48, 22016, 128, 16),
+}
+"""Llama-like: 7b and 13b are Llama 2's with heads of 64 instead of 128, 34b is Code Llama's with its K/V size."""
+
+
+@torch.no_grad()
+def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) -> Any:
+    """A Llama of this shape that computes the same function as `model`, a small Llama."""
+    small = model.config
+    if type(model).__name__ != "LlamaForCausalLM" or small.attention_bias or small.mlp_bias:
+        raise ValueError(f"only a Llama without biases can be inflated, not this {type(model).__name__}")
+    dim = small.head_dim or small.hidden_size // small.num_attention_heads
+    _check(small, shape)
+    config = copy.deepcopy(small)
+    config.hidden_size, config.num_hidden_layers = shape.hidden, shape.layers
+    config.intermediate_size, config.head_dim = shape.intermediate, dim
+    config.num_attention_heads, config.num_key_value_heads = shape.heads, shape.kv_heads
+    config.rms_norm_eps = small.rms_norm_eps * small.hidden_size / shape.hidden
+    config.tie_word_embeddings = False
+    config.dtype = dtype or model.dtype
+    device = str(model.device)
+    with torch.device(device):
+        large = type(model)._from_config(config, dtype=config.dtype).eval()
+    large.generation_config = copy.deepcopy(model.generation_config)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in large.parameters():
+        parameter.normal_(std=0.02, generator=generator)
+
+    stretch = (small.hidden_size / shape.hidden) ** 0.5
+    hidden = small.hidden_size
+    _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight, columns=0)
+    _put(large.lm_head.weight, model.lm_head.weight)
+    _norm(large.model.norm.weight, model.model.norm.weight, stretch)
+    q_heads, kv_heads, source = _places(small, shape)
+    for number, block in enumerate(large.model.layers):
+        attention, mlp = block.self_attn, block.mlp
+        if number >= small.num_hidden_layers:
+            attention.o_proj.weight.zero_()
+            mlp.down_proj.weight.zero_()
+            continue
+        old = model.model.layers[number]
+        _norm(block.input_layernorm.weight, old.input_layernorm.weight, stretch)
+        _norm(block.post_attention_layernorm.weight, old.post_attention_layernorm.weight, stretch)
+        # Heads: the small model's at their places, the others without values, or without a way out.
+        for head in set(range(shape.kv_heads)) - set(kv_heads):
+            attention.v_proj.weight[_rows(head, dim)] = 0
+        for head in range(shape.heads):
+            if head not in q_heads and head * shape.kv_heads // shape.heads in kv_heads:
+                attention.o_proj.weight[:, _rows(head, dim)] = 0
+        for place, head in enumerate(q_heads):
+            to, at = _rows(head, dim), _rows(place, dim)
+            attention.q_proj.weight[to, :hidden] = old.self_attn.q_proj.weight[at].to(config.dtype)
+            attention.o_proj.weight[:hidden, to] = old.self_attn.o_proj.weight[:, at].to(config.dtype)
+        for head, place in zip(kv_heads, source, strict=True):
+            to, at = _rows(head, dim), _rows(place, dim)
+            attention.k_proj.weight[to, :hidden] = old.self_attn.k_proj.weight[at].to(config.dtype)
+            attention.v_proj.weight[to, :hidden] = old.self_attn.v_proj.weight[at].to(config.dtype)
+        attention.o_proj.weight[hidden:] = 0
+        # Neurons: the small model's first, the others with nothing to gate.
+        mlp.up_proj.weight[small.intermediate_size :] = 0
+        _put(mlp.gate_proj.weight, old.mlp.gate_proj.weight)
+        _put(mlp.up_proj.weight, old.mlp.up_proj.weight)
+        mlp.down_proj.weight[:hidden, : small.intermediate_size] = old.mlp.down_proj.weight.to(config.dtype)
+        mlp.down_proj.weight[hidden:] = 0
+    return large
+
+
+def _check(small: Any, shape: ModelShape) -> None:
+    for name, least, given in (
+        ("hidden", small.hidden_size, shape.hidden),
+        ("layers", small.num_hidden_layers, shape.layers),
+        ("intermediate", small.intermediate_size, shape.intermediate),
+        ("heads", small.num_attention_heads, shape.heads),
+        ("kv_heads", small.num_key_value_heads, shape.kv_heads),
+    ):
+        if given < least:
+            raise ValueError(f"{name}={given} is less than the small model's {least}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"heads={shape.heads} is no multiple of kv_heads={shape.kv_heads}")
+
+
+def _places(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[int]]:
+    """Where the small model's query heads go; the K/V heads they then use; and the small K/V head each of those is.
+
+    Where a large group has room for a small one it takes it whole. Else every query head gets a K/V head of its own.
+    """
+    group, small_group = shape.heads // shape.kv_heads, small.num_attention_heads // small.num_key_value_heads
+    heads = range(small.num_attention_heads)
+    if group >= small_group:
+        kv = list(range(small.num_key_value_heads))
+        return [(h // small_group) * group + h % small_group for h in heads], kv, kv
+    if shape.kv_heads < small.num_attention_heads:
+        raise ValueError(f"kv_heads={shape.kv_heads} leaves no room for {small.num_attention_heads} separate heads")
+    return [h * group for h in heads], list(heads), [h // small_group for h in heads]
+
+
+def _rows(head: int, dim: int) -> slice:
+    return slice(head * dim, (head + 1) * dim)
+
+
+def _put(large: torch.Tensor, small: torch.Tensor, *, columns: float | None = None) -> None:
+    """The small matrix into the corner of the large one; `columns` fills what is right of it."""
+    if columns is not None:
+        large[:, small.shape[1] :] = columns
+    large[: small.shape[0], : small.shape[1]] = small.to(large.dtype)
+
+
+def _norm(large: torch.Tensor, small: torch.Tensor, stretch: float) -> None:
+    large[: len(small)] = (small.float() * stretch).to(large.dtype)

@@ -1,0 +1,92 @@
+"""The ways to decode that are compared: ours by name or config, and transformers' own.
+
+A method on the command line is a name (`lookahead`, `hf-greedy`) or a config of ours: `paper:15,5,15` is W, N, G of the
+paper's method, `paper+prompt:15,5,15` the same with prompt n-grams, and `config:window=0,budget=64,sources=suffix` any
+fields of `LookaheadConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from lookahead.config import METHODS as OURS
+from lookahead.config import LookaheadConfig
+
+STOCK = {
+    "hf-greedy": "transformers' greedy search, dynamic cache",
+    "hf-static": "the same with a static cache and torch.compile",
+    "hf-prompt-lookup": "transformers' prompt lookup, 10 tokens",
+    "hf-assisted": "transformers' assisted generation; needs --draft-model",
+}
+NAMES = (*OURS, *STOCK)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode. `config` None is the model's own default, for `how='lookahead'`.
+
+    `dtype`, `backend` and `attention` (of transformers) ask for a model loaded that way in place of the run's.
+    """
+
+    label: str
+    how: str
+    config: LookaheadConfig | None = None
+    dtype: str | None = None
+    backend: str | None = None
+    attention: str | None = None
+    ranks: int = 1
+
+    @property
+    def stock(self) -> bool:
+        return self.how in STOCK
+
+    def facts(self) -> dict[str, Any]:
+        """What decides the answers and their time; the label does not."""
+        found = {name: getattr(self, name) for name in ("how", "dtype", "backend", "attention", "ranks")}
+        return {**found, "config": plain(self.config)}
+
+
+def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
+    """A config as JSON, without the measured step cost, which the user did not choose."""
+    return None if config is None else {k: v for k, v in asdict(config).items() if k not in ("step_cost", "shared")}
+
+
+def named(name: str, label: str | None = None, **where: Any) -> Method:
+    """The method that a word of the command line means."""
+    kind, colon, rest = name.partition(":")
+    if not colon:
+        if name not in NAMES:
+            near = get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown method {name!r}: {hint}choose from {', '.join(NAMES)}, paper:W,N,G, config:...")
+        return Method(label or name, name, **where)
+    if kind not in ("paper", "paper+prompt", "config"):
+        raise ValueError(f"unknown method {name!r}: before the colon stands paper, paper+prompt or config")
+    config = _fields(rest, name) if kind == "config" else _paper(rest, name, prompt=kind == "paper+prompt")
+    return Method(label or name, "lookahead", config, **where)
+
+
+def _paper(text: str, name: str, *, prompt: bool) -> LookaheadConfig:
+    try:
+        window, ngram, guesses = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"method {name!r}: give W,N,G as three whole numbers, such as paper:15,5,15") from error
+    return LookaheadConfig.paper(window, ngram, guesses, prompt=prompt)
+
+
+def _fields(text: str, name: str) -> LookaheadConfig:
+    known = {field.name for field in fields(LookaheadConfig)} - {"step_cost", "suffix_oldest", "shared"}
+    given: dict[str, Any] = {}
+    for part in text.split(","):
+        field, equals, value = part.partition("=")
+        if field not in known or not equals:
+            raise ValueError(f"method {name!r}: {part!r} is no FIELD=VALUE of {', '.join(sorted(known))}")
+        try:
+            given[field] = tuple(value.split("+")) if field == "sources" else int(value)
+        except ValueError as error:
+            if field != "recycle_scope":
+                raise ValueError(f"method {name!r}: {field}={value!r} must be a whole number") from error
+            given[field] = value
+    return LookaheadConfig().adapted(**given)

@@ -1,0 +1,83 @@
+"""The models of a run: the one that was loaded, and others of its weights, dtype or shape that methods ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
+from lookahead.bench.run.methods import Method
+from lookahead.bench.run.stock import Stock
+from lookahead.generate import LookaheadModel
+from lookahead.loading.default import default_config
+
+Say = Callable[[str], None]
+Load = Callable[..., Any]
+"""(dtype=, backend=) -> a loaded model; None for the run's own."""
+
+
+def in_shape(lm: Any, shape: str, backend: str, say: Say | None = None) -> LookaheadModel:
+    """The same function in a larger shape (see `inflate`), fitted to this machine as `load` does."""
+    large = inflate(lm.model, MODEL_SHAPES[shape], dtype=lm.dtype)
+    return _loaded(large, lm.tokenizer, f"{lm.name} in {shape} shape", backend, say)
+
+
+def _loaded(model: Any, tokenizer: Any, name: str, backend: str, say: Say | None) -> LookaheadModel:
+    made = LookaheadModel(model, tokenizer, name, None, backend, say)
+    made.default_config = default_config(made.name, made.backend, say)
+    return made
+
+
+class Models:
+    """Every model that the methods ask for, made when first needed.
+
+    The weights of a dtype are loaded once: its backends share them.
+    """
+
+    def __init__(
+        self, own: Any, load: Load | None = None, draft: Callable[[], Any] | None = None, say: Say | None = None
+    ) -> None:
+        self.own, self._load, self._draft, self._say = own, load, draft, say
+        self._made: dict[tuple[str, str | None], Any] = {}
+        self._stock: dict[int, Stock] = {}
+        self._alone: Any = None
+
+    def of(self, method: Method) -> Any:
+        """The model that this method runs on."""
+        if hasattr(self.own, "alone") and method.ranks == 1:
+            self._alone = self._alone or self.own.alone()
+            return self._alone
+        if method.dtype is None and method.backend is None:
+            return self.own
+        own = _place(self.own)
+        self._made.setdefault(own, self.own)
+        place = method.dtype or own[0], method.backend
+        if place not in self._made:
+            self._made[place] = self._make(method, *place)
+        return self._made[place]
+
+    def _make(self, method: Method, dtype: str, backend: str | None) -> Any:
+        """A model of this dtype; a backend that no method names is whatever `load` has chosen."""
+        loaded = [lm for (its, _), lm in self._made.items() if its == dtype]
+        for lm in loaded:
+            if backend is None or backend == _place(lm)[1]:
+                return lm
+        if loaded and backend is not None:
+            return _loaded(loaded[0].model, loaded[0].tokenizer, loaded[0].name, backend, self._say)
+        if self._load is None:
+            raise ValueError(f"method {method.label!r} needs another model than the one that was given")
+        return self._load(dtype=dtype, backend=backend)
+
+    def stock(self, method: Method) -> Stock:
+        """transformers' own decoding of the method's model, which has nothing to do with the backend."""
+        lm = self.of(method)
+        stock = self._stock.setdefault(id(lm.model), Stock(lm))
+        if method.how == "hf-assisted" and stock.draft is None and self._draft is not None:
+            stock.draft = self._draft()
+        return stock
+
+
+def _place(lm: Any) -> tuple[str, str]:
+    """A loaded model's dtype and backend, by the names that a method asks for them."""
+    backend = type(getattr(lm.backend, "inner", lm.backend)).__name__
+    return str(lm.dtype).removeprefix("torch."), backend.removesuffix("Backend").lower()

@@ -1,0 +1,172 @@
+"""Prompt sets: our own `builtin` one, and the paper's, read from a folder or through the `datasets` library.
+
+The 32 builtin prompts (`builtin.jsonl`) have five kinds, in turn, so that the first few are a sample of all. What is to
+be summarised, or taken out of a text, stands in the prompt: there an answer repeats what was asked.
+
+A prompt is a conversation: one or more user turns, each answered before the next is asked. `raw` text is completed as
+it stands; everything else goes through the model's chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation of a set. `kind` is its category, `reference` what an answer is scored against."""
+
+    id: str
+    turns: tuple[str, ...]
+    kind: str = ""
+    system: str | None = None
+    raw: bool = False
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Where a set comes from: `file` in the data folder, or `hub` (name, config, split) through `datasets`."""
+
+    name: str
+    file: str
+    hub: tuple[str, str | None, str]
+    read: Callable[[dict[str, Any]], Prompt]
+    max_tokens: int = 256
+
+
+def _summary(key: str, text: str, reference: str) -> Prompt:
+    """As the paper's appendix D lays it out, in our words: the text and a few rules as the system message."""
+    system = (
+        f"Answer from the text below and from nothing else.\n\n{text}\n\n"
+        "Write plain, businesslike English. Give only what is asked for, with no greeting and no remark about yourself."
+    )
+    return Prompt(key, ("Summarise the text briefly.",), system=system, reference=reference)
+
+
+def _mt_bench(row: dict[str, Any]) -> Prompt:
+    ours = "turns" in row  # the hub's copy has other names
+    turns, key = (row["turns"], row["question_id"]) if ours else (row["prompt"], row["prompt_id"])
+    return Prompt(str(key), tuple(turns), str(row.get("category", "")))
+
+
+def _humaneval(row: dict[str, Any]) -> Prompt:
+    # Less the line break at its end: a prompt that ends in one makes a model begin in the middle of a token.
+    return Prompt(str(row["task_id"]), (row["prompt"].rstrip(),), raw=True)
+
+
+def _mbpp(row: dict[str, Any]) -> Prompt:
+    tests = "\n".join(row["test_list"])
+    return Prompt(str(row["task_id"]), (f"{row['text']}\nYour Python code should pass these tests:\n\n{tests}",))
+
+
+def _gsm8k(row: dict[str, Any]) -> Prompt:
+    return Prompt(row["question"][:60], (f"{row['question']}\nThink step by step.",), reference=row["answer"])
+
+
+def _classeval(row: dict[str, Any]) -> Prompt:
+    return Prompt(str(row["task_id"]), (f"Complete the class {row['class_name']}.\n\n{row['skeleton']}",))
+
+
+def _cnn(row: dict[str, Any]) -> Prompt:
+    return _summary(str(row["id"]), row["article"], row["highlights"])
+
+
+def _xsum(row: dict[str, Any]) -> Prompt:
+    return _summary(str(row["id"]), row["document"], row["summary"])
+
+
+PAPER_SETS = {
+    one.name: one
+    for one in (
+        PromptSet("mt-bench", "mt_bench.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), _mt_bench, 1024),
+        PromptSet("humaneval", "humaneval.jsonl", ("openai/openai_humaneval", None, "test"), _humaneval, 512),
+        PromptSet("mbpp", "mbpp.jsonl", ("google-research-datasets/mbpp", "full", "test"), _mbpp, 512),
+        PromptSet("gsm8k", "gsm8k_test.jsonl", ("openai/gsm8k", "main", "test"), _gsm8k, 512),
+        PromptSet("classeval", "classeval.json", ("FudanSELab/ClassEval", None, "test"), _classeval, 2048),
+        PromptSet("cnn-dm", "cnn_dm_sample.jsonl", ("abisee/cnn_dailymail", "3.0.0", "test"), _cnn, 256),
+        PromptSet("xsum", "xsum_sample.jsonl", ("EdinburghNLP/xsum", None, "test"), _xsum, 256),
+    )
+}
+"""The paper's, with its limits of new tokens where it names one (HumanEval 512, ClassEval 2048)."""
+SETS = ("builtin", *PAPER_SETS)
+
+
+def load(name: str, data_dir: Path | None = None, limit: int | None = None, turns: int | None = None) -> list[Prompt]:
+    """The prompts of a set; `limit` of them, evenly spaced; `turns` of each conversation."""
+    check(name)
+    if name == "builtin":
+        lines = Path(__file__).with_name("builtin.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines[:limit]]
+        return [Prompt(f"{row['kind']}-{i}", (row["prompt"],), row["kind"]) for i, row in enumerate(rows)]
+    source = PAPER_SETS[name]
+    rows = _from_folder(source, data_dir) if data_dir is not None else _from_hub(source)
+    try:
+        found = [source.read(row) for row in rows]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"set {name!r}: a row is not as expected ({type(error).__name__}: {error}); "
+                         f"is {source.file} the right file?") from error  # fmt: skip
+    count = len(found)
+    if limit is not None and limit < count:
+        found = [found[i * count // limit] for i in range(limit)]
+    return [replace(prompt, turns=prompt.turns[:turns]) for prompt in found]
+
+
+def check(name: str) -> str:
+    """`name`, when there is such a set."""
+    if name in SETS:
+        return name
+    near = get_close_matches(name, SETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown prompt set {name!r}: {hint}choose from {', '.join(SETS)}")
+
+
+def messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
+    """The chat up to the turn after these answers."""
+    chat = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    for turn, answer in zip(prompt.turns, answers, strict=False):
+        chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    return [*chat, {"role": "user", "content": prompt.turns[len(answers)]}]
+
+
+def _from_folder(source: PromptSet, folder: Path) -> list[dict[str, Any]]:
+    path = folder / source.file
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"set {source.name!r} needs {path}, which cannot be read ({error.strerror}): put it there (it is "
+            f"{source.hub[0]} on the hub), or leave --data-dir out to fetch it from the hub"
+        ) from error
+    if path.suffix == ".json":
+        return list(_parse(text, path, 1))
+    return [_parse(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _parse(text: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error}); fetch the file anew") from error
+
+
+def _from_hub(source: PromptSet) -> list[dict[str, Any]]:
+    name, config, split = source.hub
+    hint = f"or give --data-dir, a folder with {source.file}"
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"set {source.name!r} comes from the hub ({name}) through the datasets library, which is not installed: "
+            f"pip install 'lookahead-decoding[bench]', {hint}"
+        ) from error
+    try:
+        return [dict(row) for row in load_dataset(name, config, split=split)]
+    except Exception as error:  # whatever the hub's client raises: there is no list of it
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"set {source.name!r}: {name} cannot be fetched ({first[:160]}): go online, {hint}") from error

@@ -1,0 +1,187 @@
+"""Runs jobs one after another and makes a record of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.bench.run.jobs import Job
+from lookahead.bench.run.methods import Method, plain
+from lookahead.bench.run.models import Models
+from lookahead.bench.run.prompts import Prompt, messages
+from lookahead.bench.run.results import Record, Results
+from lookahead.stats import Stats
+
+WARM_UP = 4
+"""Tokens of the run before the first that is timed, on a CPU. Compiling, capturing and caches are not compared."""
+WARM_UP_STOCK = 32
+"""The same on a GPU, for what captures nothing."""
+
+
+class Runner:
+    """`results` None is a rank that follows: it runs the same jobs and writes nothing."""
+
+    def __init__(self, models: Models, results: Results | None, *, warm: bool = False) -> None:
+        self.models, self.results, self.warm = models, results, warm
+        self._ready: set[Method] = set()
+        self._longest: Prompt | None = None
+        self._memory: dict[Any, SharedMemory] = {}
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """What has yet to be run. A warm group that was cut short is run from its beginning: it has forgotten."""
+        assert self.results is not None
+        lacking = [job for job in jobs if job.key not in self.results]
+        if self.warm:
+            groups = {job.group for job in lacking}
+            lacking = [job for job in jobs if job.group in groups]
+        return lacking
+
+    def agreed(self, jobs: Sequence[Job]) -> list[Job]:
+        """What is missing. On several ranks it is what rank 0 lacks, which alone has the results."""
+        todo = [] if self.results is None else self.missing(jobs)
+        group = getattr(self.models.own, "group", None)
+        if group is None:
+            return todo
+        said = group.agree("the jobs to run", json.dumps([job.key for job in todo]).encode())
+        by_key = {job.key: job for job in jobs}
+        return [by_key[key] for key in json.loads(said[0])]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Record]]:
+        """Each job, with its record."""
+        first = {job.prompt: job for job in reversed(jobs)}
+        longest = max(map(self._most_tokens, first.values()), default=0)
+        self._longest = max(first, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)
+        for job in jobs:
+            record = self.record(job, longest)
+            if self.results is not None:
+                self.results.add(record)
+            yield job, record
+
+    def _most_tokens(self, job: Job) -> int:
+        """The most tokens that this conversation may take, about: earlier answers count as if they were full."""
+        lm = self.models.of(job.method)
+        encoded = [lm.encode(text, raw=True) for text in (job.prompt.system, *job.prompt.turns) if text]
+        return sum(map(len, encoded)) + (job.max_tokens + 64) * len(job.prompt.turns) + 512
+
+    def record(self, job: Job, longest: int = 0) -> Record:
+        """Run the job. A mistake in the prompt or the model becomes a record with its error, and the run continues."""
+        record: Record = {
+            "kind": "answer",
+            "key": job.key,
+            "set": job.data,
+            "prompt": job.prompt.id,
+            "method": job.method.label,
+            "how": job.method.how,
+            "config": plain(job.method.config),
+            "temperature": job.temperature,
+            "max_tokens": job.max_tokens,
+            "seed": job.seed,
+            "repeat": job.repeat,
+        }
+        try:
+            answered, counters = self._timed(job, longest)
+        except (ValueError, NotImplementedError) as error:
+            return {**record, "error": " ".join(str(error).split())[:300]}
+        if job.method.how == "lookahead" and job.method.config is None:
+            record["config"] = plain(self.models.of(job.method).default_config)
+        record |= answered
+        if counters is not None:
+            record["ranks"] = counters
+        return record
+
+    def _timed(self, job: Job, longest: int) -> tuple[Record, Record | None]:
+        """The answer, after a warm-up if the method is new; and the ranks' counters, if there are any."""
+        lm, method = self.models.of(job.method), job.method
+        if method not in self._ready:
+            self._ready.add(method)
+            lm.memory = SharedMemory()
+            prepare = getattr(lm.backend, "prepare", None)
+            if prepare is not None and lm.device.type == "cuda" and not method.stock:
+                prepare(min(longest, lm.backend.max_length or longest), (method.config or lm.default_config).budget)
+            answer(self.models, self._warm_up(job), longest)
+        # No method may learn from another, nor, unless the run is warm, from its own earlier answers.
+        lm.memory = self._memory.setdefault(job.group, SharedMemory()) if self.warm else SharedMemory()
+        counted = hasattr(lm.backend, "counters") and not method.stock
+        if counted:
+            lm.backend.reset()
+        done = answer(self.models, job, longest)
+        return done, asdict(lm.backend.counters) if counted else None
+
+    def _warm_up(self, job: Job) -> Job:
+        """What to run before a method is timed.
+
+        On a GPU it is the longest prompt and a whole answer, because a step is captured or compiled when its shape
+        first comes. transformers with a cache that grows captures nothing: there the beginning of an answer will do.
+        """
+        prompt, tokens = job.prompt, min(WARM_UP, job.max_tokens)
+        if self.models.of(job.method).device.type == "cuda":
+            captures = not job.method.stock or job.method.how == "hf-static"
+            prompt, tokens = self._longest or prompt, job.max_tokens if captures else min(WARM_UP_STOCK, job.max_tokens)
+        return replace(job, prompt=replace(prompt, turns=prompt.turns[:1]), max_tokens=tokens)
+
+
+def answer(models: Models, job: Job, longest: int = 0) -> Record:
+    """All turns of a conversation; a later turn's prompt holds the method's own earlier answers.
+
+    Returns the counters of all turns together, and tokens and text of each.
+    """
+    lm, method = models.of(job.method), job.method
+    tokens: list[list[int]] = []
+    texts: list[str] = []
+    parts: list[Stats] = []
+    for _ in job.prompt.turns:
+        ids = prompt_ids(lm, job.prompt, texts)
+        limit = lm.backend.max_length
+        if limit is not None and len(ids) + job.max_tokens > limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and {job.max_tokens} new ones do not fit the context of {limit}"
+            )
+        if method.stock:
+            if job.temperature:
+                raise ValueError("transformers draws other numbers than we do; sampling is compared among our methods")
+            stock = models.stock(method)
+            with attention(lm.model, method.attention):
+                output, stats = stock.run(method.how, ids, job.max_tokens, max(longest, len(ids) + job.max_tokens))
+        else:
+            config = method.config if method.how == "lookahead" else None
+            settings = {"max_tokens": job.max_tokens, "temperature": job.temperature, "seed": job.seed}
+            done = lm.generate(ids, method=method.how, config=config, **settings)
+            output, stats = done.token_ids, done.stats
+        tokens.append([int(token) for token in output])
+        texts.append(text_of(lm, output))
+        parts.append(stats)
+    total = Stats.total(parts)
+    return {**asdict(total), "compression": total.compression, "tokens": tokens, "texts": texts}
+
+
+def prompt_ids(lm: Any, prompt: Prompt, answers: Sequence[str] = ()) -> list[int]:
+    """The ids of the turn after these answers. A model without a chat template gets plain text."""
+    if prompt.raw or not getattr(lm.tokenizer, "chat_template", None):
+        said = [part for pair in zip(prompt.turns, answers, strict=False) for part in pair]
+        parts = [*([prompt.system] if prompt.system else []), *said, prompt.turns[len(answers)]]
+        return list(lm.encode("\n\n".join(parts), raw=True))
+    return list(lm.encode(messages(prompt, answers)))
+
+
+def text_of(lm: Any, tokens: Sequence[int]) -> str:
+    """The same for every method: a second turn must not differ because the first was decoded differently."""
+    kept = [token for token in tokens if token not in lm.stop_ids]
+    return str(lm.tokenizer.decode(kept, skip_special_tokens=True))
+
+
+@contextmanager
+def attention(model: Any, name: str | None) -> Iterator[None]:
+    """transformers' attention of this name while the block runs; None leaves it alone."""
+    if name is None:
+        yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,155 @@
+"""Records -> one line per set, temperature and method: medians over repeats, sums over prompts, and identity."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from lookahead.bench.run.jobs import Job
+from lookahead.bench.run.methods import Method
+from lookahead.bench.run.results import Record
+from lookahead.stats import Stats
+
+REFERENCES = ("hf-greedy", "autoregressive")
+"""Greedy outputs are compared with the first of these that was run; sampled ones with our own autoregressive's."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A method against another, on the prompts that both answered: its speedup, and how many answers are the same."""
+
+    speedup: float | None = None
+    same: int = 0
+    compared: int = 0
+
+    @property
+    def identity(self) -> str:
+        return f"{self.same}/{self.compared}" if self.compared else "-"
+
+
+@dataclass
+class Line:
+    """A method on a set: its counters, summed over prompts, and how it compares.
+
+    `reference` compares with transformers' greedy search, `own` with our autoregressive decoding, which runs on the
+    same engine: what lookahead alone gains.
+    """
+
+    data: str
+    method: Method
+    temperature: float
+    prompts: int = 0
+    stats: Stats = field(default_factory=Stats)
+    first_ms: float = 0.0
+    reference: Compared = Compared()
+    own: Compared = Compared()
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def compression(self) -> float:
+        return self.stats.compression
+
+    @property
+    def gain(self) -> float | None:
+        """Over our own autoregressive decoding if it was run, else over the reference."""
+        return self.reference.speedup if self.own.speedup is None else self.own.speedup
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        stats = self.stats
+        return {
+            "set": self.data,
+            "method": self.method.label,
+            "temperature": self.temperature,
+            "prompts": self.prompts,
+            "tokens": stats.generated_tokens,
+            "steps": stats.steps,
+            "step_tokens": stats.step_tokens,
+            "seconds": stats.seconds,
+            "first_ms": self.first_ms,
+            "errors": self.errors,
+            "accepted_by_depth": stats.accepted_by_depth,
+            "accepted_by_source": stats.accepted_by_source,
+            **asdict(self.reference),
+            "own": asdict(self.own),
+            "compression": stats.compression,
+            "tokens_per_second": stats.tokens_per_second,
+        }
+
+
+Answers = dict[str, list[Record]]
+"""A method's records on a set, by prompt: one per repeat."""
+Place = tuple[str, float, Method]
+
+
+def lines(jobs: Sequence[Job], records: Mapping[str, Record]) -> list[Line]:
+    """In the order of the jobs."""
+    found: dict[Place, Answers] = {}
+    errors: dict[Place, list[str]] = {}
+    for job in jobs:
+        place = job.data, job.temperature, job.method
+        answers = found.setdefault(place, {})
+        record = records.get(job.key, {})
+        if "error" in record:
+            errors.setdefault(place, []).append(record["error"])
+        elif record:
+            answers.setdefault(job.prompt.id, []).append(record)
+    made = []
+    for place, answers in found.items():
+        line = _line(place, answers, errors.get(place, []))
+        line.reference = _compare(answers, _reference(found, place))
+        line.own = _compare(answers, _own(found, place))
+        made.append(line)
+    return made
+
+
+def _reference(found: Mapping[Place, Answers], place: Place) -> Answers:
+    for how in REFERENCES if not place[1] else REFERENCES[1:]:
+        for other, answers in found.items():
+            if other[:2] == place[:2] and other[2].how == how and other[2].dtype is None and answers:
+                return answers
+    return {}
+
+
+def _own(found: Mapping[Place, Answers], place: Place) -> Answers:
+    """Our autoregressive decoding by the same engine: backend and dtype are the method's."""
+    method = place[2]
+    for other, answers in found.items():
+        one = other[2]
+        same_engine = (one.dtype, one.backend, one.ranks) == (method.dtype, method.backend, 1)
+        if other[:2] == place[:2] and same_engine and one.how == "autoregressive":
+            return answers
+    return {}
+
+
+def _line(place: Place, answers: Answers, errors: list[str]) -> Line:
+    data, temperature, method = place
+    names = [one.name for one in fields(Stats)]
+    stats = Stats.total(
+        Stats(**{name: repeats[0][name] for name in names if name in repeats[0]}) for repeats in answers.values()
+    )
+    stats.seconds = sum(map(seconds_of, answers.values()))
+    firsts = [statistics.median(one["first_token_seconds"] for one in repeats) for repeats in answers.values()]
+    first_ms = 1e3 * statistics.median(firsts) if firsts else 0.0
+    return Line(data, method, temperature, len(answers), stats, first_ms, errors=errors)
+
+
+def _compare(answers: Answers, reference: Answers) -> Compared:
+    ours = theirs = 0.0
+    same = compared = 0
+    for prompt, repeats in answers.items():
+        if prompt in reference:
+            first, expected = repeats[0], reference[prompt][0]
+            compared += 1
+            same += all(one["tokens"] == expected["tokens"] for one in repeats)
+            # Seconds per token: where outputs differ, so may their lengths.
+            ours += seconds_of(repeats) / max(1, first["generated_tokens"])
+            theirs += seconds_of(reference[prompt]) / max(1, expected["generated_tokens"])
+    return Compared(theirs / ours if ours else None, same, compared)
+
+
+def seconds_of(repeats: Sequence[Record]) -> float:
+    """The median over the repeats of one answer."""
+    return float(statistics.median(one["seconds"] for one in repeats))

@@ -1,0 +1,156 @@
+"""The GPU's parts and their page, end to end on a CPU with a tiny Llama: time on a GPU is too short to debug them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lookahead.bench.gpu import parts
+from lookahead.bench.gpu.command import PARTS, main
+from lookahead.bench.run import stock
+from lookahead.bench.run.inflate import MODEL_SHAPES, ModelShape
+from lookahead.cli import app
+from lookahead.cli.bench import GPU_PRESETS
+from lookahead.loading.load import static_generation
+
+CHAT = ["the quick brown fox jumps over", "once more the dog and the fox", "the café", "a naïve façade"]
+CODE = ["def fox(dog): return [dog", "for _ in range(10)]", "the end", "return [fox"]
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+
+
+@pytest.fixture
+def files(tmp_path: Path, make_model: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and with prompts; a large shape that is small, and contexts that are short."""
+
+    def static(model: Any, length: int) -> dict[str, Any]:
+        options = static_generation(model, length)
+        options["compile_config"].backend = "eager"  # needs no compiler
+        return options
+
+    monkeypatch.setattr(stock, "static_generation", static)
+    monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
+    monkeypatch.setattr(parts, "STEP_COUNTS", (1, 16))
+    monkeypatch.setattr(parts, "STEP_CONTEXT", 40)
+    monkeypatch.setattr(parts, "CONTEXTS", (16, 64))
+    monkeypatch.setattr(parts, "BATCHES", (1, 3))
+    make_model(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [json.dumps({"turns": [text], "question_id": i}) for i, text in enumerate(CHAT)]
+    (tmp_path / "mt_bench.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    rows = [json.dumps({"prompt": text, "task_id": i}) for i, text in enumerate(CODE)]
+    (tmp_path / "humaneval.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return tmp_path
+
+
+def measure(files: Path, *words: str) -> dict[str, dict[str, Any]]:
+    """Run parts; what they wrote, by file."""
+    common = ["--model", files / "model", "--data-dir", files, "--out", files / "out", "--device", "cpu"]
+    main([*words, *map(str, common), "--dtype", "float32", "--limit", "3", "--max-tokens", "16"])
+    return {path.stem: json.loads(path.read_text()) for path in (files / "out").glob("*.json")}
+
+
+def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp32 every method's outputs are those of transformers, whatever the shape. The page has all of it."""
+    chosen = [part for part in PARTS if part != "attention"]
+    made = measure(files, *chosen, "--invariant", "both")
+    assert set(made) == {f"{part}-7b" for part in chosen}
+    about = made["speed-7b"]["about"]
+    assert about["command"].startswith("lookahead bench --preset gpu-step,gpu-speed,")
+    assert str(files) not in json.dumps(about)
+
+    assert [record["K"] for record in made["step-7b"]["records"]] == [1, 16] * 2
+    assert all(0 < record["products_ms"] < record["step_wall_ms"] for record in made["step-7b"]["records"])
+
+    speed = made["speed-7b"]["records"]
+    assert {(r["method"], r["set"], r["invariant"]) for r in speed} == {
+        (method, data, invariant)
+        for method in ("autoregressive", "paper (5,15,15) + prompt", "default")
+        for data in ("mt-bench", "humaneval")
+        for invariant in (True, False)
+    }
+    for record in speed:
+        assert record["device_ms"] == pytest.approx(record["ms_per_step"] - record["gap_ms"], abs=0.002)
+        assert sum(record["sizes"].values()) == record["steps"] - record["prompts"]
+        assert record["as_autoregressive"] == record["prompts"] == len(record["answers"]) == 3
+    assert [set(r["sizes"]) for r in speed if r["method"] == "autoregressive"] == [{"1"}] * 4
+
+    baselines = made["baselines-7b"]["records"]
+    assert len(baselines) == 6
+    assert all(record["tok_s"] > 0 for record in baselines)
+
+    batches = made["batch-7b"]["records"]
+    assert [record["batch"] for record in batches] == [1] * 4 + [3] * 4
+    assert all(record["tok_s"] > 0 and record["as_autoregressive"] == record["batch"] for record in batches)
+
+    exact = made["exact-7b"]["records"]
+    assert [r.get("identical", r.get("identical_to_own")) for r in exact] == [3] * 6
+    assert any(record["unlike_greedy"] for record in exact if "unlike_greedy" in record)  # so something was drawn
+
+    page = (files / "out" / "gpu.md").read_text(encoding="utf-8")
+    for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness"):
+        assert f"## {title}" in page
+    last = capsys.readouterr().out.rstrip().splitlines()
+    assert last[-1].endswith("the page of 6 files")
+    assert any(line.startswith("| default | yes | mt-bench | 3 |") for line in last)
+
+
+def test_a_baseline_that_fails_says_so(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the record, and the next method still runs."""
+
+    def broken(model: Any, length: int) -> Any:
+        raise RuntimeError("nobody compiles this")
+
+    monkeypatch.setattr(stock, "static_generation", broken)
+    records = measure(files, "baselines")["baselines-7b"]["records"]
+    assert "nobody compiles this" in records[-1]["error"]
+    assert len(records) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step"], "there is no CUDA device here"),
+        (["step", "--inflate", "9b", "--device", "cpu"], "--inflate does not know '9b'"),
+        (["speed", "--device", "cpu", "--inflate", "small"], "this part needs prompts"),
+        (["report", "--out", "nowhere"], "holds no JSON of a GPU part"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    if words == ["step"] and __import__("torch").cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        main([*words, "--model", str(files / "model")])
+    assert message in capsys.readouterr().err
+
+
+def test_the_presets_are_the_parts() -> None:
+    assert set(GPU_PRESETS) == {f"gpu-{part}" for part in (*PARTS, "report")}
+
+
+def test_the_command_makes_the_page_again(tmp_path: Path) -> None:
+    """Of the results in this repository, whatever they are."""
+    for path in RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    result = CliRunner().invoke(app, ["bench", "--preset", "gpu-report", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    for name in ("gpu-step.svg", "gpu-speed.svg", "gpu-context.svg", "gpu-batch.svg"):
+        assert "<svg" in (tmp_path / name).read_text(encoding="utf-8")
+        assert f"({name})" in page
+
+
+def test_it_needs_neither_typer_nor_rich() -> None:
+    code = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; import lookahead.bench.gpu.command as c; "
+        "c.main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n    {part}" in done.stdout for part in PARTS)
