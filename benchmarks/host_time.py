@@ -99,8 +99,11 @@ class Played(GraphBackend):
             for place in range(step.batch):
                 lane = int(fields["lanes"][place])
                 played = self.texts[lane] if lane < len(self.texts) else np.zeros(1, dtype=np.int32)
-                nodes = fields["needed"][place] - place * step.count
-                tokens, positions = fields["tokens"][place][nodes], fields["positions"][place][nodes]
+                nodes, depths = fields["needed"][place] - place * step.count, [-1]
+                for parent in fields["parents"][place].tolist():  # parents stand before their children
+                    depths.append(depths[parent + 1] + 1)
+                tokens = fields["tokens"][place][nodes]
+                positions = fields["lengths"][place] + np.array(depths[1:])[nodes]
                 targets = played[np.minimum(positions + 1, len(played) - 1)]
                 chosen = self.rng.random(step.count) < 0.5
                 self.likely[tokens[chosen], self.rng.integers(0, 8, int(chosen.sum()))] = targets[chosen]

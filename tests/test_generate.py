@@ -182,7 +182,7 @@ def test_a_piece_is_a_whole_block(lm: LookaheadModel) -> None:
     sizes = []
     for steps, piece in enumerate(stream, start=1):  # every token of this answer has text, so every step has a piece
         sizes.append(len(piece.token_ids))
-        assert stream._request.sequence.stats.steps == steps
+        assert stream._answer.sequence.stats.steps == steps
     assert max(sizes) >= 3
     assert sum(sizes) == TOKENS
 

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 
+from lookahead.algorithm.native import choose_drafter
 from lookahead.config import LookaheadConfig
 
 
@@ -24,7 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ids=["default", "one by one"],
 )
 def test_texts_are_played_back(script: ModuleType, config: LookaheadConfig, least: float) -> None:
-    run = script.Run(config, 1, python=False)
+    run = script.Run(config, 1, choose_drafter())
     done = run.step()
     played = run.backend.texts[0].tolist()
     while run.step() is done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Draft, Limits, PythonDrafter
+from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig
@@ -248,22 +250,25 @@ def test_the_curve_decides_how_many_guesses_are_taken() -> None:
     taken = []
     for slope in (0.001, 0.1, 1.0):
         config = suited(DEFAULT, StepCost((1, 101), (1.0, 1.0 + 100 * slope)))
-        draft = Draft([1], [0.7])
-        draft.chain([2] * 20, [0] * 20)
-        taken.append(len(draft.grow(60, 60, config.step_cost).tokens))
+        draft = Draft.after([1], array("d", [0.7]))
+        draft.add_chain([2] * 20, [0] * 20)
+        taken.append(len(PythonDrafter().grow(draft, Limits(60, 60, config.step_cost)).tokens))
     assert taken[0] == 20 > taken[1] > taken[2] == 0
 
 
 def test_guesses_that_teach_are_worth_a_little_more() -> None:
-    """A step that is nearly flat takes guesses with hardly a chance, if later ones are made from their rows."""
-    taken = []
+    """A step that is nearly flat takes guesses with hardly a chance, if later ones are made from their successors."""
+    taken, drafter = [], PythonDrafter()
     for slope in (0.001, 0.1):
-        for row in (None, ([3, 4, 0, 0], ([0.001], [0]))):
-            draft = Draft([1], [0.001])
-            draft.chain([2] * 20, [0] * 20)
-            if row is not None:
-                draft.successors = lambda *text, row=row: row
-            taken.append(len(draft.grow(60, 60, [1 + slope * k for k in range(100)]).tokens))
+        for recycled in (False, True):
+            draft = Draft.after([1], array("d", [0.001] * 200))
+            draft.add_chain([2] * 20, [0] * 20)
+            if recycled:
+                draft.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, 0)
+                for token in range(1, 5):
+                    draft.tables.own.put((token,), (3, 4, 0, 0))
+            limits = Limits(60, 60, [1 + slope * k for k in range(100)])
+            taken.append(len(drafter.grow(draft, limits).tokens))
     assert taken == [0, 60, 0, 0]
 
 

@@ -176,7 +176,7 @@ def test_what_is_read_is_what_the_owner_sent() -> None:
         def _read(self, item: StepInput) -> Any:
             result = super()._read(item)
             result.targets = [self.rank] * len(result.targets)
-            result.top = [tuple([self.rank] * 16)] * len(result.targets)
+            result.top = np.full((len(result.targets), 16), self.rank, dtype=np.int32)
             return result
 
     tree = TokenTree([1, 2, 3, 4, 5], [-1, 0, 1, 1, 0], [0, 1, 2, 2, 1], [0, 1, 2, 3, 4])

@@ -185,35 +185,11 @@ def visibility(parents: Sequence[int]) -> list[int]:
     return seen
 
 
-def packed_visibility(parents: Sequence[int], words: int | None = None) -> npt.NDArray[np.uint32]:
-    """`visibility` as a [K, words] array, by default as many words as K bits need: bit j % 32 of word j // 32 of line i
-    says whether node i sees node j.
-
-    By doubling: after r rounds a node has the bits of itself and its next 2^r - 1 ancestors, and `above` is the
-    ancestor after those. A few rounds of numpy are three times as fast as a loop over 128 nodes.
-    """
-    size = len(parents)
-    seen = _own_bits(size, words or (size + 31) // 32).copy()
-    above = np.asarray(parents).astype(np.intp)
-    above[0] = 0
-    if above.min() < 0:  # further roots
-        above = np.where(above < 0, np.arange(size), above)
-    for _ in range((size - 1).bit_length()):
-        seen |= seen.take(above, axis=0)
-        above = above.take(above)
-        if not above.any():  # all have reached the root
-            seen |= seen[0]
-            break
-    return seen
-
-
-@lru_cache(maxsize=256)
-def _own_bits(size: int, words: int) -> npt.NDArray[np.uint32]:
-    """[size, words]: every node sees itself."""
-    bits = np.zeros((size, words), dtype=np.uint32)
-    nodes = np.arange(size)
-    bits[nodes, nodes // 32] = np.uint32(1) << (nodes % 32).astype(np.uint32)
-    return bits
+def packed_visibility(parents: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """[K, words]: bit j % 32 of word j // 32 of line i says whether node i sees node j."""
+    words = (len(parents) + 31) // 32
+    raw = b"".join([bits.to_bytes(4 * words, "little") for bits in visibility(parents)])
+    return np.frombuffer(raw, dtype="<u4").reshape(len(parents), words)
 
 
 def dense_visibility(parents: Sequence[int]) -> npt.NDArray[np.bool_]:

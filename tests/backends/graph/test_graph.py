@@ -226,8 +226,8 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     if bug == "every earlier token is seen":
         put = Packet.put_tree
 
-        def put_chain(packet: Packet, place: int, tree: TokenTree, length: int) -> None:
-            put(packet, place, replace(tree, parents=list(range(-1, len(tree) - 1))), length)
+        def put_chain(packet: Packet, place: int, tree: TokenTree) -> None:
+            put(packet, place, replace(tree, parents=list(range(-1, len(tree) - 1))))
 
         monkeypatch.setattr(Packet, "put_tree", put_chain)
     elif bug == "accepted K/V does not move":

@@ -21,11 +21,11 @@ SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point")
 class Calibration:
     """Per origin, the estimated probability that such a guess is right, given that its parent is.
 
-    A rate starts from a prior (see each source: some measured, some guessed) and follows the text: an average whose
-    memory is at most the last `1 / FLOOR` trials of the origin.
+    A rate starts from a prior (see each source: some measured, some guessed) and follows the text: an average over
+    about the last MEMORY trials of the origin.
     """
 
-    FLOOR = 0.01
+    MEMORY = 100
     PRIOR_TRIALS = 8
 
     def __init__(self) -> None:
@@ -44,15 +44,17 @@ class Calibration:
 
         `accepted` are the tokens that the model wanted after each of these.
         """
+        tokens, origins, branch = tree.tokens, tree.origins, tree.branch
         for parent, target in zip([0, *path], accepted, strict=True):
             for guess in tree.guesses_below(parent):
-                self.count(tree.origins[guess - tree.branch], tree.tokens[guess] == target)
+                self.count(origins[guess - branch], tokens[guess] == target)
 
     def count(self, origin: int, right: bool) -> None:
         """One more trial of an origin."""
-        self._trials[origin] += 1
-        step = max(1 / self._trials[origin], self.FLOOR)
-        self.rates[origin] += (right - self.rates[origin]) * step
+        trials = self._trials[origin] + 1
+        self._trials[origin] = trials
+        rate = self.rates[origin]
+        self.rates[origin] = rate + (right - rate) * (1 / trials if trials < self.MEMORY else 1 / self.MEMORY)
 
 
 def source_of(origin: int) -> str:

@@ -263,7 +263,7 @@ class GraphBackend:
         fields["commit_counts"][entry] = len(pending.path) if pending else 0
         if pending and pending.path:
             fields["commit_paths"][entry, : len(pending.path)] = pending.path
-        step.packet.put_tree(entry, item.tree, length)
+        step.packet.put_tree(entry, item.tree)
 
     def _fill_padding(self, step: CapturedStep, entry: int, lane: int) -> None:
         """Write an entry that pads the batch: a tree of one node, at the start of a lane that no slot has."""
@@ -271,7 +271,7 @@ class GraphBackend:
         fields["lanes"][entry] = lane
         for name in ("lengths", "commit_lengths", "commit_counts"):
             fields[name][entry] = 0
-        step.packet.put_tree(entry, chain([0]), 0)
+        step.packet.put_tree(entry, chain([0]))
 
     def _prefill(self, item: StepInput) -> None:
         """Run an input's trail, in passes without a head. Then the input has no trail any more."""

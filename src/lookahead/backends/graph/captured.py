@@ -83,6 +83,9 @@ class CapturedStep:
         self.packet = Packet(batch, count, device.type == "cuda")
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
+        # Where the nodes of the trees stand, and whom they see: `Ops.place_nodes` finds it from their parents.
+        self.positions = torch.zeros(batch, count, dtype=torch.int32, device=device)
+        self.bits = torch.zeros(batch, count, (count + 31) // 32, dtype=torch.int32, device=device)
 
         def new(width: int) -> torch.Tensor:
             return torch.zeros(rows, width, dtype=state.dtype, device=device)
@@ -152,6 +155,7 @@ class CapturedStep:
         commits = views["commit_lengths"], views["commit_paths"], views["commit_counts"]
         ops.move_accepted(self.state.kv.cache, views["lanes"], *commits)
         # 3. The forward pass.
+        ops.place_nodes(views["parents"], views["lengths"], self.positions, self.bits)
         self._forward()
         # 4. Copy targets and top tokens to the host.
         if self.top is not None:
@@ -164,13 +168,13 @@ class CapturedStep:
         # A batch's padding takes part. Its logits may be NaN and its target then no token at all: hence the limit.
         torch.clamp(self.top.out[: self.batch, :1], max=last, out=views["tokens"])
         views["lengths"].add_(1)
-        views["positions"].add_(1)
+        self.positions.add_(1)
         self._forward()
 
     def _forward(self) -> None:
         """The forward pass: from the packet's copy on the device to targets and top tokens there."""
         w, ops, kv, views, products = self.state.weights, self.state.ops, self.state.kv, self.views, self.products
-        lanes, lengths, positions, bits = (views[name] for name in ("lanes", "lengths", "positions", "bits"))
+        lanes, lengths, positions, bits = views["lanes"], views["lengths"], self.positions, self.bits
         size = self.batch * self.count
         residual, normed = self.residual[:size], self.normed[:size]
         q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)

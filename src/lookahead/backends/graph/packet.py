@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lookahead.algorithm.tree import TokenTree, packed_visibility
+from lookahead.algorithm.tree import TokenTree
 
 LONGEST_PATH = 64
 """The longest accepted path that a packet has room for. The K/V of a longer one is moved before the next step."""
@@ -20,15 +20,13 @@ class Packet:
     commit_counts [B]     how many of that step's nodes below the root were accepted,
     commit_paths [B, 64]  and which ones
     tokens [B, K]         the nodes' tokens
-    positions [B, K]      the nodes' positions
+    parents [B, K]        the nodes' parents, -1 for a root, from which the device finds positions and who sees whom
     needed [B, K]         the needed nodes, as rows of the whole step, B x K rows
-    bits [B, K, words]    who sees whom within a tree, see `tree.packed_visibility`
 
     `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
     """
 
     def __init__(self, batch: int, count: int, pinned: bool) -> None:
-        words = (count + 31) // 32
         parts = {
             "lanes": (batch,),
             "lengths": (batch,),
@@ -36,9 +34,8 @@ class Packet:
             "commit_counts": (batch,),
             "commit_paths": (batch, LONGEST_PATH),
             "tokens": (batch, count),
-            "positions": (batch, count),
+            "parents": (batch, count),
             "needed": (batch, count),
-            "bits": (batch, count, words),
         }
         sizes = [int(np.prod(shape)) for shape in parts.values()]
         self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
@@ -49,25 +46,20 @@ class Packet:
             start += size
         numbers = self.host.numpy()
         self.fields = {name: numbers[a:b].reshape(shape) for name, (a, b, shape) in self._places.items()}
-        self._count, self._words = count, words
-        bits = self.fields["bits"].view(np.uint32)
-        trees = (self.fields["tokens"], self.fields["positions"], self.fields["needed"], bits)
-        self._trees = list(zip(*trees, strict=True))
-        self._itself = packed_visibility([-1] * count, words)
+        self._count = count
+        self._trees = list(zip(*(self.fields[name] for name in ("tokens", "parents", "needed")), strict=True))
 
-    def put_tree(self, entry: int, tree: TokenTree, length: int) -> None:
-        """Write a tree below a prefix of this length. Nodes that the tree leaves over see themselves alone."""
+    def put_tree(self, entry: int, tree: TokenTree) -> None:
+        """Write a tree. What it leaves over of the K nodes becomes roots, which see themselves alone."""
         size, needed_count = len(tree), len(tree.needed)
-        tokens, positions, needed, bits = self._trees[entry]
-        tokens[:size], positions[:size], needed[:needed_count] = tree.tokens, tree.depths, tree.needed
-        bits[:size] = packed_visibility(tree.parents, self._words)
+        tokens, parents, needed = self._trees[entry]
+        tokens[:size], parents[:size], needed[:needed_count] = tree.tokens, tree.parents, tree.needed
         if size < self._count:
-            tokens[size:], positions[size:] = 0, 0
-            bits[size:] = self._itself[size:]
+            tokens[size:], parents[size:] = 0, -1
         if needed_count < self._count:
             needed[needed_count:] = 0
-        positions += length
-        needed += entry * self._count
+        if entry:
+            needed += entry * self._count
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields as views of `memory`, a copy of `host` on the device."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from marks import slow_interpreted
 
+from lookahead.algorithm.tree import visibility
 from lookahead.backends.graph.kernels import fused, reference, top
 
 DTYPES = [
@@ -22,6 +23,36 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Within two roundings of the dtype."""
     eps = torch.finfo(expected.dtype).eps
     return torch.allclose(found.double(), expected.double(), rtol=2 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize(("batch", "count"), [(1, 1), (1, 33), (3, 16), (2, 64), (1, 130)])
+def test_place_nodes(device: torch.device, batch: int, count: int) -> None:
+    """Random trees, chains and nodes that are left over, against `tree.packed_visibility`."""
+    rng = random.Random(count)
+    trees = [[-1, *(rng.randrange(max(0, i - 9), i) for i in range(1, count))] for _ in range(batch)]
+    trees[-1] = [*range(-1, count // 2 - 1), *[-1] * (count - count // 2)]
+    parents = torch.tensor(trees, dtype=torch.int32, device=device)
+    lengths = torch.tensor([7 + 100 * entry for entry in range(batch)], dtype=torch.int32, device=device)
+    words = (count + 31) // 32
+    found = []
+    for module in (fused, reference):
+        positions, bits = (
+            torch.full((batch, count, *rest), -77, dtype=torch.int32, device=device) for rest in ((), (words,))
+        )
+        module.place_nodes(parents, lengths, positions, bits)
+        found.append((positions.cpu(), bits.cpu()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    for entry, tree in enumerate(trees):
+        depths: list[int] = []
+        for parent in tree:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        assert found[0][0][entry].tolist() == [int(lengths[entry]) + depth for depth in depths]
+        seen = [
+            sum((int(word) & 0xFFFFFFFF) << 32 * place for place, word in enumerate(line))
+            for line in found[0][1][entry]
+        ]
+        assert seen == visibility(tree)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,5 @@
 """The operations between the matrix products, one launch each: embedding, norm, rotary positions with K/V write, gate.
-And two of a step's beginning and end: copies from and to pinned memory, and the move of accepted K/V.
+And those of a step's beginning and end: copies from and to pinned memory, the move of accepted K/V, and who sees whom.
 
 Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. A row's result
 depends on that row alone: not on K, not on the batch.
@@ -25,6 +25,41 @@ def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
     In a captured step the GPU's copy engine takes several microseconds to begin and to end, a kernel one or two.
     """
     _copy_pinned[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
+
+
+@triton.jit
+def _place_nodes(
+    parents, lengths, positions, bits, count, words, BLOCK: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Grid: (batch, blocks of nodes). Every node climbs to its root and notes whom it meets."""
+    entry = tl.program_id(0)
+    node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = node < count
+    word = tl.arange(0, WORDS)
+    seen = tl.zeros((BLOCK, WORDS), tl.int32)
+    depth = tl.zeros((BLOCK,), tl.int32) - 1
+    at = tl.where(inside, node, -1)
+    while tl.max(at, 0) >= 0:
+        climbing = at >= 0
+        bit = tl.where(climbing, 1 << (tl.maximum(at, 0) % 32), 0)
+        seen |= tl.where((tl.maximum(at, 0) // 32)[:, None] == word[None, :], bit[:, None], 0)
+        depth += climbing.to(tl.int32)
+        at = tl.load(parents + entry * count + at, mask=climbing, other=-1)
+    row = entry * count + node
+    tl.store(positions + row, tl.load(lengths + entry) + depth, mask=inside)
+    tl.store(bits + row[:, None] * words + word[None, :], seen, mask=inside[:, None] & (word < words)[None, :])
+
+
+def place_nodes(parents: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
+    """From a tree's parents to its nodes' positions, and to who sees whom.
+
+    parents [B, K] int32, -1 for a root; lengths [B] int32 are the roots' positions. positions [B, K] int32: a node's is
+    its root's plus its depth. bits [B, K, words] int32: see `tree.packed_visibility`.
+    """
+    batch, count, words = bits.shape
+    grid = (batch, triton.cdiv(count, 32))
+    size = triton.next_power_of_2(words)
+    _place_nodes[grid](parents, lengths, positions, bits, count, words, BLOCK=32, WORDS=size, num_warps=1)
 
 
 @triton.jit

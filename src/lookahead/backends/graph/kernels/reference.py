@@ -48,6 +48,22 @@ def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
+def place_nodes(parents: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
+    """See `fused`."""
+    batch, count, words = bits.shape
+    seen = torch.zeros(batch, count, 32 * words, dtype=torch.int64, device=bits.device)
+    depth = torch.full_like(parents, -1)
+    at = torch.arange(count, device=bits.device).expand(batch, count)
+    while (climbing := at >= 0).any():
+        above = at.clamp_min(0)
+        seen.scatter_add_(2, above[..., None], climbing.long()[..., None])
+        depth += climbing
+        at = parents.long().gather(1, above).where(climbing, -1)
+    positions.copy_(lengths[:, None] + depth)
+    weights = 1 << torch.arange(32, device=bits.device)
+    bits.copy_((seen.view(batch, count, words, 32) * weights).sum(-1).to(torch.int32))
+
+
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """As `fused.embed`."""
     return torch.index_select(table, 0, tokens, out=out)
