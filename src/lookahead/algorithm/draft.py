@@ -5,7 +5,7 @@ never scores above its parent, and taking candidates best-first takes every pare
 number of accepted tokens of a step is 1 + the sum of the scores taken. Given what a step of each size costs, the
 drafter knows before the step runs which size gives most tokens per second (`worth`).
 
-`PythonDrafter` is the search as one reads it. `native.drafter.NativeDrafter` is the same search in C, with the same
+`PythonDrafter` is the search in plain Python. `native.drafter.NativeDrafter` is the same search in C, with the same
 results bit for bit. `native.choose_drafter` is the one place that chooses between them.
 """
 
@@ -87,7 +87,7 @@ class Drafter(Protocol):
 
 
 class PythonDrafter:
-    """The best-first search, to read and to fall back on."""
+    """The best-first search in Python: easy to read, and used where there is no C compiler."""
 
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
@@ -210,7 +210,7 @@ class Trie:
 
 
 def worth(scores: Sequence[float], cost: Sequence[float], branch: int, taught: float) -> int:
-    """How many entries of `scores` (the root's 1.0 first, then best first) give most tokens per unit of time."""
+    """How many of the `scores` (the root's 1.0, then the guesses best first) give most tokens per unit of time."""
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
     gains = [(tokens + taught * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1

@@ -1,4 +1,4 @@
-"""The candidate sources of guesses (see `source` for what one is), and what of them outlives a request."""
+"""The sources of guesses (`source` says what a source is), and what they share between requests."""
 
 from __future__ import annotations
 
