@@ -1,4 +1,4 @@
-"""The step's token tree: tokens, parents, depths, needed nodes, and who sees whom.
+"""The step's token tree: tokens, parents, depths, needed nodes, and which node sees which.
 
 One rule makes the whole attention pattern of the paper's Figure 2(b): *a token sees the prefix, its ancestors
 and itself, nothing else.* Node 0 is the root `c`, the last accepted token; a node's position is the root's plus
@@ -98,9 +98,9 @@ def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
 class StepOutput:
     """What a forward pass computed for the tree's needed nodes, in their order.
 
-    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n likeliest tokens,
-    best first, and the n probability levels of these (see `sampling.top_tokens`); None when nobody asked. `logits`
-    [len(needed), V], on the backend's device, are there for verification that asked for them (`engine.processors`).
+    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n top tokens, best
+    first, and then the n probability levels of these (see `sampling.top_tokens`), or None if they were not asked for.
+    `logits` [len(needed), V] are on the backend's device, or None if they were not asked for (`engine.processors`).
     """
 
     targets: list[int]

@@ -87,7 +87,7 @@ def fingerprint() -> str:
 
 
 def ours(path: Path) -> bool:
-    """True when nobody but this user could have written the file. Loading a library runs it."""
+    """True when only this user can have written the file. That matters, because loading a library runs its code."""
     if not hasattr(os, "getuid"):
         return True
     status = path.stat()
@@ -95,7 +95,7 @@ def ours(path: Path) -> bool:
 
 
 def build(path: Path) -> None:
-    """Compile into a folder beside the target and move the result into place, so that nobody sees half of it."""
+    """Compile into a folder beside the target and move the result into place, so that no process loads half a file."""
     compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
     if not compiler:
         raise RuntimeError("no C compiler was found (cc, gcc or clang, or the one that CC names)")

@@ -110,7 +110,7 @@ class NativeDrafter:
         times = None if cost is None else array("d", cost)
         tokens, parents, depths, origins = (array("i", bytes(4 * room)) for _ in range(4))
         scores = array("d", bytes(8 * room))
-        asked = _Draft(
+        c_draft = _Draft(
             *((None, None, None) if tables is None else map(_handle, (tables.last, tables.own, tables.shared))),
             _address(draft.rates), None if times is None else _address(times),
             _address(draft.chain_tokens), _address(draft.chain_origins), _address(draft.chain_lengths),
@@ -119,7 +119,7 @@ class NativeDrafter:
             0 if tables is None else tables.first_origin, room, min(limits.max_depth, room), limits.branch,
             draft.text_end, 0.0 if tables is None else LEARNED,
         )  # fmt: skip
-        count = _check(self._c.draft_grow(addressof(asked)))
+        count = _check(self._c.draft_grow(addressof(c_draft)))
         return Guesses(tokens[:count], parents[:count], depths[:count], origins[:count], scores[:count])
 
 

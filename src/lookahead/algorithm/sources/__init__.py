@@ -42,7 +42,7 @@ def build(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
 
 
 def wants_top(config: LookaheadConfig) -> bool:
-    """True when the backend has to return the likeliest tokens of the needed nodes."""
+    """True when the backend has to return the top tokens of the needed nodes."""
     return "recycle" in config.active_sources
 
 
