@@ -34,7 +34,7 @@ def lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
 
 
 def open_slots(lm: LookaheadModel) -> int:
-    return len(lm.backend._row)
+    return len(lm.backend._lane)
 
 
 # Loading

@@ -1,4 +1,4 @@
-"""Lookahead decoding: any Hugging Face causal LM generates faster, with the same output.
+"""Lookahead decoding: a Hugging Face causal LM generates several tokens per step, with the same output.
 
 import lookahead
 model = lookahead.load()
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch and transformers is imported when it is first asked for, so that the command starts fast."""
+    """Import what needs torch and transformers when it is first used, so that the command line starts fast."""
     if name in ("Decoding", "decoding"):
         from lookahead import transformers_hook as hook
 

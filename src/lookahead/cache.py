@@ -1,4 +1,4 @@
-"""The folder for what is fetched, converted, measured or compiled once per machine."""
+"""The cache folder: it keeps what is downloaded, converted, measured or compiled once per machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cache_dir(env: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Path:
-    """`LOOKAHEAD_CACHE`, else `lookahead` in the user's cache folder."""
+    """The folder that `LOOKAHEAD_CACHE` names, or `lookahead` in the user's cache folder."""
     if chosen := env.get("LOOKAHEAD_CACHE"):
         return Path(chosen).expanduser().absolute()
     if platform == "darwin":

@@ -1,4 +1,4 @@
-"""Settings of a request, validated once, with messages that say what to change.
+"""The settings of a request. Each is checked once, and an error says what to change.
 
 The paper's symbols: W is `window`, N is `ngram`, G is `guesses`, K is `budget`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 SOURCES = ("jacobi", "prompt", "suffix", "recycle")
 SCOPES = ("off", "request", "model")
 FREE = 1.1
-"""A step that takes at most this many times as long costs nearly nothing more."""
+"""A larger step counts as nearly free when it takes at most this many times as long as a plain one."""
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 
 
@@ -21,10 +21,10 @@ METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 class LookaheadConfig:
     """How a step is filled with tokens. No setting can change the output, only the number of steps.
 
-    `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1)
-    stands alone. `step_cost[k]` is the time of a step of k + 1 tokens; with it a step takes only as many
-    tokens as are expected to pay for themselves, without it the whole budget. With `shared`, sequences that run at
-    once share the budget (see `share`); else each has the whole.
+    `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1) cannot be
+    combined with others. `step_cost[k]` is the time of a step of k + 1 tokens: with it, a step takes only the guesses
+    that are expected to pay for their time; without it, a step fills the whole budget. With `shared`, sequences that
+    run at once share the budget (see `share`); otherwise each has all of it.
     """
 
     window: int = 5
@@ -74,35 +74,36 @@ class LookaheadConfig:
 
     @property
     def active_sources(self) -> tuple[str, ...]:
-        """The sources in use: scope 'off' switches `recycle` off."""
+        """The sources in use. The recycle scope 'off' removes `recycle`."""
         return tuple(s for s in self.sources if s != "recycle" or self.recycle_scope != "off")
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of the root and the lookahead branch: c is the oldest row's column 0, so W(N-1), at least 1."""
+        """Tokens of the root and the lookahead branch: W(N-1), as the root is column 0 of the oldest window row."""
         return max(1, self.window * (self.ngram - 1)) if "jacobi" in self.sources else 1
 
     def share(self, together: int) -> int:
-        """The most tokens of a step for each of so many sequences. With a step cost, as many as are nearly free.
+        """The most tokens that each of `together` sequences may put into a step.
 
-        A batch is padded to its longest tree: who takes more makes a step longer for all, whatever it is worth to them.
+        With a step cost this is as many as are nearly free: a batch is padded to its longest tree, so a large tree
+        makes the step longer for every sequence.
         """
         if together < 2 or not self.shared:
             return self.budget
-        most = max(1, self.budget // together)
+        equal_part = max(1, self.budget // together)
         if self.step_cost is None:
-            return most
-        times = self.step_cost[together - 1 :: together][:most]
-        return max(1, sum(taken <= FREE * times[0] for taken in times))
+            return equal_part
+        times = self.step_cost[together - 1 :: together][:equal_part]
+        return max(1, sum(time <= FREE * times[0] for time in times))
 
     @property
     def deepest(self) -> int:
-        """How far from the root a guess may stand. Also as far as a GPU step in half precision is exact, by default."""
+        """The largest depth of a guess. The default, 16, is also how deep half-precision steps on a GPU are exact."""
         return self.budget - 1 if "fixed-point" in self.sources else max(self.suffix_length, self.ngram - 1)
 
     @classmethod
     def paper(cls, window: int, ngram: int, guesses: int, *, prompt: bool = False) -> LookaheadConfig:
-        """The paper's method alone: the window, its pool, and optionally 'prompt as reference'."""
+        """The paper's method alone: the window and its n-gram pool, with `prompt` also the prompt's n-grams."""
         sources = ("jacobi", "prompt") if prompt else ("jacobi",)
         for name, value, least in (("window", window, 0), ("ngram", ngram, 2), ("guesses", guesses, 0)):
             _at_least(name, value, least)
@@ -111,7 +112,7 @@ class LookaheadConfig:
 
     @classmethod
     def autoregressive(cls) -> LookaheadConfig:
-        """The empty tree: one token per step."""
+        """No window and no guesses: one token per step."""
         return cls(window=0, guesses=0, budget=1, sources=())
 
     @classmethod
@@ -121,7 +122,7 @@ class LookaheadConfig:
 
     @classmethod
     def prompt_lookup(cls, tokens: int = 10, key: int = 2) -> LookaheadConfig:
-        """Prompt lookup as transformers does it: the oldest match of at most `key` tokens, one candidate."""
+        """Prompt lookup as transformers does it: one guess, taken from the oldest match of at most `key` tokens."""
         return cls(
             window=0,
             guesses=0,
@@ -135,7 +136,7 @@ class LookaheadConfig:
 
     @classmethod
     def for_method(cls, method: str, **overrides: Any) -> LookaheadConfig:
-        """The config of a method by name. Overrides that are None are left alone."""
+        """The config of a method by its name. Overrides that are None are ignored."""
         given = {k: v for k, v in overrides.items() if v is not None}
         if method == "lookahead":
             return cls().adapted(**given)
@@ -152,11 +153,13 @@ class LookaheadConfig:
         return makers[method]()
 
     def adapted(self, **changes: Any) -> LookaheadConfig:
-        """A copy with these fields changed; a window left at its default gives way to a smaller budget.
+        """A copy with these fields changed, and with the other fields fitted to them.
 
-        What is asked for is taken at its word: naming W or K leaves the step cost out and gives them to every sequence
-        of a batch, and naming the source `jacobi` gives it a window. A config that guesses nothing has nothing to
-        adapt: the changes are made to the default.
+        - A budget without a window drops the window where it would fill more than half of that budget.
+        - A window without a budget raises the budget so that both branches fit.
+        - A window or a budget removes the step cost, and every sequence of a batch gets it whole.
+        - The source `jacobi` brings the default window, if there is none.
+        - A config without sources has nothing to adapt, so the changes are made to the default config.
         """
         if changes and not self.sources:
             return type(self)().adapted(**changes)
@@ -179,7 +182,7 @@ class LookaheadConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a row's logits become its target token. `temperature` 0 is greedy."""
+    """How a node's logits become its target. `temperature` 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -208,10 +211,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class StopRules:
-    """When a sequence ends: tested after every accepted token, inside a block too.
+    """When a sequence ends. The rules are tested after every accepted token, not once per step.
 
-    `max_length` is the model's context: prompt and output together never exceed it. With `last_is_free` they may by the
-    last token, which is never run and needs no position.
+    `max_length` is the model's context: prompt and output together have at most so many tokens. With `last_is_free`
+    they may have one more, because the last token is never run through the model and needs no position.
     """
 
     max_tokens: int = 256

@@ -1,4 +1,4 @@
-"""Text in, text out: `load()` a model, `generate()` or `stream()` with it. Every method runs on the one engine."""
+"""The library's interface: `load()` a model, then `generate()` or `stream()` text. All methods use the same engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length' or 'interrupted'."""
+    """An answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length', or 'interrupted' (closed early)."""
 
     text: str
     token_ids: list[int]
@@ -46,7 +46,7 @@ class Completion:
 
 
 class Piece(str):
-    """A piece of streamed text and `token_ids`, the accepted block that brought it."""
+    """A piece of streamed text. `token_ids` are the tokens accepted since the piece before it."""
 
     token_ids: list[int]
 
@@ -57,7 +57,7 @@ class Piece(str):
 
 
 class Answer:
-    """One prompt on its way: the engine's request, its text, and the method that was asked for."""
+    """An answer that is being generated: the engine's request, the text so far, and the method's name."""
 
     def __init__(self, request: Request, text: TextStream, method: str) -> None:
         self.request, self.text, self.method = request, text, method
@@ -85,7 +85,7 @@ class Answer:
 
 
 class Stream(Iterator[Piece]):
-    """Pieces of one answer as they are accepted, a whole block at a time; then `completion` is there."""
+    """The text of one answer, piece by piece as steps accept tokens. After the last one, read `completion`."""
 
     def __init__(self, engine: Engine, answer: Answer) -> None:
         self._answer = answer
@@ -97,7 +97,7 @@ class Stream(Iterator[Piece]):
 
     @property
     def completion(self) -> Completion:
-        """The whole answer, once the stream is exhausted or closed."""
+        """The whole answer. It is available once the stream has been read to its end or closed."""
         if getgeneratorstate(self._pieces) != GEN_CLOSED:
             raise RuntimeError("the answer is still being generated; exhaust the stream, or close() it")
         if self._completion is None:
@@ -110,18 +110,18 @@ class Stream(Iterator[Piece]):
 
 
 def _pieces(engine: Engine, answer: Answer) -> Generator[Piece, None, None]:
-    """Step one answer to its end. Every accepted token is in a piece; the last piece may have no text."""
-    waiting: list[int] = []
+    """Run one answer to its end. Every accepted token is in a piece; the last piece may have no text."""
+    tokens: list[int] = []
     for event in _events(engine, answer):
-        waiting += event.tokens
+        tokens += event.tokens
         text = answer.text.finish() if event.finish_reason else answer.text.take()
         if text or event.finish_reason:
-            yield Piece(text, waiting)
-            waiting = []
+            yield Piece(text, tokens)
+            tokens = []
 
 
 def _events(engine: Engine, answer: Answer) -> Generator[Event, None, None]:
-    """Step one answer to its end, and no other. An answer that is left early is cancelled."""
+    """Run this answer alone, one event per step. Closing the generator early cancels the request."""
     ids = [engine.submit(answer.request)]
     try:
         while not answer.finished:
@@ -131,9 +131,9 @@ def _events(engine: Engine, answer: Answer) -> Generator[Event, None, None]:
 
 
 class LookaheadModel:
-    """A causal LM, its tokenizer, a backend and an engine that lives as long as the model.
+    """A causal LM with its tokenizer, its backend, and an engine that lives as long as the model.
 
-    `default_config` is what suits the model on this machine.
+    `default_config` is used where a call names no config.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class LookaheadModel:
         self.stop_ids = stop_ids(model, tokenizer)
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
-        """One `Completion`, or a list of them for a list of prompts, which then share every forward pass.
+        """Answer one prompt with a `Completion`, or a list of prompts with a list of them, decoded as one batch.
 
         Settings: `max_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, stop=(), raw=False,
-        method="lookahead", config=None`. Without a `seed` every answer draws its own; `raw` leaves out the chat
-        template; `method` is 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'; `config` a LookaheadConfig
-        for 'lookahead'.
+        method="lookahead", config=None`. Without a `seed` every answer gets a random one. `raw` leaves out the chat
+        template. `method` is 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'. `config` is a
+        `LookaheadConfig`, for the method 'lookahead' only.
         """
         prompt = as_plain(prompt)
         many = is_batch(prompt)
@@ -168,7 +168,7 @@ class LookaheadModel:
         return completions if many else completions[0]
 
     def run(self, answers: Sequence[Answer]) -> list[Completion]:
-        """Step answers together, to their ends."""
+        """Run these answers together until all have ended."""
         ids: list[int] = []
         try:
             for answer in answers:
@@ -181,20 +181,20 @@ class LookaheadModel:
         return [answer.completion() for answer in answers]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
-        """Text pieces of one answer as they are accepted; settings as for `generate`."""
+        """Answer one prompt piece by piece, as steps accept tokens. The settings are those of `generate`."""
         prompt = as_plain(prompt)
         if is_batch(prompt):
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
         return Stream(self.engine, self._answer(prompt, **check_settings(settings)))
 
     def steps(self, prompt: Prompt, **settings: Any) -> Iterator[Stats]:
-        """The counters of one answer after each of its steps: the same object, ever further on."""
+        """Run one answer and give its counters after every step. It is the same object each time."""
         answer = self._answer(as_plain(prompt), **check_settings(settings))
         for event in _events(self.engine, answer):
             yield event.request.sequence.stats
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """A prompt's token ids; text becomes one user message of the chat template unless `raw`."""
+        """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`."""
         template = getattr(self.tokenizer, "chat_template", None)
         prompt = as_plain(prompt)
         if isinstance(prompt, str) and (raw or not template):
@@ -220,7 +220,7 @@ class LookaheadModel:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def _verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
-        """What the model's generation config asks for, applied token by token; None if it asks for nothing."""
+        """The verifier for the logits processors of the model's generation config, or None if there are none."""
         if not asked_for(self.model):
             return None
         sampling = sequence.sampling
@@ -277,13 +277,13 @@ def load(
     config: LookaheadConfig | None = None,
     log: Callable[[str], None] | None = None,
 ) -> LookaheadModel:
-    """A model ready to generate.
+    """Load a model that is ready to generate.
 
-    `name`: nothing (the embedded SmolLM2-135M-Instruct), a hub id, a folder, a `.gguf` file, or a (model, tokenizer)
-    pair. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'eager' (any model), or 'auto' for the
-    best that runs it. Without a `config` it is that of the profile that `lookahead tune --save` wrote for this model
-    and machine; without one the cost of a step is measured for a moment (once per model and machine) and the default
-    fitted to it.
+    `name` is a hub id, a folder, a `.gguf` file or a (model, tokenizer) pair; without it the embedded
+    SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'eager' (any
+    model), or 'auto' for the best that runs the model. Without a `config` the default config is the profile that
+    `lookahead tune --save` wrote for this model and machine. Where there is no profile, the default is fitted to the
+    cost of a step, which is measured once per model and machine.
     """
     model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
     loaded = LookaheadModel(model, tokenizer, label, config, backend, log)
@@ -296,7 +296,7 @@ def load(
 
 
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, when all of them are known."""
+    """Return the settings; raise TypeError for an unknown one."""
     known = signature(LookaheadModel._answer).parameters
     for name in settings:
         if name not in known:
@@ -306,22 +306,22 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_seed() -> int:
-    """A seed that nobody chose."""
+    """A random seed."""
     return random.SystemRandom().getrandbits(31)
 
 
 def as_plain(prompt: Any) -> Any:
-    """Tensors and arrays of token ids as lists."""
+    """Turn tensors and arrays of token ids into lists."""
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
 def _all(prompt: Any, kind: type) -> bool:
-    """A sequence, empty ones included, of nothing but this."""
+    """True for a sequence whose items all are of this type; an empty sequence counts."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(x, kind) for x in prompt)
 
 
 def is_batch(prompt: Any) -> bool:
-    """A list of texts, of token lists or of chats; one chat is a list of dicts, one token list a list of ints."""
+    """True for several prompts: texts, token lists or chats. One chat is a list of dicts, one token list of ints."""
     return bool(prompt) and _all(prompt, Sequence) and not isinstance(prompt, str)
 
 

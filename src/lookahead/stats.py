@@ -1,4 +1,4 @@
-"""What happened: the one place that defines a step, S and tokens per second, for every method."""
+"""The counters of a request. Steps, S and tokens per second are defined here, for every method alike."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import zip_longest
 class Stats:
     """Counters of one request.
 
-    A step is one forward pass that accepts tokens; the prefill's first token counts as one. `compression` is the
-    paper's S. `accepted_by_depth[d]` counts the steps in which a guess at depth d + 1 was accepted;
-    `accepted_by_source` the accepted guesses by the source that proposed them.
+    A step is one forward pass that accepts tokens; the pass over the prompt, which gives the first token, is one too.
+    `compression` is the paper's S. `accepted_by_depth[d]` counts the steps that accepted a guess at depth d + 1.
+    `accepted_by_source` counts the accepted guesses of each source.
     """
 
     prompt_tokens: int = 0
@@ -35,16 +35,16 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the wall time from prompt to last token."""
+        """Generated tokens divided by the wall time from the prompt to the last token."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean K: tokens fed per step, the prompt not counted."""
+        """Mean size of a step's tree. The prompt is not counted."""
         return self.step_tokens / self.steps if self.steps else 0.0
 
     def count_step(self, tree_tokens: int, accepted: int, sources: list[str]) -> None:
-        """One step of `tree_tokens` tokens that gave `accepted` tokens, the first ones guessed by `sources`."""
+        """Count a step: its tree's tokens, its accepted tokens, and the source of each accepted guess."""
         self.steps += 1
         self.step_tokens += tree_tokens
         self.generated_tokens += accepted
@@ -56,9 +56,9 @@ class Stats:
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
-        """The sum of several requests, such as the turns of a conversation; the first token is that of the first."""
+        """The sum of several requests, such as the turns of a chat. The first token's time is the first request's."""
         whole = cls()
-        for number, part in enumerate(parts):
+        for index, part in enumerate(parts):
             for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens"):
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
             for name in ("propose_seconds", "forward_seconds", "absorb_seconds", "seconds"):
@@ -67,6 +67,6 @@ class Stats:
             whole.accepted_by_depth = [a + b for a, b in depths]
             for source, count in part.accepted_by_source.items():
                 whole.accepted_by_source[source] = whole.accepted_by_source.get(source, 0) + count
-            if not number:
+            if index == 0:
                 whole.first_token_seconds = part.first_token_seconds
         return whole

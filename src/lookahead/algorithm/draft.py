@@ -5,7 +5,7 @@ never scores above its parent, and taking candidates best-first takes every pare
 number of accepted tokens of a step is 1 + the sum of the scores taken. Given what a step of each size costs, the
 drafter knows before the step runs which size gives most tokens per second (`worth`).
 
-`PythonDrafter` is the search as one reads it. `native.drafter.NativeDrafter` is the same search in C, with the same
+`PythonDrafter` is the search in plain Python. `native.drafter.NativeDrafter` is the same search in C, with the same
 results bit for bit. `native.choose_drafter` is the one place that chooses between them.
 """
 
@@ -87,7 +87,7 @@ class Drafter(Protocol):
 
 
 class PythonDrafter:
-    """The best-first search, to read and to fall back on."""
+    """The best-first search in Python: easy to read, and used where there is no C compiler."""
 
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
@@ -103,13 +103,13 @@ class PythonDrafter:
             if node.depth < limits.max_depth:
                 self._offer(heap, taken, draft, trie)
             # 2. Take the best candidate there is. Its next sibling among the successors is a candidate from now on.
-            found = None
-            while heap and found is None:
+            best = None
+            while heap and best is None:
                 negative, parent, index, trie_node = heap[0]
                 above = taken[parent]
                 if index < 0:
                     heappop(heap)
-                    found = Taken(
+                    best = Taken(
                         trie.tokens[trie_node], parent, above.depth + 1, trie.origins[trie_node], -negative, trie_node
                     )
                     break
@@ -122,10 +122,10 @@ class PythonDrafter:
                 else:
                     heappop(heap)
                 if above.trie_node < 0 or token not in trie.children[above.trie_node]:
-                    found = Taken(token, parent, above.depth + 1, origin, -negative, -1)
-            if found is None:
+                    best = Taken(token, parent, above.depth + 1, origin, -negative, -1)
+            if best is None:
                 break
-            taken.append(found)
+            taken.append(best)
         # 3. Keep as many as pay for their time.
         taught = 0.0 if tables is None else LEARNED
         scores = [node.score for node in taken]
@@ -142,11 +142,9 @@ class PythonDrafter:
     def _offer(self, heap: list[Candidate], taken: list[Taken], draft: Draft, trie: Trie) -> None:
         """Queue what may follow the node taken last."""
         place, node, rates = len(taken) - 1, taken[-1], draft.rates
-        found = None
-        if draft.tables is not None:
-            found = draft.tables.look_up(*_last_three(taken, draft))
-        if found is not None:
-            node.successors, node.first_origin = found
+        answer = None if draft.tables is None else draft.tables.look_up(*_last_three(taken, draft))
+        if answer is not None:
+            node.successors, node.first_origin = answer
         likely = node.successors
         half = len(likely) // 2
         mass = 0.0
@@ -210,7 +208,7 @@ class Trie:
 
 
 def worth(scores: Sequence[float], cost: Sequence[float], branch: int, taught: float) -> int:
-    """How many entries of `scores` (the root's 1.0 first, then best first) give most tokens per unit of time."""
+    """How many of the `scores` (the root's 1.0, then the guesses best first) give most tokens per unit of time."""
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
     gains = [(tokens + taught * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1

@@ -1,8 +1,9 @@
-"""Logits -> target tokens: argmax, or one draw by inverse CDF with the position's uniform.
+"""From logits to targets: the argmax, or one draw by inverse CDF with the uniform of the output position.
 
-The paper's Algorithm 4 tries the guesses one by one, renormalising after each refusal. With deterministic guesses
-that is the same law as drawing x once from P and accepting x iff some live guess proposes it. So a target is one
-draw, and as the uniform belongs to the *output position*, the same seed gives the same tokens whatever the tree.
+The paper's Algorithm 4 tries the guesses one by one and renormalises after each refusal. Our guesses are fixed tokens,
+not draws, so this has the same distribution as drawing one token from P and accepting a guess that equals it. A target
+is therefore one draw. Its uniform belongs to the *output position*, so the same seed gives the same tokens with any
+tree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from lookahead.config import SamplingParams
 
 NO_DRAW = -1.0
-"""In place of a uniform: take the argmax. The window's own rows are greedy, as in the paper's section 3.2."""
+"""Stands in place of a uniform and means: take the argmax. The window's targets are greedy, as in section 3.2."""
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -38,7 +39,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[R, V] probabilities and [R] uniforms in [0, 1) -> [R] tokens: the first whose CDF exceeds the uniform."""
+    """[R, V] probabilities and [R] uniforms in [0, 1) -> [R] tokens, each the first whose CDF exceeds its uniform."""
     cdf = probs.cumsum(dim=-1)
     threshold = (uniforms * cdf[:, -1])[:, None]
     tokens = torch.searchsorted(cdf, threshold, right=True)[:, 0]
@@ -47,7 +48,7 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def pick(logits: torch.Tensor, params: SamplingParams, uniforms: Sequence[float]) -> torch.Tensor:
-    """[R, V] logits -> [R] target tokens; `uniforms[r]` is that of line r, or NO_DRAW for the argmax."""
+    """[R, V] logits -> [R] targets. `uniforms[r]` is for row r, or NO_DRAW for the argmax."""
     greedy = logits.argmax(dim=-1)
     drawn = [r for r, u in enumerate(uniforms) if u != NO_DRAW]
     if params.greedy or not drawn:
@@ -58,11 +59,11 @@ def pick(logits: torch.Tensor, params: SamplingParams, uniforms: Sequence[float]
 
 
 LEVELS = 16
-"""Probability levels of a likely token: the last one is everything below 2^-7.5."""
+"""Probability levels of a top token. The last level holds all probabilities below 2^-7.5."""
 
 
 def top_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """[R, V] logits -> [R, 2 count] int32: the likeliest tokens, best first, and then the level of each.
+    """[R, V] logits -> [R, 2 count] int32: the `count` likeliest tokens, best first, and then the level of each.
 
     Level l holds the probabilities in (2^-(l+1)/2, 2^-l/2].
     """

@@ -103,7 +103,7 @@ class DecodingSequence:
         return window_layout(width if self.left > 1 and fits and not crowds else 0, config.ngram)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
-        """One per needed node: that of the output position the node predicts. The window's own nodes are greedy."""
+        """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""
         if self.sampling.greedy:
             return []
         generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
@@ -131,7 +131,7 @@ class DecodingSequence:
         self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins])
         if self.finish_reason is not None:
             return verdict
-        # 2. The window: one n-gram per column, and a new newest row.
+        # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
             first = 1 if self.config.ngram > 2 else 0

@@ -1,8 +1,8 @@
-"""Successors: the tokens that the model found likely after a short text, kept under the text's last tokens.
+"""Successors: top tokens that are kept for later guesses, under the last tokens of the text they follow.
 
-A forward pass computes logits for every needed node anyway. The eight likeliest tokens of each are kept here, under the
-node's last three, last two and last one tokens. The drafter asks for them to continue a path (`sources.recycle` keeps
-them, `draft` uses them).
+A forward pass computes logits for every needed node anyway. The eight top tokens of each are kept here, under the last
+three, the last two and the last one tokens of the node's path. `sources.recycle` keeps them, and the drafter continues
+paths with them.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class SuccessorDict:
         for node, likely in zip(tree.needed, top.tolist(), strict=True):
             token, parent = tokens[node], parents[node]
             if parent > 0:
-                one, two = tokens[parent], tokens[parents[parent]]
+                last, second_last = tokens[parent], tokens[parents[parent]]
             elif parent == 0:
-                one, two = tokens[0], before[1]
+                last, second_last = tokens[0], before[1]
             else:
-                two, one = before
-            entries[two, one, token] = entries[one, token] = entries[(token,)] = tuple(likely)
+                second_last, last = before
+            entries[second_last, last, token] = entries[last, token] = entries[(token,)] = tuple(likely)
 
     def get(self, key: Key) -> Successors | None:
         return self._entries.get(key)

@@ -1,14 +1,14 @@
-"""The step's token tree: tokens, parents, depths, needed nodes, and who sees whom.
+"""The step's token tree: tokens, parents, depths, needed nodes, and which node sees which.
 
 One rule makes the whole attention pattern of the paper's Figure 2(b): *a token sees the prefix, its ancestors
 and itself, nothing else.* Node 0 is the root `c`, the last accepted token; a node's position is the root's plus
 its depth. Parents always stand before their children.
 
-    lookahead branch      c - o1 - o2 - ...        the oldest row: a chain, c is its column 0
+    lookahead branch      c - o1 - o2 - ...        the oldest window row: a chain, c is its column 0
                           |   |    |
-                          g0  g1   g2              row 1: one chain per column, hanging from the oldest row
+                          g0  g1   g2              window row 1: one chain per column, hanging from the oldest one
                           |   |    |
-                          r0  r1   r2              the newest row, N-2
+                          r0  r1   r2              the newest window row, N-2
     verification branch   c - guess - guess        a trie of guesses hanging from c
                             \\ guess
 """
@@ -96,11 +96,11 @@ def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a forward pass says of the tree's needed nodes, in their order.
+    """What a forward pass computed for the tree's needed nodes, in their order.
 
-    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n likeliest tokens,
-    best first, and the n probability levels of these (see `sampling.top_tokens`); None when nobody asked. `logits`
-    [len(needed), V], on the backend's device, are there for verification that asked for them (`engine.processors`).
+    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n top tokens, best
+    first, and then the n probability levels of these (see `sampling.top_tokens`), or None if they were not asked for.
+    `logits` [len(needed), V] are on the backend's device, or None if they were not asked for (`engine.processors`).
     """
 
     targets: list[int]
@@ -124,7 +124,7 @@ NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 @dataclass
 class WindowLayout:
-    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the nodes of the newest row."""
+    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes."""
 
     width: int
     parents: tuple[int, ...]
@@ -159,7 +159,7 @@ def _counting(first: int, count: int) -> array[int]:
 
 @lru_cache(maxsize=256)
 def window_layout(window: int, ngram: int) -> WindowLayout:
-    """Figure 2(b)'s lookahead branch: row r, column j sits at depth j + r; c is row 0, column 0."""
+    """Figure 2(b)'s lookahead branch: window row r, column j is at depth j + r; the root is row 0, column 0."""
     parents, depths = [-1], [0]
     if not window:
         return WindowLayout(0, (-1,), (0,), ())

@@ -1,4 +1,4 @@
-"""Verification: follow the targets down the tree (Algorithms 3 and 4 share it; only the target rule differs)."""
+"""Verification: follow the targets down the tree. Algorithms 3 and 4 share it; they differ in what a target is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lookahead.config import StopRules
 
 @dataclass(slots=True)
 class Verdict:
-    """What a step gives a sequence: the accepted guesses' nodes, the accepted tokens, and why it ends, if it does.
+    """What a step gives a sequence: the nodes of the accepted guesses, the accepted tokens, and the reason to stop.
 
-    The last accepted token is the new root; it has no node yet, so there is one node fewer than tokens.
+    The last accepted token is the new root. It has no node in this tree, so `path` is one shorter than `tokens`.
     """
 
     path: list[int]
@@ -22,10 +22,10 @@ class Verdict:
 
 
 def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:
-    """From the root, follow the guess that equals the target, as far as there is one.
+    """From the root, follow the guess that equals the target, as long as there is one.
 
-    `targets` aligns with `tree.needed`. Returns the accepted guesses' nodes and the accepted tokens: those guesses
-    and the target after the last of them, so one token more than nodes, and never fewer than one.
+    `targets` aligns with `tree.needed`. Returns the nodes of the accepted guesses and the accepted tokens. The tokens
+    are these guesses and the target after the last of them, so there is always at least one.
     """
     path: list[int] = []
     tokens = [targets[0]]
@@ -44,9 +44,10 @@ def cut(
     rules: StopRules,
     ends: Callable[[int], bool] | None = None,
 ) -> tuple[int, str | None]:
-    """How many of these accepted tokens stand, and why the sequence ends there, if it does.
+    """How many of these accepted tokens the sequence keeps, and the reason to stop after them, if there is one.
 
-    Every token is tested in turn, as autoregressive decoding would: EOS, then `ends` (stop strings), then length.
+    The tokens are tested one after the other, as autoregressive decoding does: EOS, then `ends` (stop strings), then
+    length.
     """
     for count, token in enumerate(tokens, start=1):
         if token in rules.eos_ids:

@@ -1,4 +1,4 @@
-"""What an engine needs of a backend: slots that hold K/V, one forward pass over trees, and a commit."""
+"""What the engine needs from a backend: slots that hold K/V, a forward pass over trees, and a commit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class StepInput:
     """One sequence's part of a forward pass.
 
-    `trail` are the tokens before the tree's root that are not cached yet: the prompt, on the first step; else nothing.
-    `uniforms` align with `tree.needed` (empty for greedy); `top` is how many likeliest tokens to return per needed
-    node. With `logits` the output holds their logits, too. `continues_alone` is a hint: the next step will be a plain
-    one-token step whose input is this step's target.
+    `trail` are the tokens before the tree's root that are not cached yet: on the first step the prompt, later nothing.
+    `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is how many top tokens to return per
+    needed node. With `logits` the output has the needed nodes' logits, too. `continues_alone` is a hint: the next step
+    will be a plain one-token step whose input is this step's target.
     """
 
     slot: int
@@ -36,15 +36,15 @@ class StepInput:
 
 
 def padded(batch: int) -> int:
-    """The size of a batch when it is captured: the next power of two."""
+    """The size to which a captured step pads a batch: the next power of two."""
     return 1 << (batch - 1).bit_length()
 
 
 class Backend(Protocol):
-    """The device side: weights, K/V, one forward. It knows nothing of windows, pools or text.
+    """The device side: weights, K/V and the forward pass. A backend knows nothing of windows, pools or text.
 
-    `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, None
-    without a limit.
+    `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, or None if
+    there is no limit.
     """
 
     model: Any
@@ -56,11 +56,11 @@ class Backend(Protocol):
     # Slots
 
     def open(self) -> int:
-        """A slot for a new sequence, with nothing cached."""
+        """Open a slot for a new sequence, with nothing cached."""
         ...
 
     def close(self, slot: int) -> None:
-        """Give the slot back."""
+        """Free the slot and its K/V."""
         ...
 
     def length(self, slot: int) -> int:
@@ -70,15 +70,15 @@ class Backend(Protocol):
     # A step
 
     def prepare(self, tokens: int, budget: int) -> None:
-        """Do beforehand what the first steps of one sequence of so many tokens would otherwise wait for."""
+        """Compile and capture in advance what one sequence of `tokens` tokens needs for steps of up to `budget`."""
         ...
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:
-        """Start one forward pass over every input's trail and tree. It may still run on return."""
+        """Start one forward pass over every input's trail and tree. It may still be running on return."""
         ...
 
     def collect(self, running: Any) -> list[StepOutput]:
-        """Wait for what `launch` returned: the targets and top tokens of the needed nodes."""
+        """Wait for the pass that `launch` started, and return what it computed for the needed nodes."""
         ...
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
@@ -86,18 +86,18 @@ class Backend(Protocol):
         ...
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Per slot of the last step: keep the trail, the root and these tree nodes, in order; drop the rest."""
+        """Per slot of the last step, keep the K/V of the trail, the root and these nodes, in order; drop the rest."""
         ...
 
-    # K/V from and for elsewhere
+    # K/V from outside, and for outside
 
     def adopt(self, slot: int, length: int, layers: Layers) -> None:
-        """Fill a slot with the K/V of a sequence's first `length` tokens that were computed elsewhere.
+        """Fill a slot with the K/V of a sequence's first `length` tokens, which were computed elsewhere.
 
-        `layers` holds the last n of them; a sliding layer needs no more than its window.
+        `layers` holds the last n of these tokens; a layer with a sliding window needs no more than its window.
         """
         ...
 
     def cached(self, slot: int) -> Layers:
-        """Copies of a slot's K/V of all its cached tokens."""
+        """Copy the K/V of all tokens that a slot has cached."""
         ...

@@ -1,4 +1,4 @@
-"""Which backend runs a model: the graph backend where it can, else the eager one, which runs them all."""
+"""Choose a model's backend: the graph backend if it can run the model, else the eager one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose(
     eager: Callable[[], Backend],
     log: Callable[[str], None] | None = None,
 ) -> Backend:
-    """What `graph` or `eager` makes, by name; where 'auto' has to do without the graph backend, one line says why."""
+    """Make the backend of this name with `graph()` or `eager()`. If 'auto' cannot use the graph one, log why."""
     if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
         return eager()
     try:
@@ -45,7 +45,7 @@ def choose(
 
 
 def graph_backend(model: Any) -> Backend:
-    """The model's graph backend, probed; UnsupportedModelError where it cannot be."""
+    """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run."""
     from lookahead.backends.graph.backend import GraphBackend
 
     if input_device(model).type == "cuda":

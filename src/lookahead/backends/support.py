@@ -1,4 +1,4 @@
-"""Refuse what the eager backend cannot run exactly, and prove on a few tokens that it runs the rest."""
+"""Refuse models that cannot be decoded exactly, and check every other model on a few tokens."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def check_supported(model: Any) -> None:
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """The most positions a model can be decoded exactly on, and why; None when nothing limits them.
+    """Up to how many positions a model can be decoded exactly, and the reason. None means that there is no limit.
 
-    A `hard` limit must be known to hold before the first token: beyond it the tokens would differ, not fail.
+    Beyond a `hard` limit tokens would be wrong without any error, so a request that may reach it must be refused
+    before its first token.
     """
 
     positions: int | None
@@ -64,10 +65,10 @@ class PositionLimit:
 
 
 def position_limit(config: Any) -> PositionLimit:
-    """Rotary positions go on for ever, and a table of positions has an end.
+    """The limit of this config. A table of positions has an end; rotary positions have none, with two exceptions.
 
-    Longrope and dynamic rotary factors follow the furthest position of a pass, for all its tokens: one far guess would
-    change the near ones. Below the original context nothing changes, so that is their limit.
+    Longrope and dynamic rotary factors depend on the furthest position of a pass, so one far guess would change all of
+    its tokens. Within the original context the factors are constant, so that is the limit of such models.
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -85,14 +86,14 @@ def position_limit(config: Any) -> PositionLimit:
 
 
 def context_length(config: Any) -> int | None:
-    """The context: the most positions the model was made for and can be decoded exactly on, if its config says."""
+    """The context: as many positions as the model was made for and can be decoded exactly on, if its config says."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     exact = position_limit(config).positions
     return limit if exact is None else exact
 
 
 def sliding_windows(config: Any) -> dict[str, int | None]:
-    """Kind of attention layer -> its sliding window, if it has one. A model with one kind of layer has the kind ''."""
+    """Kind of attention layer -> its sliding window, or None. In a model with one kind of layer the kind is ''."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     if "sliding_attention" in kinds:
@@ -102,17 +103,17 @@ def sliding_windows(config: Any) -> dict[str, int | None]:
 
 
 def doubtful_window(config: Any) -> bool:
-    """Whether a window that the config names may or may not be applied; below its length it makes no difference.
+    """True when the config names a sliding window, but does not tell whether the model uses it.
 
-    Layer types without a sliding one contradict it: some models follow the one, some the other. Moshi names a window,
-    and its decoder has none.
+    That is so when the config also lists layer types without a sliding one: some models then use the window, some do
+    not. Moshi names a window that its decoder does not use. Below the window's length it makes no difference.
     """
     kinds = getattr(config, "layer_types", None) or ()
     return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") == "moshi"
 
 
 def input_device(model: Any) -> torch.device:
-    """Where the model takes its tokens. Between passes an offloaded embedding is on no device; its hook knows."""
+    """The device of the model's input. An offloaded embedding is on no device between passes, but its hook knows."""
     embedding = model.get_input_embeddings()
     place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return embedding.weight.device if place is None else torch.device(place)
@@ -142,10 +143,10 @@ def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def probe(backend: Backend) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
-    A model that ignores the mask, the positions or the cache gives other logits, and is refused rather than trusted.
-    The prefix is 3 tokens; node 3 stands behind a decoy that only a broken mask lets it see. In half precision two sets
-    of kernels may differ by more than a broken mask does: where the model's logits are only near, the same tokens in a
-    row on the backend itself decide.
+    A model that ignores the mask, the positions or the cache gives other logits, and is refused. The prefix has 3
+    tokens. Node 1 is a decoy: nodes 2 and 3 see it only if the mask is broken. In half precision the backend's kernels
+    and the model's own may differ by more than a broken mask does. So where their logits are only near, the tree is
+    compared with the backend's own logits of the same tokens one after the other.
     """
     model, vocab = backend.model, backend.vocab_size
     kind = getattr(model.config, "model_type", type(model).__name__)
@@ -165,8 +166,8 @@ def probe(backend: Backend) -> None:
         plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
         close, distance = TOLERANCE if exact else TOLERANCE_HALF, _relative(ours[node], plain)
         if not exact and close < distance <= NEAR:
-            row = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
-            distance = _relative(ours[node], row)
+            alone = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
+            distance = _relative(ours[node], alone)
         if not distance <= close:
             reason = "its attention does not follow the mask or the positions"
             if not _relative(_one_by_one(model, ids, backend.device), plain) <= close:
@@ -181,8 +182,8 @@ def probe(backend: Backend) -> None:
 
 
 TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
-"""Relative errors that the probe lets pass: in fp32, in half precision, and there between two sets of kernels. The
-graph backend and transformers were apart by up to 0.2 on the embedded model in bf16, on tokens that make no text."""
+"""The relative errors that the probe allows: in fp32, in half precision, and in half precision between two sets of
+kernels. On the embedded model in bf16, with random tokens, the graph backend and transformers differed by up to 0.2."""
 
 
 def _alone(token: int) -> TokenTree:
@@ -190,32 +191,32 @@ def _alone(token: int) -> TokenTree:
 
 
 def _tree_logits(backend: Backend, prefix: list[int], tree: TokenTree) -> torch.Tensor:
-    """Logits of a tree behind a prefix whose last token is a step of its own: the tree finds it in the cache."""
+    """Logits of a tree behind a prefix. The prefix runs in a step before, so that the tree reads it from the cache."""
     slot = backend.open()
     try:
         backend.step([StepInput(slot, prefix[:-1], _alone(prefix[-1]), SamplingParams(), ())])
         backend.commit([(slot, ())])
-        found: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
+        logits: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
         backend.commit([(slot, ())])
-        return found.float()
+        return logits.float()
     finally:
         backend.close(slot)
 
 
 def _inputs(model: Any, ids: list[int], first: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """One row with its positions, which `generate` hands to every model that takes them."""
+    """A batch of one, with its positions if the model takes them, as `generate` passes them."""
     inputs = {"input_ids": torch.tensor([ids], device=device)}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.arange(first, first + len(ids), device=device)[None]
     return inputs
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+def _relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((computed - expected).norm() / expected.norm().clamp_min(1e-6))
 
 
 def _one_by_one(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:
-    """[V] logits after `ids` when each is a pass of its own over the model's own cache, as `generate` has it."""
+    """[V] logits after `ids`, one pass per token over the model's own cache, as `generate` does."""
     cache = None
     for place, token in enumerate(ids):
         output = model(**_inputs(model, [token], place, device), past_key_values=cache, use_cache=True)

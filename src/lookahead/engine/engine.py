@@ -1,4 +1,4 @@
-"""The engine steps one or many sequences through one backend: propose, one forward pass, verify, commit."""
+"""The engine runs many requests on one backend. A step is: propose, one forward pass, verify, commit."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from lookahead.config import SamplingParams
 from lookahead.engine.request import Event, Request, StepResult, Verifier
 
 GREEDY = SamplingParams()
-"""Where a verifier chooses the tokens, the backend's targets are only hints for the window and the sources."""
+"""The sampling of a request with a verifier. The verifier chooses its tokens; the backend's targets only feed the
+window and the sources, so the argmax will do."""
 
 
 class Engine:
-    """Continuous batching with ragged acceptance: requests join and leave between steps.
+    """Continuous batching: requests join and leave between steps, and each accepts its own number of tokens per step.
 
-    It lives as long as its backend. Every request has its own config, sampling, stop rules and, if need be, verifier.
-    A newcomer's first step carries its prompt and runs by itself, because padding the others to a prompt's length would
-    cost more; from then on it shares the batch's forward pass.
+    An engine lives as long as its backend. Every request has its own config, sampling, stop rules and optional
+    verifier. The first step of a request carries its prompt and runs in a pass of its own, because padding the other
+    requests to the prompt's length would cost more. After that the request shares the batch's forward pass.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._requests: dict[int, Request] = {}
         self._submitted = 0
-        self._spent: Sequence[StepResult] = ()  # the last step: its many objects are freed while the next one runs
+        self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
 
     def submit(self, request: Request) -> int:
-        """Let a request take part from the next step on. Returns its id."""
+        """Add a request, which takes part from the next step on. Returns its id."""
         if request.slot < 0:
             request.slot = self.backend.open()
         self._submitted += 1
@@ -39,7 +40,7 @@ class Engine:
         return request.id
 
     def cancel(self, id: int) -> None:
-        """Let a request leave before it has finished. It is no mistake to name one that has left already."""
+        """Remove a request. An id that is not running is ignored."""
         request = self._requests.pop(id, None)
         if request is not None:
             self.backend.close(request.slot)
@@ -50,30 +51,30 @@ class Engine:
         return list(self._requests)
 
     def step(self, ids: Collection[int] | None = None) -> list[Event]:
-        """One decoding step of every running request, or of these alone. Finished ones leave."""
-        # 1. Propose, and one forward pass: over each newcomer by itself, over those that go on together.
-        asked = [request for id, request in self._requests.items() if ids is None or id in ids]
+        """Run one step of every running request, or of these alone. Finished requests are removed."""
+        # 1. Propose and run: a pass for each new request, and one pass for all the others.
+        stepped = [request for id, request in self._requests.items() if ids is None or id in ids]
         cached, others, results = self.backend.length, list[Request](), list[StepResult]()
-        for request in asked:
+        for request in stepped:
             if cached(request.slot) < len(request.sequence.tokens) - 1:
-                results += self._forward([request], alone=len(asked) == 1)
+                results += self._forward([request], alone=len(stepped) == 1)
             else:
                 others.append(request)
         if others:
-            results += self._forward(others, alone=len(others) == len(asked))
+            results += self._forward(others, alone=len(others) == len(stepped))
         # 2. Verify, learn, commit.
         return self.settle(results)
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
-        """The rest of a step that ran. Without `commit` it had no guesses, and its root's K/V is in place already."""
-        # 1. Verify and absorb: each sequence accepts what it can, and learns.
+        """Verify and commit a step that has run. With `commit=False` its K/V are in place already."""
+        # 1. Verify and absorb: each sequence accepts tokens and learns.
         begin = perf_counter()
         verdicts = [
             result.request.sequence.absorb(result.input.tree, result.output, verdict)
             for result, verdict in zip(results, verify(results), strict=True)
         ]
         absorbed = perf_counter()
-        # 2. Commit: the accepted tokens' K/V move next to the prefix. Finished requests leave.
+        # 2. Commit: the accepted tokens' K/V move next to the prefix. Finished requests are removed.
         if commit:
             slots = [result.input.slot for result in results]
             self.backend.commit([(slot, verdict.path) for slot, verdict in zip(slots, verdicts, strict=True)])
@@ -94,7 +95,7 @@ class Engine:
         return events
 
     def _forward(self, requests: Sequence[Request], alone: bool) -> list[StepResult]:
-        """Propose each request's tree and run all of them in one pass. `alone`: nobody else takes part in this step."""
+        """Propose a tree for each request and run all in one pass. `alone`: no other request is part of this step."""
         begin = perf_counter()
         inputs = []
         for request in requests:
@@ -119,7 +120,7 @@ class Engine:
         return [StepResult(*parts) for parts in zip(requests, inputs, outputs, strict=True)]
 
     def _learn_while_running(self, requests: Sequence[Request], inputs: Sequence[StepInput]) -> None:
-        """Do what may wait until the device runs: learning, the trees as verification reads them, freeing memory."""
+        """Do while the device runs what need not delay it: free memory, learn, index the trees for verification."""
         self._spent = ()
         for request in requests:
             request.sequence.learn_while_running()
@@ -128,7 +129,7 @@ class Engine:
 
 
 def verify(results: Sequence[StepResult]) -> list[Verdict | None]:
-    """The verdicts of the requests that have a verifier; None for those whose sequence verifies by itself."""
+    """The verdicts of requests that have a verifier, and None for those whose sequence verifies by itself."""
     verdicts: list[Verdict | None] = [None] * len(results)
     groups: dict[Verifier, list[int]] = {}
     for place, result in enumerate(results):

@@ -1,11 +1,11 @@
-"""Verification when a target depends on its path: logits processors, draws and stopping criteria, token by token.
+"""Verification token by token, for logits processors, draws and stopping criteria that look at the text so far.
 
-`verify.accept` follows targets that the backend has picked for all needed nodes at once. That needs the rule from
-logits to token to look at one node alone. A repetition penalty, a grammar or a stopping criterion looks at the text
-before, and may remember what it was asked. So `PathVerifier` goes down a step's tree one output token at a time, from
-the root: process the node's logits with the text so far, choose the token, ask whether to stop, go on to the guess that
-equals it. Every processor and every criterion sees just the calls it would see with one token per step, in the same
-order, and no guess that is refused costs anything.
+`verify.accept` follows targets that the backend has picked for all needed nodes at once. That works only if a target
+depends on its node alone. A repetition penalty, a grammar or a stopping criterion depends on the text before the node,
+and may keep a state. So `PathVerifier` goes down the tree from the root, one output token at a time: it processes the
+node's logits with the text so far, chooses the token, asks whether to stop, and goes on to the guess that equals the
+token. Every processor and criterion gets the same calls, in the same order, as with one token per step. They are never
+called for a refused guess.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Reached = dict[int, tuple[StepResult, int]]
 
 @dataclass(frozen=True)
 class Rule:
-    """From logits to tokens to the end. Without `processors` and `draw` a target is the logits' argmax.
+    """How logits become tokens, and when to stop. Without `processors` and `draw` a target is the logits' argmax.
 
-    `criteria` end sequences beside their own stop rules. `pad` follows the end of one while others go on; without it
-    an ended one goes on, too, until all have met `criteria`.
+    `criteria` end sequences in addition to their own stop rules. A batch entry that has ended is filled with `pad`
+    while others continue. Without `pad` it continues, too, until all entries have met `criteria`.
     """
 
     processors: Processors | None = None
@@ -57,12 +57,12 @@ class Rule:
 
 
 class PathVerifier:
-    """Verifies one sequence, or several that share a rule and move together: every step gives all of them as many
+    """Verifies one sequence, or several that share a rule and move together: each step gives all the same number of
     tokens.
 
     `ids` [B, L] is the text that processors and criteria see: the prompt as it was given, with its padding, and the
-    output. `scores` and `logits` hold one [B, V] tensor per output position, where the rule keeps them; entries that
-    have ended hold zeros there.
+    output. If the rule keeps them, `scores` and `logits` hold one [B, V] tensor per output position, with zeros for
+    batch entries that have ended.
     """
 
     def __init__(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor, rule: Rule) -> None:
@@ -100,7 +100,7 @@ class PathVerifier:
         return list(verdicts.values())
 
     def _choose(self, reached: Reached) -> list[int]:
-        """One token per entry; entries that have ended get the padding."""
+        """Choose one token per batch entry. Entries that have ended get the padding."""
         tokens = [self.rule.pad or 0] * len(self._entries)
         if not self.rule.wants_logits:
             for entry, (result, node) in reached.items():
@@ -128,14 +128,14 @@ class PathVerifier:
 
 
 def joint_draw(draws: Sequence[Draw]) -> Draw:
-    """One draw for sequences that move together, each from its own source."""
+    """One draw for several sequences that move together. Sequence i uses `draws[i]`."""
     return lambda scores: torch.cat([draw(scores[entry : entry + 1]) for entry, draw in enumerate(draws)])
 
 
 def uniform_draw(seed: int, params: SamplingParams | None = None) -> Draw:
-    """Draws for one sequence by inverse CDF, one uniform per output position: the same uniforms as its own.
+    """Draws for one sequence by inverse CDF, with the uniforms that a `DecodingSequence` of this seed uses.
 
-    With `params` the scores go through their temperature, top-k, top-p and min-p first.
+    With `params` their temperature, top-k, top-p and min-p are applied to the scores first.
     """
     uniforms = random.Random(seed)
 

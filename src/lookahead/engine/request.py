@@ -1,4 +1,4 @@
-"""A request as the engine knows it: a sequence on its way, by an id. The engine knows nothing of text."""
+"""What goes into the engine and comes out of it: requests and events. The engine knows token ids, but no text."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from lookahead.backends.base import StepInput
 class Request:
     """One sequence on its way through the engine.
 
-    `verifier` is for rules that look at the text so far, such as a repetition penalty. `slot` is the backend's; a given
-    one may hold the K/V of the sequence's first tokens already. `finished` is called when the sequence has ended, while
-    the backend still holds its K/V. `begin` is when its clock started.
+    `verifier` is for rules that look at the text so far, such as a repetition penalty. `slot` is the backend's handle
+    for the K/V; the engine opens one, unless the caller gives a slot that already holds the K/V of the first tokens.
+    `finished` is called when the sequence has ended, before its K/V are freed. `begin` is the time from which
+    `stats.seconds` counts.
     """
 
     sequence: DecodingSequence
@@ -31,7 +32,7 @@ class Request:
 
 @dataclass(slots=True)
 class StepResult:
-    """One request's part of a step that ran: what went in, what came out."""
+    """One request's part of a step that has run: its input and its output."""
 
     request: Request
     input: StepInput
@@ -39,13 +40,13 @@ class StepResult:
 
 
 Verifier = Callable[[Sequence[StepResult]], list[Verdict]]
-"""Verifies a step from its logits, in place of the sequences themselves (see `processors`). Requests that must move
-together share one verifier, which is then called with all of them."""
+"""Verifies a step in place of the sequences themselves (see `processors`). Requests that must move together share one
+verifier, which is called once with all their results."""
 
 
 @dataclass(slots=True)
 class Event:
-    """What a step gave one request: a whole accepted block. `finish_reason` is None while the request goes on."""
+    """What a step gave one request: the accepted tokens. `finish_reason` is None while the request continues."""
 
     request: Request
     tokens: list[int]

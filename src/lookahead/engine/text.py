@@ -1,8 +1,8 @@
 """From accepted token ids to text that may be shown: incremental detokenisation and stop strings.
 
-A decoding step may accept several tokens at once, so nothing here depends on how tokens arrive: for any token
-sequence, every partition into blocks gives the same final text and the same stopping token as one token at a
-time. A `Detokenizer` turns ids into stable text; a `TextStream` adds the stop strings of one request.
+A step may accept several tokens at once. The final text and the token it stops at do not depend on how the tokens are
+grouped: they are the same as with one token at a time. A `Detokenizer` turns ids into stable text; a `TextStream` adds
+the stop strings of one request.
 """
 
 from __future__ import annotations
@@ -12,39 +12,37 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that do not (yet) make a character
 INCOMPLETE = 3  # an unfinished UTF-8 character has at most 3 bytes, so at most 3 trailing U+FFFD can change
 CONTEXT = 16  # tokens kept left of new ones: at least 4 characters, even where each token is a single byte
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece vocabularies spell a raw byte
 
 
 class TokenizerLike(Protocol):
-    """All that a tokenizer must have; `convert_ids_to_tokens` or `id_to_token` is used where there is one."""
+    """What a tokenizer must have. `convert_ids_to_tokens` or `id_to_token` is used too, if there is one."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str | list[str]: ...
 
 
 class Detokenizer:
-    """Token ids in, stable text out: text that no later token can change.
+    """Turns token ids into stable text: text that no later token can change.
 
-    All `push` results and `flush` together equal `tokenizer.decode(all_ids, skip_special_tokens=True)`, with
-    `clean_up_tokenization_spaces=False` where the tokenizer takes it: that clean-up deletes the space before
-    a later ".", so cleaned text is neither final while streaming nor what the model wrote.
+    All `push` results and `flush` together equal `tokenizer.decode(all_ids, skip_special_tokens=True)`. Where the
+    tokenizer has the option `clean_up_tokenization_spaces`, it is off: the clean-up deletes the space before a later
+    ".", so it would change text that was shown already, and the model did not write the cleaned text.
 
-    Only a window of the last tokens is decoded: at most 2 * CONTEXT and the newest block. A decode that
-    starts in the middle differs from the whole one at its left edge only: SentencePiece and WordPiece
-    decoders drop the first token's leading space, and a UTF-8 character cut in two becomes up to three
-    U+FFFD, after which the decoder is back in step. So text is read off the window's right end, and the
-    window is shortened only when at least those three characters are left as a margin.
+    Only the *tail*, the last tokens, is decoded: at most 2 * CONTEXT tokens and the newest block. A text decoded from
+    the middle differs from the whole one at its left edge only: SentencePiece and WordPiece decoders drop the first
+    token's leading space, and a UTF-8 character that is cut in two becomes up to three U+FFFD. So new text is read from
+    the right end, and the tail is shortened only if at least three characters stay as a margin on the left.
 
-    Held back until settled:
-    - up to three trailing U+FFFD, which may be an unfinished character. What follows frees a genuine one.
-    - a trailing run of byte pieces (`<0x0A>`). Byte-fallback decoders turn a whole run into U+FFFD when any
-      of it is invalid, so only the token after the run settles it. An open run stays in the window, the one
-      case of a longer window; until the run closes, `push` decodes nothing.
+    Two kinds of text are held back until a later token settles them:
+    - up to three U+FFFD at the end. They may be an unfinished character.
+    - a run of byte pieces (`<0x0A>`) at the end. Byte-fallback decoders turn the whole run into U+FFFD when any
+      part of it is invalid, so only the token after the run settles it. Until then `push` decodes nothing, and the
+      whole run stays in the tail, which may get longer than usual.
 
-    Tokens that leave no trace (skipped special tokens, ids past the vocabulary) are dropped on entry: they
-    neither fill the window nor end a run.
+    Tokens that leave no trace in the text (skipped special tokens, ids past the vocabulary) are dropped at once.
     """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
@@ -52,10 +50,10 @@ class Detokenizer:
         self._options = _decode_options(tokenizer)
         self._piece = _piece_lookup(tokenizer)
         self._traces: dict[int, bool] = {}  # id -> whether it leaves a trace in the text
-        self._anchor: int | None = None  # a token known to leave one
-        self._window: list[int] = []
-        self._open = 0  # byte pieces at the end of the window
-        self._offset = 0  # characters of the window's text that are stable
+        self._anchor: int | None = None  # a token that leaves a trace
+        self._tail: list[int] = []
+        self._open = 0  # byte pieces at the end of the tail
+        self._offset = 0  # characters of the tail's text that are stable
         self._stable: list[str] = []
         self._flushed = False
 
@@ -65,48 +63,45 @@ class Detokenizer:
         return "".join(self._stable)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take newly accepted tokens, one or a whole block; return the text that became stable."""
+        """Add newly accepted tokens, one or several. Returns the text that became stable."""
         if self._flushed:
             raise RuntimeError("push() after flush(): use a new Detokenizer for another sequence")
-        settled = len(self._window) - self._open
+        settled = len(self._tail) - self._open
         for token in ids:
             if self._leaves_trace(token):
-                self._window.append(token)
+                self._tail.append(token)
                 self._open = self._open + 1 if self._is_byte(token) else 0
-        end = len(self._window) - self._open
+        end = len(self._tail) - self._open
         if end == settled:
             return ""
-        text = self._decode(self._window[:end])
-        tail = text[-INCOMPLETE:]
-        held = len(tail) - len(tail.rstrip(REPLACEMENT))
+        text = self._decode(self._tail[:end])
+        ending = text[-INCOMPLETE:]
+        held = len(ending) - len(ending.rstrip(REPLACEMENT))
         self._stable.append(text[self._offset : len(text) - held])
         self._offset = len(text) - held
         self._shorten(held)
         return self._stable[-1]
 
     def peek(self) -> str:
-        """What would follow the stable text if this were the end, less an unfinished character.
-
-        Empty outside a run of byte pieces.
-        """
-        return self._decode(self._window)[self._offset :].rstrip(REPLACEMENT) if self._open else ""
+        """The text of an open run of byte pieces, without an unfinished character at its end. Empty without a run."""
+        return self._decode(self._tail)[self._offset :].rstrip(REPLACEMENT) if self._open else ""
 
     def flush(self) -> str:
-        """End of the sequence: return all that is held, as the tokenizer decodes it."""
+        """Return all text that was held back, because the sequence has ended."""
         if self._flushed:
             return ""
         self._flushed = True
-        self._stable.append(self._decode(self._window)[self._offset :])
+        self._stable.append(self._decode(self._tail)[self._offset :])
         return self._stable[-1]
 
     def _shorten(self, held: int) -> None:
-        if self._open or len(self._window) <= 2 * CONTEXT:
+        if self._open or len(self._tail) <= 2 * CONTEXT:
             return
-        tail = self._window[-CONTEXT:]
+        tail = self._tail[-CONTEXT:]
         text = self._decode(tail)
         offset = len(text) - held
         if offset >= INCOMPLETE and text[offset:] == REPLACEMENT * held:
-            self._window, self._offset = tail, offset
+            self._tail, self._offset = tail, offset
 
     def _leaves_trace(self, token: int) -> bool:
         if token in self._traces:
@@ -115,10 +110,10 @@ class Detokenizer:
         if trace:
             self._anchor = token
         elif self._anchor is None:
-            return True  # a skipped token or a leading space: not told apart yet, and keeping it is right
+            return True  # a skipped token, or a leading space that decoders drop: it is safe to keep it
         else:
-            around = [self._anchor, self._anchor]
-            trace = self._decode([around[0], token, around[1]]) != self._decode(around)
+            anchor = self._anchor
+            trace = self._decode([anchor, token, anchor]) != self._decode([anchor, anchor])
         self._traces[token] = trace
         return trace
 
@@ -130,7 +125,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """The stop strings of a request, validated, and the two questions a stream asks about its text."""
+    """The stop strings of a request. They find a stop in a text, and text that may become one."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         if isinstance(stops, str):
@@ -142,23 +137,22 @@ class StopStrings:
         self._longest = max(map(len, self.stops), default=1)
 
     def find(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the occurrence that starts earliest; of several there, the longest."""
-        found = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
-        return min(found, key=lambda hit: (hit[0], -len(hit[1])), default=None)
+        """The stop string that starts earliest in the text, as (start, stop string); of several there, the longest."""
+        matches = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
+        return min(matches, key=lambda match: (match[0], -len(match[1])), default=None)
 
     def pending(self, text: str) -> int:
-        """Length of the longest suffix of `text`, itself without a stop, that could become a stop string."""
+        """Length of the longest suffix of `text` that may be the beginning of a stop string."""
         sizes = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
 
 
 class TextStream:
-    """The text of one request: `push_token` for every accepted token, `take` whenever text should go out.
+    """The text of one request. Call `push_token` for every accepted token, and `take` to get new text.
 
-    Generation stops at the first token after which the decoded text, less an unfinished character at its
-    end, contains a stop string; the text is cut where the earliest occurrence starts. Only pushed tokens are
-    looked at, so the prompt never matches. Text goes out once no continuation can make it part of a stop
-    string: what was taken is never withdrawn.
+    Generation stops at the first token after which the decoded text contains a stop string (an unfinished character
+    at its end does not count). The text is cut where the stop string starts. The prompt is not searched. Text that may
+    be the beginning of a stop string is held back, so text that was taken never has to be withdrawn.
     """
 
     def __init__(self, tokenizer: TokenizerLike, stops: StopStrings | Sequence[str] = ()) -> None:
@@ -167,18 +161,18 @@ class TextStream:
         self._queue: list[int] = []  # tokens to detokenise in `take`; used only without stop strings
         self._held = ""  # stable text that may be the start of a stop string
         self._released: list[str] = []
-        self._taken = 0  # how many entries of _released were taken
+        self._taken = 0  # how many items of _released were taken
         self._finished = False
         self.stop: str | None = None  # the stop string that ended the text
 
     @property
     def text(self) -> str:
-        """All text taken or ready to be taken; after a stop or `finish`, the final text."""
+        """All text that was taken or can be taken. After a stop or `finish` it is the final text."""
         self._drain()
         return "".join(self._released)
 
     def push_token(self, token: int) -> bool:
-        """Append one token; True when a stop string is complete. Tokens after a stop are ignored."""
+        """Add one token. Returns True when a stop string is complete; tokens after it are ignored."""
         if self._finished and self.stop is None:
             raise RuntimeError("push_token() after finish(): use a new TextStream for another request")
         if self._finished:
@@ -201,10 +195,10 @@ class TextStream:
         return "".join(self._released[first:])
 
     def finish(self) -> str:
-        """Generation ended, by a stop string or without one: take all the rest.
+        """Take all the text that is left, because generation has ended.
 
-        Bytes that never became a character are part of it. Should they complete a stop string after all (one
-        that itself contains U+FFFD), the text is cut there and `stop` is set.
+        It includes bytes that never became a character, as U+FFFD. If these complete a stop string that contains
+        U+FFFD, the text is cut there and `stop` is set.
         """
         self._drain()
         if not self._finished:
@@ -220,18 +214,18 @@ class TextStream:
             self._queue = []
 
     def _cut(self, text: str) -> bool:
-        # The unreleased text is all that needs searching: an occurrence that began before it was held back.
-        found = self._stops.find(text)
-        if found is None:
+        # Only text that was not released needs searching, because the beginning of a stop string is held back.
+        match = self._stops.find(text)
+        if match is None:
             return False
-        start, self.stop = found
+        start, self.stop = match
         self._released.append(text[:start])
         self._finished = True
         return True
 
 
 def _decode_options(tokenizer: TokenizerLike) -> dict[str, Any]:
-    """What turns the clean-up of spaces off; a bare `tokenizers.Tokenizer` has none, nor the argument."""
+    """The option that turns the clean-up of spaces off, if the tokenizer has it (`tokenizers.Tokenizer` has not)."""
     name = "clean_up_tokenization_spaces"
     try:
         parameters = inspect.signature(tokenizer.decode).parameters.values()
@@ -241,7 +235,7 @@ def _decode_options(tokenizer: TokenizerLike) -> dict[str, Any]:
 
 
 def _piece_lookup(tokenizer: TokenizerLike) -> Callable[[int], str | None]:
-    """id -> its spelling in the vocabulary, where the tokenizer can tell."""
+    """A function from an id to its spelling in the vocabulary, or to None where the tokenizer cannot tell."""
     for name in ("convert_ids_to_tokens", "id_to_token"):
         if hasattr(tokenizer, name):
             return cast("Callable[[int], str | None]", getattr(tokenizer, name))

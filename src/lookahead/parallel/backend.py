@@ -1,13 +1,13 @@
-"""Lookahead parallelism (the paper's section 3.4) as a backend: the engine and the sequences do not know of it.
+"""Lookahead parallelism (the paper's section 3.4) as a backend. The engine and the sequences do not know of it.
 
-Every rank runs the same engine on the same sequences, so all propose the same tree. A step deals the tree
-(`deal`), runs this rank's share on the backend inside, and exchanges the targets and top rows of all shares in one
-fixed-size tensor. Each rank, the owner too, reads its results from that tensor alone: ranks cannot diverge.
+Every rank runs the same engine on the same sequences, so all ranks propose the same tree. A step deals the tree
+(`deal`), runs this rank's share on the inner backend, and exchanges the targets and top tokens of all shares in one
+fixed-size tensor. Each rank reads all results from that tensor, its own too, so ranks cannot diverge.
 
-What a rank has not computed itself of the accepted path, it lacks keys and values of. It could be sent them: for a 7B
-model in half precision that is 32 layers x 2 x 4096 x 2 bytes = 0.5 MB per token, in a second collective that has to
-wait for the first. Instead the rank runs these tokens again with its next share, as a chain above the root: no bytes,
-no second wait, and one or two more tokens in a pass of dozens (`Counters.caught_up`).
+A rank lacks the keys and values of accepted tokens that only another rank has computed. Sending them would take, for a
+7B model in half precision, 32 layers x 2 x 4096 x 2 bytes = 0.5 MB per token, in a second collective that has to wait
+for the first. Instead the rank runs these tokens again with its next share, as a chain above the root. That sends
+nothing, waits for nothing, and adds one or two tokens to a pass of dozens (`Counters.caught_up`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from lookahead.parallel.group import Group, Numbers
 from lookahead.parallel.watch import RankError
 
 HEADER = 4
-"""Integers before a rank's rows: the step's number, a checksum of its inputs, how many rows follow, and a spare one."""
+"""Integers before a rank's rows: the step's number, a checksum of its inputs, the number of rows, a spare."""
 ROWS = 64
-"""Rows of the exchanged tensor: the power of two from here up that holds the largest share's. 64 rows with their top-8
-are 4.4 kB per rank, and their number almost never changes."""
+"""The fewest rows of the exchanged tensor, one row per needed node. A larger share gets the next power of two. 64 rows
+with their top-8 tokens are 4.4 kB per rank, and the size almost never changes."""
 
 
 @dataclass
 class Counters:
-    """What the ranks did since `ParallelBackend.reset`: sums over steps, the prompt not counted.
+    """What the ranks did since `ParallelBackend.reset`: sums over steps, without the prompt.
 
-    `tree_tokens` is what one rank alone would have run, `tokens[r]` what rank r ran, of it `caught_up[r]` tokens that
-    had been accepted on another rank, and `slowest` the largest share; these are the same on every rank. `sent_bytes`
-    and `exchange_seconds`, the waiting for slower ranks included, are this rank's own.
+    `tree_tokens` are the tokens that one rank alone would have run. `tokens[r]` are those that rank r ran;
+    `caught_up[r]` of them had been accepted already, on another rank. `slowest` sums the largest share of each step.
+    All these are the same on every rank. `sent_bytes` and `exchange_seconds` are this rank's own; the seconds include
+    waiting for slower ranks.
     """
 
     tokens: list[int]
@@ -54,7 +55,7 @@ class Counters:
     exchange_seconds: float = 0.0
 
     def summary(self) -> str:
-        """One line, per step."""
+        """One line of averages per step."""
         steps = max(1, self.steps)
         each = " ".join(f"{tokens / steps:.1f}" for tokens in self.tokens)
         return (
@@ -65,8 +66,8 @@ class Counters:
 
 @dataclass
 class Slot:
-    """A sequence as all ranks see it: its length, and the accepted path's tokens, the last `lacks[r]` of which rank r
-    has yet to run. Only `inner`, its slot in the backend inside, is this rank's own."""
+    """A sequence as all ranks see it. `path` are the tokens of the last accepted path; rank r has yet to run the last
+    `lacks[r]` of them. Only `inner`, the slot in the inner backend, is this rank's own."""
 
     inner: int = field(repr=False)
     lacks: list[int]
@@ -76,7 +77,7 @@ class Slot:
 
 @dataclass
 class SharedStep:
-    """A step on its way: its inputs, the shares of each, and what the backend inside was given and gave back."""
+    """A step that is running: its inputs, the shares of each, and what the inner backend's `launch` returned."""
 
     inputs: list[StepInput]
     shares: list[list[Share]]
@@ -112,11 +113,11 @@ class ParallelBackend:
         self._last.pop(slot, None)
 
     def length(self, slot: int) -> int:
-        """As on one rank: what this rank still lacks of it counts, too."""
+        """The length that one rank alone would have cached. Tokens that this rank still lacks count, too."""
         return self._slots[slot].length
 
     def launch(self, inputs: Sequence[StepInput]) -> SharedStep:
-        """Deal every tree, and start this rank's shares."""
+        """Deal every tree and start this rank's shares."""
         if any(item.logits for item in inputs):
             raise ValueError("ranks exchange tokens, not logits: logits processors need a model on one rank")
         if self.group.check:
@@ -130,24 +131,24 @@ class ParallelBackend:
         return SharedStep(list(inputs), shares, inner)
 
     def collect(self, shared_step: SharedStep) -> list[StepOutput]:
-        """Wait for this rank's share, exchange, and read all results from what was exchanged."""
+        """Wait for this rank's shares, exchange, and read all results from what was exchanged."""
         with self.group.guarded():
             results = self.inner.collect(shared_step.inner)
         top = max(len_top(item, self.vocab_size) for item in shared_step.inputs)
         packed = pack(shared_step, results, self.group.share, self._steps, top)
         gathered = self._exchange(packed)
         self._check_headers(gathered[:, :HEADER])
-        gathered = gathered[:: self.group.copies]  # ranks that share a model answer with one voice
-        found = unpack(shared_step, gathered, top, self.vocab_size)
+        gathered = gathered[:: self.group.copies]  # of ranks that hold one model together, the first answers
+        outputs = unpack(shared_step, gathered, top, self.vocab_size)
         if self.group.check:
             self._state.update(gathered.tobytes())
-        return found
+        return outputs
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep what this rank holds of the accepted paths; the rest is run again with the next step."""
+        """Keep what this rank holds of the accepted paths. It runs the rest again with the next step."""
         own = []
         for slot, path in accepted:
             state, (item, shares) = self._slots[slot], self._last.pop(slot)
@@ -169,14 +170,14 @@ class ParallelBackend:
         state.length = length
 
     def cached(self, slot: int) -> Layers:
-        """This rank's K/V, which may lack accepted tokens that another rank computed."""
+        """This rank's K/V. Raises ValueError while it lacks accepted tokens that another rank computed."""
         state = self._slots[slot]
         if state.lacks[self.group.share]:
             raise ValueError("this rank has yet to run the last accepted tokens; ask after the next step")
         return self.inner.cached(state.inner)
 
     def _own(self, item: StepInput, share: Share) -> StepInput:
-        """This rank's part of an input: what it lacks, its share, and the uniforms of its rows."""
+        """This rank's part of an input: the tokens it lacks, its share, and the uniforms of its needed nodes."""
         state = self._slots[item.slot]
         lacks = state.lacks[self.group.share]
         uniforms: Sequence[float] = ()
@@ -202,7 +203,7 @@ class ParallelBackend:
     # Agreement.
 
     def _check_headers(self, headers: Numbers) -> None:
-        """Every rank must have been at the same step with the same trees."""
+        """Raise RankError unless every rank is at the same step with the same trees."""
         for rank, (step, checksum, *_) in enumerate(headers.tolist()):
             if (step, checksum) != (headers[0, 0], headers[0, 1]):
                 what = f"is at step {step}" if step != headers[0, 0] else "has other trees"
@@ -211,7 +212,7 @@ class ParallelBackend:
                 )
 
     def _compare(self, inputs: Sequence[StepInput]) -> None:
-        """The debug mode: a hash of all that was exchanged so far, and of what the ranks are about to do with it."""
+        """The debug mode: compare a hash of all that was exchanged so far and of the inputs of the next step."""
         for item in inputs:
             self._state.update(repr((item, self._slots[item.slot])).encode())
         digest = np.frombuffer(self._state.digest(), dtype=np.int32).copy()
@@ -231,7 +232,7 @@ class ParallelBackend:
 
 
 def pack(shared_step: SharedStep, results: Sequence[StepOutput], share: int, step: int, top: int) -> Numbers:
-    """[HEADER + rows * (1 + 2 top)] integers: this rank's rows of all inputs, one after the other, then zeros."""
+    """This rank's results: [HEADER + rows * (1 + 2 top)] integers, a row per needed node, then zeros."""
     width = 1 + 2 * top
     counts = [sum(len(part[rank].needed) for part in shared_step.shares) for rank in range(len(shared_step.shares[0]))]
     rows = max(ROWS, 1 << (max(counts) - 1).bit_length())
@@ -250,11 +251,11 @@ def pack(shared_step: SharedStep, results: Sequence[StepOutput], share: int, ste
 
 
 def unpack(shared_step: SharedStep, gathered: Numbers, top: int, vocabulary: int) -> list[StepOutput]:
-    """Every input's targets and top rows, each from the rank that owns the row."""
+    """The targets and top tokens of every input, each node's from the rank that answers for it."""
     width = 1 + 2 * top
     bodies = gathered[:, HEADER:].reshape(len(gathered), -1, width)
     starts = [0] * len(gathered)
-    found = []
+    outputs = []
     for item, shares in zip(shared_step.inputs, shared_step.shares, strict=True):
         place = {node: i for i, node in enumerate(item.tree.needed)}
         rows = np.empty((len(place), width), dtype=np.int32)
@@ -262,18 +263,18 @@ def unpack(shared_step: SharedStep, gathered: Numbers, top: int, vocabulary: int
             count = len(share.needed)
             rows[[place[node] for node in share.needed]] = bodies[rank, starts[rank] : starts[rank] + count]
             starts[rank] += count
-        likely = rows[:, 1 : 1 + 2 * len_top(item, vocabulary)] if item.top else None
-        found.append(StepOutput(rows[:, 0].tolist(), likely))
-    return found
+        top_tokens = rows[:, 1 : 1 + 2 * len_top(item, vocabulary)] if item.top else None
+        outputs.append(StepOutput(rows[:, 0].tolist(), top_tokens))
+    return outputs
 
 
 def len_top(item: StepInput, vocabulary: int) -> int:
-    """How many likeliest tokens a row of this input has."""
+    """How many top tokens each needed node of this input has."""
     return min(item.top, vocabulary)
 
 
 def _checksum(inputs: Sequence[StepInput]) -> int:
-    """Of what decides the shares and the targets, in 31 bits: a few microseconds."""
+    """A 31-bit checksum of all that decides the shares and the targets. It takes a few microseconds."""
     crc = 0
     for item in inputs:
         tree = item.tree

@@ -1,4 +1,4 @@
-"""`lookahead.parallel.load()`: a model on every rank, used as `lookahead.load()`'s is, by all ranks together."""
+"""`lookahead.parallel.load()`: a model on every rank. All ranks together use it as they would one loaded model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from lookahead.parallel.handshake import compare, facts_of
 
 
 class ParallelModel(LookaheadModel):
-    """One rank's part of a model that a group decodes with. Every rank makes the same calls and gets the same answers.
+    """One rank's part of a model that a group of ranks decodes with. All ranks make the same calls and get the same
+    answers.
 
-    A seed that nobody chose and a config that was measured are rank 0's. `prompt` may be left out on the other ranks;
-    where it is given, it must be the same.
+    Without a seed or a config, all ranks take those of rank 0. The other ranks may leave out `prompt`; if they give
+    one, it must be the same.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class ParallelModel(LookaheadModel):
                 fitted = cost.fitted(self.default_config, self.backend, cache_dir(), log, ranks=group.shares)
                 self.default_config = fitted
         self.group = group
-        said = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
-        self.default_config = _config(json.loads(said[0]))
+        configs = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
+        self.default_config = _config(json.loads(configs[0]))
         self.alone_backend = self.backend
         self.backend = ParallelBackend(self.alone_backend, group)
         self.engine = Engine(self.backend)
@@ -70,32 +71,32 @@ class ParallelModel(LookaheadModel):
 
     def stream(self, prompt: Prompt | None = None, **settings: Any) -> Stream:
         """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
-        _, (answer,) = self._agreed(prompt, settings, one=True)
+        _, (answer,) = self._agreed(prompt, settings, single=True)
         return Stream(self.engine, answer)
 
     def alone(self) -> LookaheadModel:
-        """This rank's model by itself, on the same weights and backend: to compare what several ranks do with."""
-        one = LookaheadModel.__new__(LookaheadModel)
+        """This rank's model by itself, on the same weights and backend, to compare the group with."""
+        model = LookaheadModel.__new__(LookaheadModel)
         backend = self.alone_backend
-        one.__dict__.update(self.__dict__, backend=backend, engine=Engine(backend), memory=SharedMemory())
-        return one
+        model.__dict__.update(self.__dict__, backend=backend, engine=Engine(backend), memory=SharedMemory())
+        return model
 
     def close(self) -> None:
         self.group.close()
 
-    def _agreed(self, prompt: Any, settings: dict[str, Any], *, one: bool = False) -> tuple[bool, list[Answer]]:
-        """Rank 0's request, on every rank; refused everywhere when some rank was asked for something else."""
+    def _agreed(self, prompt: Any, settings: dict[str, Any], *, single: bool = False) -> tuple[bool, list[Answer]]:
+        """The answers to start, which all ranks agreed on. Every rank raises ValueError if their requests differ."""
         error: Exception | None = None
         try:
-            own = self._asked(prompt, settings, one)
+            own = self._asked(prompt, settings, single)
         except (ValueError, TypeError) as mistake:
             error, own = mistake, {"error": str(mistake)}
-        said = self.group.agree("the same request", json.dumps(own, default=_number).encode())
-        everyone = [json.loads(text) for text in said]
-        first = everyone[0]
+        texts = self.group.agree("the same request", json.dumps(own, default=_number).encode())
+        requests = [json.loads(text) for text in texts]
+        first = requests[0]
         if "error" in first:
             raise error or ValueError(first["error"])
-        for rank, other in enumerate(everyone):
+        for rank, other in enumerate(requests):
             if difference := _differs(first, other):
                 raise ValueError(
                     f"rank {rank} was asked for something else than rank 0: {difference}; call it with the same "
@@ -109,14 +110,14 @@ class ParallelModel(LookaheadModel):
             answers.append(self._answer(ids, **wants))
         return first["many"], answers
 
-    def _asked(self, prompt: Any, settings: dict[str, Any], one: bool) -> dict[str, Any]:
+    def _asked(self, prompt: Any, settings: dict[str, Any], single: bool) -> dict[str, Any]:
         """This rank's request as plain data."""
         check_settings(settings)
         if prompt is None and self.group.rank:
             return {"follows": True}
         prompt = as_plain(prompt)
         many = is_batch(prompt)
-        if one and many:
+        if single and many:
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
         known = signature(LookaheadModel._answer).parameters.values()
         wants = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY} | settings
@@ -126,9 +127,9 @@ class ParallelModel(LookaheadModel):
             wants["config"] = self.default_config
         if wants["config"] is not None:
             wants["config"] = asdict(wants["config"])
-        prompts = [self.encode(one, raw=raw) for one in (prompt if many else [prompt])]
-        drawn = None if seed is None and self.group.rank else [new_seed() if seed is None else seed for _ in prompts]
-        return {"many": many, "prompts": prompts, "seeds": drawn, "settings": wants}
+        prompts = [self.encode(item, raw=raw) for item in (prompt if many else [prompt])]
+        seeds = None if seed is None and self.group.rank else [new_seed() if seed is None else seed for _ in prompts]
+        return {"many": many, "prompts": prompts, "seeds": seeds, "settings": wants}
 
 
 def load(
@@ -142,10 +143,10 @@ def load(
     log: Callable[[str], None] | None = None,
     **joining: Any,
 ) -> ParallelModel:
-    """As `lookahead.load`, on every rank that torchrun started; refused where their models differ.
+    """As `lookahead.load`, called by every rank that torchrun started. Models that differ are refused.
 
-    `joining` are `join`'s `ranks`, `timeout`, `meeting_timeout` and `check`. Give a `group` where the ranks have met
-    already, as those of a tensor-parallel model have.
+    `joining` are `join`'s `ranks`, `timeout`, `meeting_timeout` and `check`. Give a `group` if the ranks have joined
+    already, as with a tensor-parallel model.
     """
     if group is None:
         group = join(device=device, **joining)
@@ -163,7 +164,7 @@ def _config(fields: Mapping[str, Any]) -> LookaheadConfig:
 
 
 def _differs(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """What a rank's request has that rank 0's has not, in words; None if nothing."""
+    """How a rank's request differs from rank 0's, in words; None if it does not."""
     if "follows" in other:
         return None
     if "error" in other:
@@ -179,7 +180,7 @@ def _differs(first: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """numpy's and torch's scalars as Python's."""
+    """Turn numpy's and torch's scalars into Python's, for JSON."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"a setting cannot be {value!r:.60}")

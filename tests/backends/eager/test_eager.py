@@ -189,17 +189,17 @@ def test_longrope_is_exact_or_refused(settings: LookaheadConfig, plain: Plain, k
 
 def test_the_probe_gives_its_slot_back(llama: Any) -> None:
     backend = EagerBackend(llama)
-    assert backend._row == {}
+    assert backend._lane == {}
 
 
 # The K/V buffer
 
 
-def filled(rows: int, capacity: int) -> KVBuffer:
+def filled(lanes: int, capacity: int) -> KVBuffer:
     """Two layer shapes, as some models have; every number differs."""
     like = [(torch.zeros(1, h, 1, d), torch.zeros(1, h, 1, d + 1)) for h, d in ((2, 3), (1, 4), (2, 3))]
     buffer = KVBuffer(like)
-    buffer.reserve(rows, capacity)
+    buffer.reserve(lanes, capacity)
     for i, tensor in enumerate([*buffer.keys, *buffer.values]):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 0.25 * i)
     return buffer
@@ -221,10 +221,10 @@ def test_buffer_grows_in_blocks_and_keeps_what_is_there() -> None:
     before = tensors(buffer)
     buffer.reserve(2, BLOCK)
     buffer.reserve(1, 7)
-    assert (buffer.rows, buffer.capacity) == (2, BLOCK)
+    assert (buffer.lanes, buffer.capacity) == (2, BLOCK)
 
     buffer.reserve(3, BLOCK + 1)
-    assert (buffer.rows, buffer.capacity) == (3, 2 * BLOCK)
+    assert (buffer.lanes, buffer.capacity) == (3, 2 * BLOCK)
     for old, new in zip(before, tensors(buffer), strict=True):
         assert torch.equal(new[:, :2, :, :BLOCK], old)
         assert not new[:, 2:].any()
@@ -256,7 +256,7 @@ def test_commit_keeps_the_prefix_and_the_accepted_rows(llama: Any) -> None:
     tree = TokenTree([7, 11, 12, 13, 14], [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2], [0, 1, 2, 3, 4])
     backend.step([greedy(slot, (), tree), greedy(other, (), tree)])
     buffer = backend._buffer
-    row, neighbour = backend._row[slot], backend._row[other]
+    row, neighbour = backend._lane[slot], backend._lane[other]
     before = tensors(buffer)
     backend.commit([(slot, [2, 4])])  # the step's tokens stand behind the longer neighbour, at 10..14
     assert backend.length(slot) == 7
@@ -452,7 +452,7 @@ def test_slots_close_in_any_order(llama: Any, settings: LookaheadConfig, plain: 
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         assert sequence.output == plain(llama, prompt, 40)[: len(sequence.output)]
     assert max(len(s.output) for s in sequences) > 12
-    assert backend._row == {}
+    assert backend._lane == {}
 
 
 def test_rows_that_are_not_neighbours(llama: Any, settings: LookaheadConfig, plain: Plain) -> None:

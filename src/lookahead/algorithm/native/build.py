@@ -46,7 +46,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The compiled functions, or None where the Python drafter has to do.
+    """The compiled functions, or None where the Python drafter must be used.
 
     They run with the interpreter's lock held (`PyDLL`): a call takes microseconds, and threads may share a table. An
     interpreter without that lock gets the Python drafter.
@@ -64,19 +64,19 @@ def library() -> Any:
 
 
 def load(folder: Path) -> Any:
-    """The library kept in this folder; compiled, if it is not there or does not load."""
+    """Load the library kept in this folder. Compile it first, if it is missing or does not load."""
     path = folder / f"{fingerprint()}{'.dll' if sys.platform == 'win32' else '.so'}"
     if not path.exists() or not ours(path):
         build(path)
     try:
-        found = ctypes.PyDLL(str(path))
+        loaded = ctypes.PyDLL(str(path))
     except OSError:
         build(path)
-        found = ctypes.PyDLL(str(path))
+        loaded = ctypes.PyDLL(str(path))
     for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(found, name)
+        function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    return found
+    return loaded
 
 
 def fingerprint() -> str:
@@ -87,15 +87,15 @@ def fingerprint() -> str:
 
 
 def ours(path: Path) -> bool:
-    """True when nobody but this user could have written the file. Loading a library runs it."""
+    """True when only this user can have written the file. That matters, because loading a library runs its code."""
     if not hasattr(os, "getuid"):
         return True
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def build(path: Path) -> None:
-    """Compile into a folder beside the target and move the result into place, so that nobody sees half of it."""
+    """Compile into a folder beside the target and move the result into place, so that no process loads half a file."""
     compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
     if not compiler:
         raise RuntimeError("no C compiler was found (cc, gcc or clang, or the one that CC names)")
@@ -105,7 +105,7 @@ def build(path: Path) -> None:
         command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
         ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
         if ran.returncode or not made.exists():
-            said = (ran.stderr.decode(errors="replace").strip() or f"exit code {ran.returncode}").splitlines()[0]
-            raise RuntimeError(f"{compiler[0]} did not compile {SOURCE.name}: {said}")
+            message = (ran.stderr.decode(errors="replace").strip() or f"exit code {ran.returncode}").splitlines()[0]
+            raise RuntimeError(f"{compiler[0]} did not compile {SOURCE.name}: {message}")
         made.chmod(0o755)
         os.replace(made, path)

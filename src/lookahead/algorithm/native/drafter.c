@@ -1,12 +1,12 @@
-/* The drafter in C: the tables of successors and the best-first search. It gives the results of its Python twins bit for
-   bit, which are also the place to read what it does:
+/* The drafter in C: the tables of successors and the best-first search. Each part gives, bit for bit, the results of a
+   Python twin. The twins are the place to read what it does:
 
      table_*       SuccessorDict, in successors.py
      look_up       SuccessorTables.look_up, in successors.py
      draft_grow    PythonDrafter.grow, in draft.py
 
    No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative result
-   says that there was no memory (-1), or that a number from outside points nowhere (-2). */
+   means: out of memory (-1), or an index from the caller is out of range (-2). */
 
 #include <float.h>
 #include <stdint.h>
@@ -24,16 +24,17 @@
 #endif
 
 #define KEPT_TOKENS 8 /* successors kept per key */
-#define NONE INT32_MIN /* in place of the tokens that a short key does not have; -1 is 'nothing before' */
+#define NONE INT32_MIN /* fills up keys of fewer than three tokens; -1 means: before the beginning of the text */
 #define CHAIN_MASS 0.95
 #define LEVELS 16 /* probability levels of successors */
-#define SMALL 2048 /* entries; more are given back when they are cleared */
+#define SMALL 2048 /* entries; a larger table gives its memory back when it is cleared */
 
 /* 1. Tables of successors: keys of one, two or three tokens, in the order in which they came.
 
-   As Python's dict does it: entries in a dense array, oldest first, and a table of places in it, by hash, with linear
-   probing. A removed entry leaves a hole (count -1) that goes when the array is full. A slot of the table holds part
-   of the hash, too, so that an entry, far off in memory, is looked at only when it is most likely the right one. */
+   The layout is that of Python's dict: entries in a dense array, oldest first, and a hash table of places in that
+   array, with linear probing. A removed entry leaves a hole (count -1) until the array is full. A slot of the table also
+   holds part of the hash, so that an entry, which is far off in memory, is read only when it is most likely the right
+   one. */
 
 typedef struct {
     int32_t token[KEPT_TOKENS];
@@ -187,7 +188,7 @@ int table_put(Table *m, const int32_t key[3], const int32_t *numbers, int32_t co
     return put(m, key, successors_of(numbers, count));
 }
 
-/* Copies the key's successors; how many there are, or -1 without the key. */
+/* Copy the key's successors. Returns how many there are, or -1 if the key is not there. */
 int32_t table_get(const Table *m, const int32_t key[3], int32_t *numbers) {
     int64_t slot = find(m, key);
     if (slot < 0) return -1;
@@ -199,7 +200,7 @@ int32_t table_get(const Table *m, const int32_t key[3], int32_t *numbers) {
     return known->count;
 }
 
-/* The first key at or after `place`; where to go on, or -1 when there is none. */
+/* Copy the first key at or after `place`. Returns the place to continue from, or -1 if there is no such key. */
 int64_t table_next(const Table *m, int64_t place, int32_t key[3]) {
     for (int64_t i = place > m->oldest ? place : m->oldest; i < m->used; i++) {
         if (m->entries[i].value.count < 0) continue;
@@ -339,14 +340,15 @@ static void plant(Node *trie, const Draft *d) {
     }
 }
 
-/* The successors of a path's last token, and which of the six kinds of answer they are. Asked in this order: */
+/* The order in which `look_up` asks the tables for keys of three, two and one tokens. */
 enum { LAST, OWN, SHARED, TABLES };
 static const struct { int of, length; } ASKED[] = {
     {LAST, 3}, {OWN, 3}, {LAST, 2}, {OWN, 2}, {SHARED, 3}, {SHARED, 2}, {LAST, 1}, {OWN, 1}, {SHARED, 1},
 };
 
+/* The successors of a path's last token, and which of the six kinds of answer they are. */
 static const Successors *look_up(const Table *const tables[TABLES], const int32_t last[3], int32_t *kind) {
-    /* By length less one. The tables' slots are fetched side by side: each is a wait for memory by itself. */
+    /* keys[n - 1] has n tokens. The slots are prefetched together, because waiting for each in turn takes longer. */
     int32_t keys[3][3] = {{NONE, NONE, last[2]}, {NONE, last[1], last[2]}, {last[0], last[1], last[2]}};
     uint64_t hashes[3];
     for (int i = 0; i < 3; i++) {

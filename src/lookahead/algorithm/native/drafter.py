@@ -16,7 +16,7 @@ from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors, Success
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
 
 NO_TOKEN = -(1 << 31)
-"""In a key of C, in place of the tokens that a short key does not have."""
+"""Fills up keys of fewer than three tokens: in C a key always has three."""
 
 
 class _Computed(Structure):
@@ -79,9 +79,9 @@ class NativeTable:
         _check(self._c.table_put(self.handle, _c_key(key), numbers, _count(len(successors))))
 
     def items(self) -> Iterator[tuple[Key, Successors]]:
-        found, place, keys = (c_int32 * 3)(), 0, list[Key]()
-        while (place := self._c.table_next(self.handle, place, found)) >= 0:
-            keys.append(tuple(token for token in found if token != NO_TOKEN))
+        c_key, place, keys = (c_int32 * 3)(), 0, list[Key]()
+        while (place := self._c.table_next(self.handle, place, c_key)) >= 0:
+            keys.append(tuple(token for token in c_key if token != NO_TOKEN))
         return ((key, self.get(key) or ()) for key in keys)
 
     def forget(self, limit: int) -> None:
@@ -113,7 +113,7 @@ class NativeDrafter:
         numbers, scores = array("i", bytes(16 * room)), array("d", bytes(8 * room))
         starts = range(0, 4 * room, room)
         first = _address(numbers)
-        asked = _Draft(
+        c_draft = _Draft(
             *((None, None, None) if tables is None else map(_handle, (tables.last, tables.own, tables.shared))),
             _address(draft.rates), None if times is None else _address(times),
             _address(draft.chain_tokens), _address(draft.chain_origins), _address(draft.chain_lengths),
@@ -122,7 +122,7 @@ class NativeDrafter:
             0 if tables is None else tables.first_origin, room, min(limits.max_depth, room), limits.branch,
             draft.text_end, 0.0 if tables is None else LEARNED,
         )  # fmt: skip
-        count = _check(self._c.draft_grow(addressof(asked)))
+        count = _check(self._c.draft_grow(addressof(c_draft)))
         tokens, parents, depths, origins = (numbers[start : start + count] for start in starts)
         return Guesses(tokens, parents, depths, origins, scores[:count])
 
@@ -144,14 +144,14 @@ def _c_key(key: Key) -> Any:
 
 
 def _count(numbers: int) -> int:
-    """How many successors this many numbers are: each is a token and a level."""
+    """How many successors these numbers make: each is a token and a level."""
     if numbers % 2 or numbers > 2 * KEPT_TOKENS:
         raise ValueError(f"{numbers} numbers are not up to {KEPT_TOKENS} successors with a level for each")
     return numbers // 2
 
 
 def _check(result: int) -> int:
-    """C's result; its errors as Python's."""
+    """Return C's result, or raise the exception that a negative one stands for."""
     if result == -2:
         raise IndexError("a node, a parent or an origin that does not exist")
     if result < 0:

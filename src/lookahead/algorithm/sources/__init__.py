@@ -1,4 +1,4 @@
-"""The candidate sources of guesses (see `source` for what one is), and what of them outlives a request."""
+"""The sources of guesses (`source` says what a source is), and what they share between requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
 
 
 def wants_top(config: LookaheadConfig) -> bool:
-    """True when the backend has to return the likeliest tokens of the needed nodes."""
+    """True when the backend has to return the top tokens of the needed nodes."""
     return "recycle" in config.active_sources
 
 

@@ -1,4 +1,4 @@
-"""Jacobi decoding (Algorithm 1) as a candidate source: the last iterate is the one guess."""
+"""Jacobi decoding (Algorithm 1) as a source: it proposes the last iterate as one chain."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lookahead.algorithm.sources.source import Outcome
 
 
 class FixedPointSource:
-    """y^i = argmax P(y | y^{i-1}) on a block of future tokens; the part that did not change is the fixed point.
+    """Jacobi iteration on a block of future tokens: y^i = argmax P(y | y^{i-1}). What no longer changes is accepted.
 
-    The start and what enters at the block's end are the prompt's last token.
+    The first iterate, and the places that become free at the block's end, are filled with the prompt's last token.
     """
 
     def __init__(self, calibration: Calibration, block: int) -> None:
@@ -31,6 +31,6 @@ class FixedPointSource:
         draft.add_chain(self.iterate, [self.origin] * len(self.iterate))
 
     def absorb(self, outcome: Outcome) -> None:
-        """Targets of the chain after the accepted part are the new iterate, one position further each."""
+        """The new iterate: the targets after the accepted part, then the filler."""
         beyond = outcome.targets[len(outcome.path) + 1 :]
         self.iterate = beyond + [self.filler] * (self.block - len(beyond))

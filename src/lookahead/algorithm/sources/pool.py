@@ -1,4 +1,4 @@
-"""The paper's n-gram pool and its two feeders: `jacobi` (the window) and `prompt` ('prompt as reference')."""
+"""The paper's n-gram pool, and the two sources that feed it: `jacobi` (the window) and `prompt` (the text)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lookahead.algorithm.sources.source import Outcome
 
 
 class NGramPool:
-    """First token -> n-grams, newest first, at most G per first token, no duplicates. Remembers who fed each."""
+    """First token -> n-grams: at most G per first token, the newest first, no duplicates.
+
+    The pool knows which source fed each n-gram, its *feeder*.
+    """
 
     def __init__(self, guesses: int) -> None:
         self.guesses = guesses
@@ -27,18 +30,18 @@ class NGramPool:
             del entries[next(iter(entries))]
 
     def lookup(self, first: int, feeder: str | None = None) -> list[tuple[int, ...]]:
-        """What follows `first`, newest n-gram first; of one feeder, or of all."""
+        """What follows `first`, newest n-gram first, from one feeder or from all."""
         entries = self._entries.get(first)
         if entries is None:
             return []
-        return [rest for rest, who in reversed(entries.items()) if feeder is None or who == feeder]
+        return [rest for rest, fed_by in reversed(entries.items()) if feeder is None or fed_by == feeder]
 
 
 class PoolSource:
-    """Proposes the n-grams that its feeder put into the pool."""
+    """Proposes the n-grams that it fed to the pool."""
 
     feeder: str
-    # By depth, given that the parent was right. Starting guesses; the calibration moves them.
+    # Rates by depth, given that the parent was right. These were guessed; the calibration corrects them.
     PRIORS = (0.12, 0.35, 0.45, 0.5)
 
     def __init__(self, pool: NGramPool, calibration: Calibration, ngram: int) -> None:
@@ -66,7 +69,7 @@ class PoolSource:
 
 
 class JacobiSource(PoolSource):
-    """The window's n-grams: column j's tokens, oldest to newest, and the new target."""
+    """The window's n-grams: a column's tokens from oldest to newest, and its new target."""
 
     feeder = "jacobi"
 

@@ -1,4 +1,4 @@
-"""`recycle`: the likeliest tokens of nodes computed anyway, kept as successors and grown best-first into the budget."""
+"""`recycle`: keeps the top tokens of every needed node as successors, from which the drafter continues any path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY_LIMIT = 300_000
 
 
 class RecycleSource:
-    """The likeliest tokens of every needed node tell what the model would say next there: a draft model for free.
+    """The top tokens of every needed node say how the model would continue there. They serve as a free draft model.
 
     Successors are kept under their last three, two and one tokens, and the newest win. The request's own are asked
     before those in `shared`, which earlier requests of the model left (see `SuccessorTables.look_up`). Without a
@@ -60,7 +60,7 @@ class RecycleSource:
             raise ValueError("the source 'recycle' needs the likeliest tokens of every step")
         root = len(text) - len(outcome.accepted) - 1
         before = text[root - 2] if root > 1 else NOTHING, text[root - 1] if root else NOTHING
-        self.learn_while_running()  # where nobody called it, the step before would be lost
+        self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
         self._waiting = outcome.tree, before, top
         self.tables.last.clear()
         self.tables.last.keep(*self._waiting)

@@ -1,4 +1,4 @@
-"""`suffix`: what followed the text's last tokens where they stood before, in prompt or output."""
+"""`suffix`: finds where the text's last tokens occurred before, and proposes what followed them there."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 
 SCAN = 24
-"""Earlier places looked at per key: a bound on the time of a lookup, not tuned."""
+"""The most earlier places that a lookup compares: a bound on its time, not tuned."""
 
 
 class SuffixSource:
     """Continuations of the longest earlier matches of the text's end.
 
-    The paper's pool is keyed by one token, which it names as its weakness; here the match decides. Matches are ranked
-    by length (up to `key` tokens), then newest first, or `oldest` first, as transformers' prompt lookup has it. A token
-    deep in a continuation counts as matched that much longer.
+    The paper's pool is keyed by one token only, which the paper calls a weakness. Here the longest match wins: matches
+    are ranked by length (up to `key` tokens), then the newest first, or with `oldest` the oldest first, as in
+    transformers' prompt lookup. A token's rate depends on the matched length plus its depth in the continuation, since
+    all tokens before it count as matched.
     """
 
-    # By matched length, 1 up; the last is "12 or more". Starting guesses; the calibration moves them.
+    # Rates by matched length; the last is for 12 and more. These were guessed; the calibration corrects them.
     PRIORS = (0.0, 0.15, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.82, 0.85, 0.87, 0.89, 0.92)
 
     def __init__(
@@ -34,8 +35,8 @@ class SuffixSource:
         self.key, self.branches, self.length, self.oldest = key, branches, length, oldest
         self.origin, last = calibration.prior("suffix", (1e-9, *self.PRIORS[1:])), len(self.PRIORS) - 1
         self.origins = [self.origin + min(matched, last) for matched in range(key + length)]
-        self._ones: dict[int, list[int]] = {}
-        self._pairs: dict[tuple[int, int], list[int]] = {}
+        self._token_ends: dict[int, list[int]] = {}
+        self._pair_ends: dict[tuple[int, int], list[int]] = {}
         self._indexed = 0
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -45,29 +46,29 @@ class SuffixSource:
         self._index(outcome.text)
 
     def _index(self, text: Sequence[int]) -> None:
-        """Note the end of every one- and two-token key. The very last token is indexed once something follows it."""
+        """Note where every token and every pair of tokens ends. The last token waits until something follows it."""
         for i in range(self._indexed, len(text) - 1):
-            self._ones.setdefault(text[i], []).append(i)
+            self._token_ends.setdefault(text[i], []).append(i)
             if i:
-                self._pairs.setdefault((text[i - 1], text[i]), []).append(i)
+                self._pair_ends.setdefault((text[i - 1], text[i]), []).append(i)
         self._indexed = max(self._indexed, len(text) - 1)
 
     def matches(self, text: list[int]) -> list[tuple[int, int]]:
-        """(matched length, end of the match) of the earlier places to continue from, best first."""
+        """The best earlier places to continue from, best first: (matched length, end of the match)."""
         last = text[-1]
-        ends = self._pairs.get((text[-2], last)) if len(text) > 1 and self.key > 1 else None
+        ends = self._pair_ends.get((text[-2], last)) if len(text) > 1 and self.key > 1 else None
         if not ends:
-            ends = self._ones.get(last, [])
+            ends = self._token_ends.get(last, [])
             places = ends[: self.branches] if self.oldest else ends[: -self.branches - 1 : -1]
             return [(1, end) for end in places]
-        found = []
+        matches = []
         for end in ends if self.oldest else ends[: -SCAN - 1 : -1]:
             matched = 2
             while matched < self.key and matched <= end and text[end - matched] == text[-1 - matched]:
                 matched += 1
-            found.append((matched, end))
-        found.sort(key=lambda match: -match[0])
-        return found[: self.branches]
+            matches.append((matched, end))
+        matches.sort(key=lambda match: -match[0])
+        return matches[: self.branches]
 
     def learn_while_running(self) -> None:
         pass

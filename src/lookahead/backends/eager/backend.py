@@ -23,15 +23,16 @@ from lookahead.backends.support import (
 )
 
 PREFILL_CHUNK = 1024
-"""Prompt tokens per forward pass, so that the mask of a long prompt stays small."""
+"""The most prompt tokens per forward pass. It keeps the mask of a long prompt small."""
 
 
 class EagerBackend:
-    """One forward pass of the model as it is, over a K/V buffer that is never copied.
+    """Runs the model's own forward pass over a K/V buffer that is never copied.
 
-    The step's tokens of every row are written at one place, behind the longest prefix of the batch; a shorter row has a
-    hole there that its mask hides. Positions are given, so where a key stands does not matter. Accepted tokens move to
-    their row's own end on commit.
+    A sequence's K/V stand in one lane of the buffer. A step's tokens are written at the same place in every lane:
+    behind the longest prefix of the batch. A shorter prefix leaves a hole before them, which the mask hides. Positions
+    are passed to the model, so it does not matter where in a lane a key stands. On commit the accepted tokens move to
+    the end of their own prefix.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class EagerBackend:
         shapes: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        """`shapes` are `layer_shapes(model)`, where they are known already; `verify=False` leaves out the probe."""
+        """`shapes` are `layer_shapes(model)`, if the caller has them already. `verify=False` leaves out the probe."""
         check_supported(model)
         self.model = model
         self.device = input_device(model)
@@ -50,11 +51,11 @@ class EagerBackend:
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows = sliding_windows(config)
         self._prefill_chunk = prefill_chunk or PREFILL_CHUNK
         self._buffer = KVBuffer(shapes or layer_shapes(model))
-        self._row: dict[int, int] = {}
+        self._lane: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (place in the last step, trail, length before it)
         self._next_slot = 0
@@ -65,22 +66,22 @@ class EagerBackend:
     def open(self) -> int:
         slot = self._next_slot
         self._next_slot += 1
-        self._row[slot] = len(self._row)
+        self._lane[slot] = len(self._lane)
         self._length[slot] = 0
-        self._buffer.reserve(len(self._row), 1)
+        self._buffer.reserve(len(self._lane), 1)
         return slot
 
     @torch.inference_mode()
     def close(self, slot: int) -> None:
-        """The last row takes the freed one's place, so that a batch is always a slice of the buffer."""
-        row = self._row.pop(slot)
+        """Move the last lane into the freed one, so that the lanes in use stay side by side."""
+        lane = self._lane.pop(slot)
         del self._length[slot]
         self._last.pop(slot, None)
-        last = len(self._row)
-        for other, other_row in self._row.items():
-            if other_row == last:
-                self._buffer.move_row(last, row, self._length[other])
-                self._row[other] = row
+        last = len(self._lane)
+        for other, other_lane in self._lane.items():
+            if other_lane == last:
+                self._buffer.move_lane(last, lane, self._length[other])
+                self._lane[other] = lane
 
     def length(self, slot: int) -> int:
         return self._length[slot]
@@ -92,15 +93,15 @@ class EagerBackend:
     def launch(self, inputs: Sequence[StepInput]) -> list[tuple[StepInput, torch.Tensor, list[int]]]:
         for item in inputs:
             self._prefill(item)
-        ran = {}
+        launched = {}
         for batch in self._neighbours(inputs):
-            logits, rows = self._forward(batch)
-            ran.update({item.slot: (item, logits[i], rows) for i, item in enumerate(batch)})
-        return [ran[item.slot] for item in inputs]
+            logits, places = self._forward(batch)
+            launched.update({item.slot: (item, logits[i], places) for i, item in enumerate(batch)})
+        return [launched[item.slot] for item in inputs]
 
     @torch.inference_mode()
     def collect(self, launched: list[tuple[StepInput, torch.Tensor, list[int]]]) -> list[StepOutput]:
-        return [self._read(*one) for one in launched]
+        return [self._read(item, logits, places) for item, logits, places in launched]
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
@@ -111,54 +112,54 @@ class EagerBackend:
             start, trail, length = self._last.pop(slot)
             root = start + trail
             kept = [*range(start, root + 1), *(root + node for node in path)]
-            placed = trail if start == length else 0  # the longest row's trail stands where it belongs
-            self._buffer.move(self._row[slot], kept[placed:], length + placed)
+            placed = trail if start == length else 0  # behind the longest prefix the trail stands in place already
+            self._buffer.move(self._lane[slot], kept[placed:], length + placed)
             self._length[slot] = length + len(kept)
 
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers) -> None:
-        self._buffer.reserve(len(self._row), length)
+        self._buffer.reserve(len(self._lane), length)
         for layer, (keys, values) in enumerate(layers):
-            self._buffer.write(self._row[slot], layer, length - keys.shape[1], keys, values)
+            self._buffer.write(self._lane[slot], layer, length - keys.shape[1], keys, values)
         self._length[slot] = length
 
     def cached(self, slot: int) -> Layers:
-        return [self._buffer.read(self._row[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
+        return [self._buffer.read(self._lane[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
 
     def _neighbours(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
-        """The inputs in runs of neighbouring buffer rows; nearly always one run, so one forward pass."""
+        """Split the inputs into runs of neighbouring lanes, each for one forward pass. Nearly always it is one run."""
         runs: list[list[StepInput]] = []
-        for item in sorted(inputs, key=lambda item: self._row[item.slot]):
-            if runs and self._row[runs[-1][-1].slot] + 1 == self._row[item.slot]:
+        for item in sorted(inputs, key=lambda item: self._lane[item.slot]):
+            if runs and self._lane[runs[-1][-1].slot] + 1 == self._lane[item.slot]:
                 runs[-1].append(item)
             else:
                 runs.append([item])
         return runs
 
     def _prefill(self, item: StepInput) -> None:
-        """Cache a long trail chunk by chunk, leaving less than a chunk of it to the step itself."""
+        """Run a long trail chunk by chunk. At most one chunk of it is left for the step itself."""
         size = self._prefill_chunk
         while len(item.trail) > size:
             chunk, item.trail = item.trail[:size], item.trail[size:]
-            start, row = self._length[item.slot], self._row[item.slot]
-            self._buffer.reserve(len(self._row), start + len(chunk))
+            start, lane = self._length[item.slot], self._lane[item.slot]
+            self._buffer.reserve(len(self._lane), start + len(chunk))
             positions = np.arange(start, start + len(chunk))[None]
             seen = np.tri(len(chunk), dtype=np.bool_)[None]
-            self._run(np.asarray(chunk)[None], positions, seen, [start], row, start, [0])
+            self._run(np.asarray(chunk)[None], positions, seen, [start], lane, start, [0])
             self._length[item.slot] = start + len(chunk)
 
     def _forward(self, items: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
-        """[B, R, V] logits of the union of the rows that any input needs, and those rows."""
+        """Run one batch. Returns logits [B, R, V] at every place that one of its inputs needs, and these R places."""
         lengths = [self._length[item.slot] for item in items]
         sizes = [len(item.trail) + len(item.tree) for item in items]
         start, width = max(lengths), max(sizes)
-        first = self._row[items[0].slot]
-        self._buffer.reserve(len(self._row), start + width)
+        first = self._lane[items[0].slot]
+        self._buffer.reserve(len(self._lane), start + width)
 
         tokens = np.zeros((len(items), width), dtype=np.int64)
         positions = np.zeros((len(items), width), dtype=np.int64)
         seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (len(items), width, width)).copy()
-        rows: set[int] = set()
+        needed: set[int] = set()
         for i, (item, length, size) in enumerate(zip(items, lengths, sizes, strict=True)):
             trail, tree = len(item.trail), item.tree
             tokens[i, :trail] = item.trail
@@ -167,10 +168,10 @@ class EagerBackend:
             positions[i, trail:size] = np.asarray(tree.depths) + length + trail
             parents = [*range(-1, trail), *[parent + trail for parent in tree.parents[1:]]]
             seen[i, :size, :size] = dense_visibility(parents)
-            rows.update(trail + row for row in tree.needed)
+            needed.update(trail + node for node in tree.needed)
             self._last[item.slot] = start, trail, length
-        kept = sorted(rows)
-        return self._run(tokens, positions, seen, lengths, first, start, kept), kept
+        places = sorted(needed)
+        return self._run(tokens, positions, seen, lengths, first, start, places), places
 
     def _run(
         self,
@@ -180,13 +181,13 @@ class EagerBackend:
         lengths: Sequence[int],
         first: int,
         start: int,
-        rows: list[int],
+        places: list[int],
     ) -> torch.Tensor:
-        """tokens, positions [B, T], seen [B, T, T] -> logits [B, len(rows), V]; K/V rows land at `start`."""
+        """tokens, positions [B, T], seen [B, T, T] -> logits [B, len(places), V]. K/V are written from `start` on."""
         cache = StepCache(self._buffer, first, len(tokens), start)
         kwargs: dict[str, Any] = {}
-        if self._keeps_rows:
-            kwargs["logits_to_keep"] = torch.tensor(rows, device=self.device)
+        if self._selects_logits:
+            kwargs["logits_to_keep"] = torch.tensor(places, device=self.device)
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(self.device),
             position_ids=torch.from_numpy(positions).to(self.device),
@@ -196,15 +197,15 @@ class EagerBackend:
             **kwargs,
         )
         logits: torch.Tensor = output.logits
-        return logits if self._keeps_rows else logits[:, rows]
+        return logits if self._selects_logits else logits[:, places]
 
     def _masks(
         self, positions: np.ndarray[Any, Any], seen: np.ndarray[Any, Any], lengths: Sequence[int], start: int
     ) -> Any:
-        """Additive masks [B, 1, T, start + T], one per kind of layer; None where the model's own causal mask is right.
+        """Additive masks [B, 1, T, start + T], one per kind of layer. None where the model's own causal mask is right.
 
-        Row i sees its first `lengths[i]` cached tokens and, among the step's, what `seen` says; in a sliding layer only
-        what stands fewer than the layer's window positions back.
+        Batch entry i sees its first `lengths[i]` cached tokens and those of the step's tokens that `seen` allows. In a
+        sliding layer a token sees only what is fewer than `window` positions back.
         """
         batch, size = positions.shape
         if batch == 1 and size == 1:
@@ -214,7 +215,7 @@ class EagerBackend:
             if window is not None and int(positions.max()) < window:
                 window = None
             hidden = torch.finfo(self.dtype).min
-            # A last dimension of whole 16s, sliced: fused attention kernels want aligned rows and would copy otherwise.
+            # The last dimension is sliced from a multiple of 16: fused attention would copy a mask that is not aligned.
             mask = torch.zeros((batch, 1, size, (start + size + 15) // 16 * 16), dtype=self.dtype, device=self.device)
             mask = mask[..., : start + size]
             visible = seen
@@ -229,12 +230,12 @@ class EagerBackend:
             masks[kind] = mask
         return masks if len(masks) > 1 or "" not in masks else masks[""]
 
-    def _read(self, item: StepInput, logits: torch.Tensor, nodes: list[int]) -> StepOutput:
-        """[len(nodes), V] logits of one input -> its targets and top tokens, in one copy to the host."""
+    def _read(self, item: StepInput, logits: torch.Tensor, places: list[int]) -> StepOutput:
+        """[len(places), V] logits of one input -> its targets and top tokens, in one copy to the host."""
         needed = [len(item.trail) + node for node in item.tree.needed]
-        if needed != nodes:
-            place = {node: i for i, node in enumerate(nodes)}
-            logits = logits[[place[node] for node in needed]]
+        if needed != places:
+            row = {place: i for i, place in enumerate(places)}
+            logits = logits[[row[place] for place in needed]]
         columns = [pick(logits, item.sampling, item.uniforms)[:, None].to(torch.int32)]
         if item.top:
             columns.append(top_tokens(logits, item.top))

@@ -1,4 +1,4 @@
-"""Pre-allocated K/V for a batch of sequences of different lengths, and the view of it that a forward pass sees."""
+"""The eager backend's K/V buffer, allocated in advance, and the transformers cache that a forward pass gets."""
 
 from __future__ import annotations
 
@@ -13,79 +13,79 @@ BLOCK = 256
 
 
 class KVBuffer:
-    """Keys and values of all layers, [layers, rows, heads, capacity, dim], one pair of tensors per layer shape.
+    """Keys and values of all layers, [layers, lanes, heads, capacity, dim]. A lane holds one sequence.
 
     Layers of equal shape share a tensor, so that moving the accepted tokens next to the prefix is one indexed copy,
-    not one per layer. Memory is zeroed: a masked slot must not hold NaN, as 0 * NaN would leak into the output.
+    not one per layer. Memory is zeroed, because NaN at a masked place would leak into the output as 0 * NaN.
     """
 
     def __init__(self, like: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """`like`: per layer, keys and values [1, heads, any, dim] as the model makes them (shape, dtype, device)."""
+        """`like` gives shape, dtype and device: per layer, keys and values [1, heads, any, dim] that the model made."""
         groups: dict[Any, list[int]] = {}
         for layer, (key, value) in enumerate(like):
             groups.setdefault((key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.device), []).append(
                 layer
             )
-        self.rows, self.capacity = 0, 0
+        self.lanes, self.capacity = 0, 0
         self.place: dict[int, tuple[int, int]] = {}
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        for number, layers in enumerate(groups.values()):
+        for group, layers in enumerate(groups.values()):
             for index, layer in enumerate(layers):
-                self.place[layer] = number, index
+                self.place[layer] = group, index
             key, value = like[layers[0]]
             self.keys.append(key.new_zeros(len(layers), 0, key.shape[1], 0, key.shape[3]))
             self.values.append(value.new_zeros(len(layers), 0, value.shape[1], 0, value.shape[3]))
 
-    def reserve(self, rows: int, capacity: int) -> None:
-        """Make room for this many rows and tokens. What is there stays."""
-        if rows <= self.rows and capacity <= self.capacity:
+    def reserve(self, lanes: int, capacity: int) -> None:
+        """Make room for so many lanes of so many tokens. The content is kept."""
+        if lanes <= self.lanes and capacity <= self.capacity:
             return
         if capacity > self.capacity:
             capacity = max(capacity, self.capacity + self.capacity // 2)
             capacity = (capacity + BLOCK - 1) // BLOCK * BLOCK
-        old_rows, old_capacity = self.rows, self.capacity
-        self.rows, self.capacity = max(rows, old_rows), max(capacity, old_capacity)
+        old_lanes, old_capacity = self.lanes, self.capacity
+        self.lanes, self.capacity = max(lanes, old_lanes), max(capacity, old_capacity)
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
-                new = old.new_zeros(old.shape[0], self.rows, old.shape[2], self.capacity, old.shape[4])
-                new[:, :old_rows, :, :old_capacity] = old
+                new = old.new_zeros(old.shape[0], self.lanes, old.shape[2], self.capacity, old.shape[4])
+                new[:, :old_lanes, :, :old_capacity] = old
                 tensors[i] = new
 
     @property
     def layers(self) -> int:
         return len(self.place)
 
-    def write(self, row: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put a layer's keys and values [heads, n, dim] at `start` of a row."""
+    def write(self, lane: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a layer's keys and values [heads, n, dim] into a lane, from `start` on."""
         group, index = self.place[layer]
-        self.keys[group][index, row, :, start : start + keys.shape[1]] = keys
-        self.values[group][index, row, :, start : start + values.shape[1]] = values
+        self.keys[group][index, lane, :, start : start + keys.shape[1]] = keys
+        self.values[group][index, lane, :, start : start + values.shape[1]] = values
 
-    def read(self, row: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of a layer's first `length` keys and values of a row, [heads, length, dim]."""
+    def read(self, lane: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy a layer's first `length` keys and values of a lane, each [heads, length, dim]."""
         group, index = self.place[layer]
-        keys, values = self.keys[group][index, row, :, :length], self.values[group][index, row, :, :length]
+        keys, values = self.keys[group][index, lane, :, :length], self.values[group][index, lane, :, :length]
         return keys.clone(), values.clone()
 
-    def move(self, row: int, source: Sequence[int], target: int) -> None:
-        """Copy the tokens at `source` to `target`, `target` + 1, ... within a row."""
+    def move(self, lane: int, source: Sequence[int], target: int) -> None:
+        """Copy the tokens at `source` to `target`, `target` + 1, ... within a lane."""
         if list(source) == list(range(target, target + len(source))):
             return
         for tensor in (*self.keys, *self.values):
             index = torch.tensor(source, device=tensor.device)
-            tensor[:, row, :, target : target + len(source)] = tensor[:, row].index_select(2, index)
+            tensor[:, lane, :, target : target + len(source)] = tensor[:, lane].index_select(2, index)
 
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` tokens over another row."""
+    def move_lane(self, source: int, target: int, length: int) -> None:
+        """Copy a lane's first `length` tokens over another lane."""
         for tensor in (*self.keys, *self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
 
 class StepCache(Cache):
-    """The buffer's rows `first`..`first + count` as a transformers cache for one forward pass.
+    """The lanes from `first` to `first + count` as a transformers cache for one forward pass.
 
-    New keys and values are written at `start`, the same place for every row; the mask says what each row may see.
+    New keys and values are written from `start` on, in every lane; the mask says what each token may see.
     """
 
     def __init__(self, buffer: KVBuffer, first: int, count: int, start: int) -> None:
