@@ -61,3 +61,8 @@ def test_hook_can_be_used_again(both: Any, llama: Any, prompt: dict[str, Any], b
     for inputs in (prompt, batch, prompt):
         both(llama, inputs, max_new_tokens=12, hook=hook).same()
         assert [stats.generated_tokens for stats in hook.stats] == [12] * len(inputs["input_ids"])
+
+
+def test_without_parentheses_one_line_says_so(llama: Any, prompt: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"needs its parentheses: custom_generate=lookahead.decoding\(\)"):
+        llama.generate(**prompt, max_new_tokens=2, custom_generate=lookahead.decoding)

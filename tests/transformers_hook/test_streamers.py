@@ -7,21 +7,43 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import Recorder, decoding, output_of
+from pairs import Recorder, decoding
 from transformers import LogitsProcessorList, TextIteratorStreamer, TextStreamer
 
 MANY = 24
 
 
 def test_one_row(both: Any, llama: Any, prompt: dict[str, Any]) -> None:
-    """The prompt as given, then one block per step; joined they are the output."""
+    """The prompt as given, then one token at a time, as stock does it."""
     pair = both(llama, prompt, max_new_tokens=MANY, fresh=lambda: {"streamer": Recorder()}).same()
     stock, ours = pair.made_stock["streamer"], pair.made_ours["streamer"]
-    assert torch.equal(ours.puts[0], stock.puts[0])
-    assert torch.cat(ours.puts[1:]).tolist() == output_of(prompt, pair.ours)[0]
-    assert torch.cat(ours.puts[1:]).dtype == stock.puts[1].dtype
-    assert len(ours.puts) - 1 == pair.hook.stats[0].steps < MANY
+    assert [put.tolist() for put in ours.puts] == [put.tolist() for put in stock.puts]
+    assert [put.dtype for put in ours.puts] == [put.dtype for put in stock.puts]
+    assert pair.hook.stats[0].steps < MANY
     assert (ours.ends, stock.ends) == (1, 1)
+
+
+def test_a_streamer_that_takes_blocks(llama: Any, prompt: dict[str, Any], text: list[list[int]]) -> None:
+    class Blocks(Recorder):
+        takes_blocks = True
+
+    streamer, hook = Blocks(), decoding()
+    llama.generate(**prompt, max_new_tokens=MANY, do_sample=False, streamer=streamer, custom_generate=hook)
+    assert torch.cat(streamer.puts[1:]).tolist() == text[0][:MANY]
+    assert len(streamer.puts) - 1 == hook.stats[0].steps < MANY
+
+
+def test_the_first_row_ends_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any]) -> None:
+    """The other row goes on, and every position is put."""
+    ids = count_up["input_ids"]
+    inputs = {"input_ids": torch.cat([ids, ids.roll(1)]), "attention_mask": torch.ones(2, ids.shape[1]).long()}
+    inputs["input_ids"][1, -1] = 25
+    options = {"eos_token_id": 17, "pad_token_id": 1, "fresh": lambda: {"streamer": Recorder()}}
+    pair = both(counting, inputs, max_new_tokens=MANY, **options).same()
+    stock, ours = pair.made_stock["streamer"], pair.made_ours["streamer"]
+    assert [put.tolist() for put in ours.puts] == [put.tolist() for put in stock.puts]
+    assert pair.hook.stats[0].generated_tokens < pair.hook.stats[1].generated_tokens
+    assert pair.compression > 1.5
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -46,7 +68,7 @@ def test_several_rows_in_few_steps(both: Any, counting: Any, count_up: dict[str,
 
 def test_end_token_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any]) -> None:
     pair = both(counting, count_up, max_new_tokens=MANY, eos_token_id=17, fresh=lambda: {"streamer": Recorder()}).same()
-    assert [put.tolist() for put in pair.made_ours["streamer"].puts[1:]] == [list(range(11, 18))]
+    assert [put.tolist() for put in pair.made_ours["streamer"].puts[1:]] == [[token] for token in range(11, 18)]
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_prompt": True}, {"skip_special_tokens": True}], ids=str)

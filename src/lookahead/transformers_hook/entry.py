@@ -23,7 +23,7 @@ from lookahead.transformers_hook.run import Run
 
 def decoding(
     config: LookaheadConfig | None = None,
-    *,
+    *misplaced: Any,
     seed: int | None = None,
     backend: str = "eager",
     streamer: Any = None,
@@ -41,8 +41,14 @@ def decoding(
     made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
     with the model for the next call. 'auto' is 'graph' on CUDA for the models it can run, else 'eager'.
 
-    `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on.
+    `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on. A
+    streamer gets one token at a time, as from `generate`; one with a true attribute `takes_blocks` gets whole blocks.
     """
+    if misplaced or not isinstance(config, LookaheadConfig | None):
+        raise TypeError(
+            "lookahead.decoding takes a LookaheadConfig and settings by name; as `custom_generate` it needs its "
+            "parentheses: custom_generate=lookahead.decoding()"
+        )
     if config is None and not settings:
         return Decoding(None, seed, backend, streamer)
     return Decoding((config or LookaheadConfig()).adapted(**settings), seed, backend, streamer)

@@ -207,13 +207,19 @@ class Run:
         self._left[request.sequence] = self.backend.cached(request.slot)
 
     def _stream(self, streamer: Any, events: Sequence[Event], rules: BatchRules) -> None:
-        """A whole block for one row; for several, which then move together, one tensor [B] per position."""
+        """Put what a step gave as `generate` does: one tensor [B] per position.
+
+        A streamer for one sequence that has a true attribute `takes_blocks` gets the whole block at once.
+        """
         if streamer is None:
             return
         if len(self.sequences) == 1:
-            streamer.put(torch.tensor(events[0].tokens))
+            block = torch.tensor(events[0].tokens)
+            for part in [block] if getattr(streamer, "takes_blocks", False) else block.split(1):
+                streamer.put(part)
             return
-        for column in rules.newest(len(events[0].tokens)).T.cpu():
+        # The entries move together, but one that ended inside the block has fewer tokens than the others.
+        for column in rules.newest(max(len(event.tokens) for event in events)).T.cpu():
             streamer.put(column)
 
     def _check_ends(self) -> None:
