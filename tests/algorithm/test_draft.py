@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import CHAIN_MASS, LEARNED, Draft, Drafter, Limits, PythonDrafter
+from lookahead.algorithm.draft import CHAIN_MASS, TAUGHT, Draft, Drafter, Limits, PythonDrafter
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.successors import Successors, SuccessorTables
@@ -223,7 +223,7 @@ def test_the_kept_count_gives_most_tokens_per_time(
     cost = [sum(rises[: k + 1]) for k in range(len(rises))]
     everything = case.grow(drafter, Limits(room, 3, None, branch))
     kept = case.grow(drafter, Limits(room, 3, cost, branch))
-    taught = 0.0 if case.successors is None else LEARNED
+    taught = 0.0 if case.successors is None else TAUGHT
 
     def gain(count: int) -> float:
         """A step of `branch` tokens and this many guesses; a table that ends stays at its last entry."""

@@ -38,7 +38,7 @@ def random_cases(seed: int, count: int, tokens: int = 24) -> list[dict[str, Any]
 
 
 def backend_of(case: dict[str, Any], model: Any) -> Any:
-    return GraphBackend(model) if case["backend"] == "graph" else EagerBackend(model, verify=False)
+    return GraphBackend(model) if case["backend"] == "graph" else EagerBackend(model, probed=False)
 
 
 def config_of(case: dict[str, Any]) -> LookaheadConfig:

@@ -25,9 +25,9 @@ MOST_GUESSES = 1 << 16
 """The most guesses of a step: a bound on the memory that the C drafter takes for them beforehand."""
 
 CHAIN_MASS = 0.95
-"""The most probability that the chains at one node claim together. What is left scales the successors beside them."""
+"""The chains below a node take at most this probability together. Its other successors are scaled by the rest."""
 
-LEARNED = 0.008
+TAUGHT = 0.008
 """What a guess is worth beside its chance to be accepted, in tokens, where successors are recycled: refused or not, the
 step computes the guess's own successors, from which later guesses are made."""
 
@@ -77,7 +77,7 @@ class Limits:
 
 
 class Drafter(Protocol):
-    """Chooses a step's guesses. Its tables of successors are its own kind: one drafter's tables go to that drafter."""
+    """Chooses a step's guesses. It reads only tables that its own `new_table` made."""
 
     def new_table(self) -> SuccessorTable: ...
 
@@ -102,7 +102,7 @@ class PythonDrafter:
             node = taken[-1]
             if node.depth < limits.max_depth:
                 self._offer(heap, taken, draft, trie)
-            # 2. Take the best candidate there is. Its next sibling among the successors is a candidate from now on.
+            # 2. Take the best candidate. If it is a successor, its parent's next successor becomes a candidate.
             best = None
             while heap and best is None:
                 negative, parent, index, trie_node = heap[0]
@@ -127,7 +127,7 @@ class PythonDrafter:
                 break
             taken.append(best)
         # 3. Keep as many as pay for their time.
-        taught = 0.0 if tables is None else LEARNED
+        taught = 0.0 if tables is None else TAUGHT
         scores = [node.score for node in taken]
         keep = len(taken) if limits.cost is None else worth(scores, limits.cost, limits.branch, taught)
         kept = taken[1:keep]
@@ -186,7 +186,7 @@ class Taken:
 class Trie:
     """A draft's chains: node 0 is the root, and chains that share a beginning share nodes.
 
-    Where a chain runs along an earlier one, the likelier origin names the node.
+    A node that two chains share has the origin with the higher rate.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -208,7 +208,8 @@ class Trie:
 
 
 def worth(scores: Sequence[float], cost: Sequence[float], branch: int, taught: float) -> int:
-    """How many of the `scores` (the root's 1.0, then the guesses best first) give most tokens per unit of time."""
+    """How many of the `scores` (the root's 1.0, then the guesses best first) give most tokens per unit of time. The
+    root is counted."""
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
     gains = [(tokens + taught * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1

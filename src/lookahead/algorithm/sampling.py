@@ -65,7 +65,7 @@ LEVELS = 16
 def top_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
     """[R, V] logits -> [R, 2 count] int32: the `count` likeliest tokens, best first, and then the level of each.
 
-    Level l holds the probabilities in (2^-(l+1)/2, 2^-l/2].
+    Level l holds the probabilities above 2^(-(l + 1) / 2), up to 2^(-l / 2).
     """
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
     log2 = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)) / math.log(2)

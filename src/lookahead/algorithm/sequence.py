@@ -75,25 +75,26 @@ class DecodingSequence:
         return self.left > 1 and self.sampling.greedy and not self._sources and not self._window.width
 
     def propose(self, together: int = 1) -> TokenTree:
-        """The next step's tree, when so many sequences share the step's budget."""
+        """The next step's tree. `together` is how many sequences share the step's budget."""
         # 1. How many tokens this sequence may put into the step (K, or its share of K).
         budget = self.config.share(together)
         # 2. The root and the lookahead branch.
         layout = self._layout(budget)
         branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
         # 3. The verification branch: the best guesses that the rest of the budget has room for.
-        # A guess at depth d is followed by one more token, so a guess deeper than left - 1 cannot count.
+        # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
         room, deepest = budget - layout.size, min(self.left - 1, self.config.deepest)
         if room < 1 or deepest < 1 or not self._sources:
             return layout.tree(branch, NO_GUESSES)
         draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.propose(self.tokens, draft)
+        # A share of the budget is limited to what is nearly free already, so it needs no weighing.
         cost = None if budget < self.config.budget else self.config.step_cost
         return layout.tree(branch, self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size)))
 
     def _layout(self, budget: int) -> WindowLayout:
-        """The window's place in the tree. A window is left out where no token can follow the next one, where it would
+        """The window's place in the tree. A window is left out when only one token is left to generate, where it would
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
         config, width = self.config, self._window.width
@@ -109,9 +110,9 @@ class DecodingSequence:
         generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
         while len(self._uniforms) <= generated + max(depths, default=0):
             self._uniforms.append(self._random.random())
-        left = self._uniforms[generated:]
+        ahead = self._uniforms[generated:]
         window = len(tree.needed) - 1 - len(depths)
-        return [left[0], *[NO_DRAW] * window, *[left[depth] for depth in depths]]
+        return [ahead[0], *[NO_DRAW] * window, *[ahead[depth] for depth in depths]]
 
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
@@ -134,7 +135,7 @@ class DecodingSequence:
         # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
-            first = 1 if self.config.ngram > 2 else 0
+            first = 1 if self.config.ngram > 2 else 0  # with N = 2 the root is part of the newest window row
             new = output.targets[first : first + tree.width]
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)

@@ -63,7 +63,7 @@ class TokenTree:
         return len(self.tokens)
 
     def place(self, node: int) -> int:
-        """Where the root or a guess stands in `needed`."""
+        """Where the root or a guess (not a node of the window) stands in `needed`."""
         return node - len(self.tokens) + len(self.needed) if node else 0
 
     def guesses_below(self, node: int) -> Sequence[int]:
@@ -84,7 +84,7 @@ class TokenTree:
 
 
 def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
-    """The tree hanging from a chain of tokens before it: the root is node len(trail), the same nodes are needed."""
+    """One tree: the trail as a chain, and `tree` at its end. Its root becomes node len(trail)."""
     shift = len(trail)
     return TokenTree(
         tokens=[*trail, *tree.tokens],
@@ -176,7 +176,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
 
 
 def visibility(parents: Sequence[int]) -> list[int]:
-    """Per node, the in-step nodes it sees, as the bits of an int: its parent's bits and its own."""
+    """Per node, the nodes of this tree that it sees, as the bits of an int: its parent's bits and its own."""
     seen: list[int] = []
     bit = 1
     for parent in parents:

@@ -1,4 +1,7 @@
-"""Verification: follow the targets down the tree. Algorithms 3 and 4 share it; they differ in what a target is."""
+"""Verification: follow the targets down the tree.
+
+The paper's Algorithms 3 and 4 share it: a target is the argmax in one and a draw in the other.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from itertools import cycle, islice
 
 
 class Window:
-    """N-1 window rows of W guessed tokens, the oldest first. Row r, column j guesses position p + j + r.
+    """N-1 window rows of W guessed tokens, the oldest first. Window row r, column j guesses
+    position p + j + r, where p is the root's position.
 
     Column 0 of the oldest window row is always the root `c`. The value stored there is not used.
     """
@@ -16,8 +17,8 @@ class Window:
         """Fill the window with the prompt's last tokens.
 
         The paper starts with random tokens (Algorithm 2, line 4). Real text gives good n-grams sooner: S on 20 MT-Bench
-        prompts, paper mode (5,15,15), is 2.07 against 2.00 for random tokens of the prompt (2.25 against 2.19 with
-        prompt n-grams).
+        prompts, with the paper's method (W=15, N=5, G=15), is 2.07 against 2.00 for random tokens of the prompt; with
+        prompt n-grams it is 2.25 against 2.19.
         """
         self.width = window
         stretch = list(islice(cycle(prompt[-(window + ngram - 2) :]), window + ngram - 2)) if window else []

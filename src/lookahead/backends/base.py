@@ -19,7 +19,8 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class StepInput:
     """One sequence's part of a forward pass.
 
-    `trail` are the tokens before the tree's root that are not cached yet: on the first step the prompt, later nothing.
+    `trail` are the tokens before the tree's root that are not cached yet: on the first step the prompt without
+    its last token, later nothing; with several ranks also accepted tokens that another rank computed.
     `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is how many top tokens to return per
     needed node. With `logits` the output has the needed nodes' logits, too. `continues_alone` is a hint: the next step
     will be a plain one-token step whose input is this step's target.
@@ -36,7 +37,8 @@ class StepInput:
 
 
 def padded(batch: int) -> int:
-    """The size to which a captured step pads a batch: the next power of two."""
+    """The size to which the graph backend pads a batch: the next power of two. The engine shares the budget among so
+    many sequences on every backend, so that a tree does not depend on the backend."""
     return 1 << (batch - 1).bit_length()
 
 
@@ -86,7 +88,7 @@ class Backend(Protocol):
         ...
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Per slot of the last step, keep the K/V of the trail, the root and these nodes, in order; drop the rest."""
+        """Per slot of the last step, keep the K/V of trail, root and these nodes of the tree, in order; drop the rest."""
         ...
 
     # K/V from outside, and for outside
@@ -94,7 +96,7 @@ class Backend(Protocol):
     def adopt(self, slot: int, length: int, layers: Layers) -> None:
         """Fill a slot with the K/V of a sequence's first `length` tokens, which were computed elsewhere.
 
-        `layers` holds the last n of these tokens; a layer with a sliding window needs no more than its window.
+        A layer of `layers` may hold only the last of these tokens, if it has a sliding window of no more.
         """
         ...
 

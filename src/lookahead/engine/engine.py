@@ -13,13 +13,14 @@ from lookahead.engine.request import Event, Request, StepResult, Verifier
 
 GREEDY = SamplingParams()
 """The sampling of a request with a verifier. The verifier chooses its tokens; the backend's targets only feed the
-window and the sources, so the argmax will do."""
+window and the sources, for which greedy targets are enough."""
 
 
 class Engine:
     """Continuous batching: requests join and leave between steps, and each accepts its own number of tokens per step.
 
-    An engine lives as long as its backend. Every request has its own config, sampling, stop rules and optional
+    An engine lives as long as its backend, and is used by one thread at a time. A server calls `submit`, `cancel` and
+    `step` from one loop. Every request has its own config, sampling, stop rules and optional
     verifier. The first step of a request carries its prompt and runs in a pass of its own, because padding the other
     requests to the prompt's length would cost more. After that the request shares the batch's forward pass.
     """
@@ -54,19 +55,23 @@ class Engine:
         """Run one step of every running request, or of these alone. Finished requests are removed."""
         # 1. Propose and run: a pass for each new request, and one pass for all the others.
         stepped = [request for id, request in self._requests.items() if ids is None or id in ids]
-        cached, others, results = self.backend.length, list[Request](), list[StepResult]()
+        others, results = list[Request](), list[StepResult]()
         for request in stepped:
-            if cached(request.slot) < len(request.sequence.tokens) - 1:
-                results += self._forward([request], alone=len(stepped) == 1)
+            if self.backend.length(request.slot) < len(request.sequence.tokens) - 1:
+                results += self._forward([request], only_pass=len(stepped) == 1)
             else:
                 others.append(request)
         if others:
-            results += self._forward(others, alone=len(others) == len(stepped))
+            results += self._forward(others, only_pass=len(others) == len(stepped))
         # 2. Verify, learn, commit.
         return self.settle(results)
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
-        """Verify and commit a step that has run. With `commit=False` its K/V are in place already."""
+        """Verify and commit a step that has run.
+
+        `commit=False` is for a step that ran outside of the backend and whose K/V were given to `Backend.adopt`
+        (a prompt given as embeddings, in `transformers_hook.run`).
+        """
         # 1. Verify and absorb: each sequence accepts tokens and learns.
         begin = perf_counter()
         verdicts = [
@@ -94,8 +99,9 @@ class Engine:
         self._spent = results
         return events
 
-    def _forward(self, requests: Sequence[Request], alone: bool) -> list[StepResult]:
-        """Propose a tree for each request and run all in one pass. `alone`: no other request is part of this step."""
+    def _forward(self, requests: Sequence[Request], only_pass: bool) -> list[StepResult]:
+        """Propose a tree for each request and run all in one pass. `only_pass`: this step has no other
+        pass. Requests wait for the whole pass, and share the time that the host spends on them."""
         begin = perf_counter()
         inputs = []
         for request in requests:
@@ -105,7 +111,7 @@ class Engine:
             top = KEPT_TOKENS if sequence.wants_top else 0
             if request.verifier is None:
                 item = StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top)
-                item.continues_alone = alone and sequence.continues_alone
+                item.continues_alone = only_pass and sequence.continues_alone
             else:
                 item = StepInput(slot, trail, tree, GREEDY, (), top, logits=True)
             inputs.append(item)

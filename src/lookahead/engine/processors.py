@@ -1,4 +1,5 @@
-"""Verification token by token, for logits processors, draws and stopping criteria that look at the text so far.
+"""Verification token by token: for logits processors and stopping criteria that look at the text so far, and for draws
+that must be made in order.
 
 `verify.accept` follows targets that the backend has picked for all needed nodes at once. That works only if a target
 depends on its node alone. A repetition penalty, a grammar or a stopping criterion depends on the text before the node,
@@ -41,7 +42,7 @@ class Rule:
     """How logits become tokens, and when to stop. Without `processors` and `draw` a target is the logits' argmax.
 
     `criteria` end sequences in addition to their own stop rules. A batch entry that has ended is filled with `pad`
-    while others continue. Without `pad` it continues, too, until all entries have met `criteria`.
+    while others continue. Without `pad`, `criteria` end the batch when all entries have met them.
     """
 
     processors: Processors | None = None
@@ -91,7 +92,7 @@ class PathVerifier:
                 verdict.finish_reason = reason or ("stop" if ended[entry] else None)
                 if verdict.finish_reason is None:
                     guesses[entry] = result, result.input.tree.guess_below(node, tokens[entry])
-            # 3. Go on to the guesses that equal them, as long as every entry has one.
+            # 3. Go on to the guesses that equal them. If one entry has no such guess, all stop here.
             reached = {entry: (result, node) for entry, (result, node) in guesses.items() if node is not None}
             if len(reached) < len(guesses):
                 break

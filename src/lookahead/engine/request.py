@@ -40,7 +40,7 @@ class StepResult:
 
 
 Verifier = Callable[[Sequence[StepResult]], list[Verdict]]
-"""Verifies a step in place of the sequences themselves (see `processors`). Requests that must move together share one
+"""Verifies a step in place of `DecodingSequence.verify` (see `processors`). Requests that must move together share one
 verifier, which is called once with all their results."""
 
 

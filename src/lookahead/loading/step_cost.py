@@ -1,7 +1,7 @@
 """What a step costs: t(K), the time of a forward pass over K tokens, measured once per model and machine.
 
 On a GPU a step of 100 tokens costs about what one token does; on a CPU 8 tokens may cost twice as much. The curve
-decides how many guesses a step should carry (`draft.Draft.grow`), down to none.
+decides how many guesses a step should carry (`draft.Drafter.grow`), down to none.
 
 How a step is timed (`measure`):
 

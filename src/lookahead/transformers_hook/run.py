@@ -78,7 +78,7 @@ class Run:
             facts = _facts_of.get(model)
             if facts is None or facts.state != state:
                 facts = ModelFacts(state, layer_shapes(model))
-                probe(EagerBackend(model, verify=False, shapes=facts.shapes))
+                probe(EagerBackend(model, probed=False, shapes=facts.shapes))
                 _facts_of[model] = facts
         return facts
 
@@ -87,7 +87,7 @@ class Run:
         model, shapes, chunk = self.model, self.facts.shapes, self.wants.prefill_chunk_size
 
         def eager() -> EagerBackend:
-            return EagerBackend(model, verify=False, shapes=shapes, prefill_chunk=chunk)
+            return EagerBackend(model, probed=False, shapes=shapes, prefill_chunk=chunk)
 
         return choose(model, name, self._graph, eager)
 

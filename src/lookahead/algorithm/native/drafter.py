@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lookahead.algorithm.draft import LEARNED, MOST_GUESSES, Draft, Limits
+from lookahead.algorithm.draft import MOST_GUESSES, TAUGHT, Draft, Limits
 from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors, SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
 
@@ -120,7 +120,7 @@ class NativeDrafter:
             *[first + 4 * start for start in starts], _address(scores),
             len(draft.rates), 0 if times is None else len(times), len(draft.chain_tokens), len(draft.chain_lengths),
             0 if tables is None else tables.first_origin, room, min(limits.max_depth, room), limits.branch,
-            draft.text_end, 0.0 if tables is None else LEARNED,
+            draft.text_end, 0.0 if tables is None else TAUGHT,
         )  # fmt: skip
         count = _check(self._c.draft_grow(addressof(c_draft)))
         tokens, parents, depths, origins = (numbers[start : start + count] for start in starts)

@@ -33,7 +33,10 @@ class Calibration:
         self._trials = array("q", [self.PRIOR_TRIALS]) * len(self.rates)
 
     def prior(self, source: str, rates: Sequence[float]) -> int:
-        """Set a source's priors, once, bucket by bucket. Returns its first origin."""
+        """Set a source's priors, bucket by bucket, unless they were set before. Returns its first origin.
+
+        There are at most BUCKETS of them, and the first must not be 0, which means that nothing was set.
+        """
         base = SOURCE_NAMES.index(source) * BUCKETS
         if self.rates[base] == 0.0:
             self.rates[base : base + len(rates)] = array("d", rates)

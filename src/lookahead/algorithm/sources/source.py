@@ -1,5 +1,9 @@
-"""What a candidate source is. To add one: write the class here beside the others, give it a name and a prior in
-`calibration`, and name it in `sources.build` and `config.SOURCES`.
+"""What a source of guesses is, and how to add one:
+
+1. Write a class with the four methods of `Source` in a file of this folder. `Calibration.prior` gives it origins.
+2. Add its name to `calibration.SOURCE_NAMES`, and its maker to `sources.build`.
+3. Add its name to `config.SOURCES`, which also puts it into the default config.
+4. If it needs the top tokens of every step, name it in `sources.wants_top`.
 
 A source *proposes*: it writes guesses into the step's draft. And it *absorbs*: it learns from what a finished step
 showed. No source can change the output, only how many tokens a step accepts.
@@ -37,7 +41,7 @@ class Outcome:
 
 
 class Source(Protocol):
-    """Two verbs, propose and absorb; `start` sees the prompt before the first step."""
+    """`start` sees the prompt, `propose` writes guesses into a draft, `absorb` learns from a finished step."""
 
     def start(self, prompt: Sequence[int]) -> None: ...
 

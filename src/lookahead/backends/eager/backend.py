@@ -39,11 +39,11 @@ class EagerBackend:
         self,
         model: Any,
         *,
-        verify: bool = True,
+        probed: bool = True,
         shapes: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        """`shapes` are `layer_shapes(model)`, if the caller has them already. `verify=False` leaves out the probe."""
+        """`shapes` are `layer_shapes(model)`, if the caller has them already. `probed=False` leaves out the probe."""
         check_supported(model)
         self.model = model
         self.device = input_device(model)
@@ -57,9 +57,9 @@ class EagerBackend:
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._lane: dict[int, int] = {}
         self._length: dict[int, int] = {}
-        self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (place in the last step, trail, length before it)
+        self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, trail length, prefix length)
         self._next_slot = 0
-        if verify:
+        if probed:
             probe(self)
 
     @torch.inference_mode()
@@ -112,7 +112,7 @@ class EagerBackend:
             start, trail, length = self._last.pop(slot)
             root = start + trail
             kept = [*range(start, root + 1), *(root + node for node in path)]
-            placed = trail if start == length else 0  # behind the longest prefix the trail stands in place already
+            placed = trail if start == length else 0  # the longest prefix has its trail where it belongs
             self._buffer.move(self._lane[slot], kept[placed:], length + placed)
             self._length[slot] = length + len(kept)
 
@@ -202,7 +202,8 @@ class EagerBackend:
     def _masks(
         self, positions: np.ndarray[Any, Any], seen: np.ndarray[Any, Any], lengths: Sequence[int], start: int
     ) -> Any:
-        """Additive masks [B, 1, T, start + T], one per kind of layer. None where the model's own causal mask is right.
+        """Additive masks [B, 1, T, start + T], one per kind of layer. None for a single token, which
+        sees everything. A model whose layers are all of one kind has the kind "".
 
         Batch entry i sees its first `lengths[i]` cached tokens and those of the step's tokens that `seen` allows. In a
         sliding layer a token sees only what is fewer than `window` positions back.

@@ -59,7 +59,7 @@ class DeviceState:
 class CapturedStep:
     """The step for `batch` trees of `count` nodes each: its packet, its activations and, once captured, its graph.
 
-    It computes logits, targets and top tokens of the needed nodes only with `head`; a pass over a prompt has none.
+    With `head` it computes logits, targets and top tokens of the needed nodes. A pass over a prompt has no head.
     The step's rows are the nodes of all trees, one tree after the other.
     """
 
@@ -113,8 +113,9 @@ class CapturedStep:
         self._step()
         if not self.state.capture:
             return
-        # That run compiled the kernels, which cannot be done while capturing. The replay repeats its K/V writes, but
-        # must not move the accepted K/V a second time: the places it would read have new contents.
+        # That run compiled the kernels, which cannot be done while capturing. A capture runs nothing, so the graph is
+        # replayed once, to leave its results where later replays leave them. The replay repeats the K/V writes. It must
+        # not move the accepted K/V a second time: the places it would read have new contents.
         self.graph = self._capture(self._step)
         self.packet.fields["commit_counts"][:] = 0
         self.graph.replay()
@@ -154,7 +155,7 @@ class CapturedStep:
         # 2. Commit the previous step: move the K/V of its accepted nodes next to their prefix.
         commits = views["commit_lengths"], views["commit_paths"], views["commit_counts"]
         ops.move_accepted(self.state.kv.cache, views["lanes"], *commits)
-        # 3. The forward pass.
+        # 3. The attention mask of the trees, as bits, and the forward pass.
         ops.place_nodes(views["parents"], views["lengths"], self.positions, self.bits)
         self._forward()
         # 4. Copy targets and top tokens to the host.
@@ -165,7 +166,7 @@ class CapturedStep:
         """One token further in every lane: the tokens are the last targets, and no accepted K/V has to move."""
         assert self.top is not None
         views, last = self.views, len(self.state.weights.embedding) - 1
-        # A batch's padding takes part. Its logits may be NaN and its target then no token at all: hence the limit.
+        # A batch's padding takes part. Its logits may be NaN and its target outside of the vocabulary: hence the clamp.
         torch.clamp(self.top.out[: self.batch, :1], max=last, out=views["tokens"])
         views["lengths"].add_(1)
         self.positions.add_(1)
@@ -182,7 +183,7 @@ class CapturedStep:
         # 1. An invariant step's attention adds the nodes of a tree by depth: sort them, once for all layers.
         if self.order is not None:
             ops.order_by_depth(positions, lengths, bits, self.order, self.tiles, w.heads // w.kv_heads)
-        # 2. Embeddings. `delta` is what the block before has yet to add to the residual stream.
+        # 2. Embeddings. `delta` is the last block's output; the next `add_norm` adds it to the residual stream.
         ops.embed(w.embedding, views["tokens"].view(-1), residual)
         delta: torch.Tensor | None = None
         for number, layer in enumerate(w.layers):
