@@ -66,11 +66,11 @@ class Draft:
 class Limits:
     """How many guesses a step may take, and how many pay.
 
-    At most `room` guesses, none deeper than `max_depth`. `cost[k]` is the time of a step of k + 1 tokens; without it
-    the room is filled. `branch` tokens, the root among them, are in the step anyway.
+    At most `most` guesses, none deeper than `max_depth`. `cost[k]` is the time of a step of k + 1 tokens; without it
+    as many are taken. `branch` tokens, the root among them, are in the step anyway.
     """
 
-    room: int
+    most: int
     max_depth: int
     cost: Sequence[float] | None = None
     branch: int = 1
@@ -94,7 +94,7 @@ class PythonDrafter:
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         trie, rates, tables = Trie(draft), draft.rates, draft.tables
-        room = min(limits.room, MOST_GUESSES)
+        room = min(limits.most, MOST_GUESSES)
         taken = [Taken(draft.text_end[2], -1, 0, -1, 1.0, 0)]
         heap: list[Candidate] = []
         while len(taken) <= room:

@@ -83,15 +83,15 @@ class DecodingSequence:
         branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
         # 3. The verification branch: the best guesses that the rest of the budget has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        room, deepest = budget - layout.size, min(self.left - 1, self.config.deepest)
-        if room < 1 or deepest < 1 or not self._sources:
+        most, deepest = budget - layout.size, min(self.left - 1, self.config.deepest)
+        if most < 1 or deepest < 1 or not self._sources:
             return layout.tree(branch, NO_GUESSES)
         draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.propose(self.tokens, draft)
         # A share of the budget is limited to what is nearly free already, so it needs no weighing.
         cost = None if budget < self.config.budget else self.config.step_cost
-        return layout.tree(branch, self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size)))
+        return layout.tree(branch, self._memory.drafter.grow(draft, Limits(most, deepest, cost, layout.size)))
 
     def _layout(self, budget: int) -> WindowLayout:
         """The window's place in the tree. A window is left out when only one token is left to generate, where it would

@@ -88,7 +88,7 @@ class Backend(Protocol):
         ...
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Per slot of the last step, keep the K/V of trail, root and these nodes of the tree, in order; drop the rest."""
+        """Per slot of the last step, keep the K/V of trail, root and these nodes of the tree; drop the rest."""
         ...
 
     # K/V from outside, and for outside

@@ -128,7 +128,7 @@ def test_in_half_precision_kernels_may_differ_but_not_trees(
                     result.logits = result.logits * (1 + (trees if len(item.tree) > 1 else rows))
             return results
 
-    backend = Rounded(copy.deepcopy(llama).to(torch.bfloat16), verify=False)
+    backend = Rounded(copy.deepcopy(llama).to(torch.bfloat16), probed=False)
     if error is None:
         probe(backend)
     else:

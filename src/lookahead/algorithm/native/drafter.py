@@ -104,7 +104,7 @@ class NativeDrafter:
         return NativeTable(self._c)
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
-        room = min(limits.room, MOST_GUESSES)
+        room = min(limits.most, MOST_GUESSES)
         if min(room, limits.max_depth) < 1:
             return NO_GUESSES
         tables, cost = draft.tables, limits.cost
