@@ -30,6 +30,25 @@ def test_embeds(both: Any, llama: Any, inputs: dict[str, Any], keep_ids: bool, m
     assert pair.tokens[:, -MANY:].tolist() != [row[:MANY] for row in text[: len(pair.tokens)]]
 
 
+@pytest.mark.parametrize(
+    "ends", [{"max_new_tokens": 1}, {"max_new_tokens": 6, "eos_token_id": list(range(200))}], ids=str
+)
+@pytest.mark.parametrize("given", [False, True], ids=["returned", "given"])
+def test_the_first_token_is_the_last(
+    both: Any, llama: Any, inputs: dict[str, Any], ends: dict[str, Any], given: bool
+) -> None:
+    """Nothing is decoded after the embeddings' own pass, and the cache holds what that pass left."""
+
+    def fresh() -> dict[str, Any]:
+        return {"past_key_values": DynamicCache(config=llama.config)} if given else {}
+
+    options = {"pad_token_id": 0, "return_dict_in_generate": True, **ends}
+    pair = both(llama, embedded(llama, inputs), fresh=fresh, **options).same()
+    stock, ours = (one.past_key_values for one in (pair.stock, pair.ours))
+    assert ours.get_seq_length() == stock.get_seq_length() == inputs["attention_mask"].shape[1]
+    torch.testing.assert_close(ours.layers[0].keys, stock.layers[0].keys)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma"])
 def test_families(both: Any, name: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(name)

@@ -1,6 +1,6 @@
 """`lookahead.decoding(backend="graph")`: the same promises on the graph backend, which outlives a call.
 
-On a CPU it runs on the kernels' slow twins. `backends/test_gpu.py` has the same on CUDA.
+On a CPU it runs on the kernels' slow twins. `backends/graph/test_cuda.py` has the same on CUDA.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ def extend(cache: Any, backend: Backend, batch: Batch, ids: torch.Tensor, left: 
                 f"past_key_values has room for {layer.max_cache_len} tokens, and {total} have to be kept; make a "
                 "larger StaticCache, or use a DynamicCache"
             )
+    if total == batch.past:  # the first token after embeddings ended the text: nothing was decoded
+        return
     # 2. The K/V of all tokens of every entry.
     mask = torch.nn.functional.pad(batch.mask, (0, total - batch.mask.shape[1]), value=True)
     full = [
@@ -78,9 +80,9 @@ def extend(cache: Any, backend: Backend, batch: Batch, ids: torch.Tensor, left: 
         keys, values = (part.new_zeros(len(full), part.shape[0], total - batch.past, part.shape[2]) for part in like)
         for entry, layers in enumerate(full):
             new = mask[entry, batch.past :].to(keys.device)
-            count = int(new.sum())
-            keys[entry, :, new] = layers[index][0][:, -count:]
-            values[entry, :, new] = layers[index][1][:, -count:]
+            first = layers[index][0].shape[1] - int(new.sum())
+            keys[entry, :, new] = layers[index][0][:, first:]
+            values[entry, :, new] = layers[index][1][:, first:]
         cache.update(keys, values, index)
 
 
