@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import Recorder, decoding
+from tiny import tiny
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from lookahead.transformers_hook.arguments import refuse_unsupported
@@ -110,3 +111,43 @@ def test_attention_without_a_mask(make_model: Any, prompt: dict[str, Any]) -> No
     model.generate(**prompt, max_new_tokens=4, custom_generate=decoding())
     model.set_attn_implementation("flex_attention")
     refused(model, prompt, "flex_attention.*sdpa")
+
+
+def test_a_config_without_a_cache_hears_what_to_pass() -> None:
+    model = tiny("Llama")
+    model.generation_config.use_cache = False
+    with pytest.raises(ValueError, match="pass use_cache=True"):
+        model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())
+
+
+def test_training_mode_hears_eval() -> None:
+    model = tiny("Llama", attention_dropout=0.5).train()
+    with pytest.raises(ValueError, match=r"training mode.*call model\.eval\(\)"):
+        model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())
+
+
+def test_logits_that_are_not_finite_are_named() -> None:
+    model = tiny("Llama")
+
+    def forbid(module: Any, args: Any, output: Any) -> Any:
+        output.logits[..., 7] = -torch.inf
+        return output
+
+    model.register_forward_hook(forbid)
+    with pytest.raises(ValueError, match=r"not finite.*logits processor"):
+        model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_assertion_of_the_model_is_a_refusal(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny("Llama"), list[int]()
+    forward = type(model).forward
+
+    def asserting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        assert len(calls) <= after, "only images here"
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", asserting)
+    with pytest.raises(ValueError, match="only images here"):
+        model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())

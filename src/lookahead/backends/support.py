@@ -17,6 +17,9 @@ class UnsupportedModelError(ValueError):
     """A model that cannot be decoded exactly; the message names its type and the reason."""
 
 
+FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError)
+"""What a model's forward pass may raise on inputs that it does not take."""
+
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -124,7 +127,13 @@ def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer, keys and values [1, heads, 1, dim] of one token as the model caches them."""
     kind = getattr(model.config, "model_type", type(model).__name__)
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
-    output = model(input_ids=ids, use_cache=True)
+    try:
+        output = model(input_ids=ids, use_cache=True)
+    except FAILURES as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(
+            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on token ids alone ({reason})"
+        ) from error
     cache = getattr(output, "past_key_values", None)
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
     if not layers:
@@ -156,19 +165,26 @@ def probe(backend: Backend) -> None:
     exact = backend.dtype == torch.float32
     try:
         ours = _tree_logits(backend, prefix, tree)
-    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except FAILURES as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
             f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens ({reason})"
         ) from error
     for node, path in enumerate(paths):
         ids = prefix + path
-        plain = model(**_inputs(model, ids, 0, backend.device), use_cache=False).logits[0, -1].float()
+        plain = _plain_logits(model, ids, backend.device)
         close, distance = TOLERANCE if exact else TOLERANCE_HALF, _relative(ours[node], plain)
         if not exact and close < distance <= NEAR:
             alone = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
             distance = _relative(ours[node], alone)
         if not distance <= close:
+            if model.training and not torch.equal(_plain_logits(model, ids, backend.device), plain):
+                raise UnsupportedModelError(f"model type {kind!r} is in training mode, with dropout; call model.eval()")
+            if not plain.isfinite().all():
+                raise UnsupportedModelError(
+                    f"model type {kind!r} cannot be probed: its own logits are not finite, as with a forward hook that "
+                    "sets some of them to -inf; give such a rule to generate as a logits processor"
+                )
             reason = "its attention does not follow the mask or the positions"
             if not _relative(_one_by_one(model, ids, backend.device), plain) <= close:
                 reason = (
@@ -184,6 +200,12 @@ def probe(backend: Backend) -> None:
 TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
 """The relative errors that the probe allows: in fp32, in half precision, and in half precision between two sets of
 kernels. On the embedded model in bf16, with random tokens, the graph backend and transformers differed by up to 0.2."""
+
+
+def _plain_logits(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:
+    """[V] logits after `ids` by the model alone, in one pass without a cache."""
+    logits: torch.Tensor = model(**_inputs(model, ids, 0, device), use_cache=False).logits
+    return logits[0, -1].float()
 
 
 def _alone(token: int) -> TokenTree:

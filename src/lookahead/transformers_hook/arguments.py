@@ -41,7 +41,10 @@ def refuse_unsupported(config: Any, dropped: Dropped, model_kwargs: Mapping[str,
             f"lookahead decoding is greedy or sampled, and does not do {name}; leave out {', '.join(asked) or 'it'}"
         )
     if not config.use_cache:
-        raise ValueError("lookahead decoding needs the K/V cache; leave out use_cache=False")
+        raise ValueError(
+            "lookahead decoding needs the K/V cache, and use_cache=False was given or stands in the config; "
+            "pass use_cache=True"
+        )
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise ValueError(f"{name}=True: a step of many tokens has no such output per token; leave it out")
