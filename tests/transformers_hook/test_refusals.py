@@ -151,3 +151,33 @@ def test_an_assertion_of_the_model_is_a_refusal(after: int, monkeypatch: pytest.
     monkeypatch.setattr(type(model), "forward", asserting)
     with pytest.raises(ValueError, match="only images here"):
         model.generate(torch.tensor([[5, 9]]), max_new_tokens=2, pad_token_id=0, custom_generate=decoding())
+
+
+# What was found out about a model holds as long as the model stays as it is.
+
+
+def test_a_hook_that_comes_after_the_first_call_is_seen() -> None:
+    """It adds the tokens up, the refused ones too: no tree can be decoded exactly with it."""
+    model = tiny("Llama")
+    arguments = {"max_new_tokens": 2, "pad_token_id": 0, "custom_generate": decoding()}
+    model.generate(torch.tensor([[5, 9]]), **arguments)
+
+    def add_up(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.cumsum(dim=1)
+
+    handle = model.get_input_embeddings().register_forward_hook(add_up)
+    with pytest.raises(ValueError, match="cannot be decoded exactly"):
+        model.generate(torch.tensor([[5, 9]]), **arguments)
+    handle.remove()
+    model.generate(torch.tensor([[5, 9]]), **arguments)
+
+
+def test_autocast_on_in_one_call_and_off_in_the_next() -> None:
+    model = tiny("GPT2")
+    prompt = torch.tensor([[5, 9, 5, 9, 5]])
+    for on in (False, True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            options = {"max_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+            ours = model.generate(prompt, **options, custom_generate=decoding())
+            assert on or ours.tolist() == model.generate(prompt, **options).tolist()
+            assert ours.shape == (1, 13)

@@ -55,6 +55,29 @@ _finding_out = RLock()
 """Threads that use a model for the first time at once wait here, and share what one of them finds out."""
 
 
+def state_of(model: Any) -> tuple[Any, ...]:
+    """What decides how a model's forward pass computes: where one of these has changed, the model is probed again.
+
+    Besides the weights' device and dtype these are its modules (an adapter replaces some), their hooks, the active
+    adapters, and autocast.
+    """
+    device, weight = input_device(model), model.get_input_embeddings().weight
+    modules = tuple(
+        (type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks), adapters_of(module))
+        for module in model.modules()
+    )
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return (
+        device, weight.dtype, weight.shape, model.config._attn_implementation, model.training, autocast, hash(modules),
+    )  # fmt: skip
+
+
+def adapters_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The adapters that a PEFT layer applies; nothing for any other module."""
+    active = getattr(module, "active_adapters", None)  # on a transformers model this is a method
+    return (*active, module.disable_adapters) if isinstance(active, list) else ()
+
+
 class Run:
     """One call of `generate`."""
 
@@ -72,8 +95,7 @@ class Run:
     def _facts(self) -> ModelFacts:
         """The model's facts; they are found out at the first call, and again when the model's state has changed."""
         model = self.model
-        place = model.get_input_embeddings().weight
-        state = (input_device(model), place.dtype, place.shape, model.config._attn_implementation, model.training)
+        state = state_of(model)
         with _finding_out:
             facts = _facts_of.get(model)
             if facts is None or facts.state != state:
