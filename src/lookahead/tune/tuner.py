@@ -17,14 +17,8 @@ from lookahead.tune.predict import Laws, Prediction, learn, predict
 from lookahead.tune.trials import Trial, weave
 
 ALL_SIZES = (*SIZES, 192, 256, 384, 512)
-ANCHORS = (
-    "prompt lookup",
-    "paper W=4 N=3 G=4",
-    "paper W=7 N=5 G=7",
-    "paper W=15 N=5 G=15",
-    "default K=16",
-    "default K=128",
-)
+PAPER_ANCHORS = ("paper W=4 N=3 G=4", "paper W=7 N=5 G=7", "paper W=15 N=5 G=15")
+ANCHORS = ("prompt lookup", *PAPER_ANCHORS, "default K=16", "default K=128")
 """Run first, where they are not hopeless: the laws are fitted to them."""
 HOPELESS = 0.6
 """A candidate that the prior gives less than this is not run: no acceptance that was seen would lift it above 1."""
@@ -77,11 +71,7 @@ class Result:
             "best": row(self.best),
             "candidates": [row(one) for one in self.predictions],
             "step_cost": {"sizes": list(self.cost.sizes), "seconds": list(self.cost.seconds)},
-            "law": {
-                "alpha": self.laws.paper.alpha,
-                "f": self.laws.paper.f,
-                "measured": [asdict(point) for point in self.laws.points],
-            },
+            "law": {**asdict(self.laws.paper), "measured": [asdict(point) for point in self.laws.points]},
             "prompts": self.prompts,
             "tokens": self.tokens,
             **self.facts,
@@ -92,10 +82,7 @@ def row(one: Prediction) -> dict[str, Any]:
     config = one.candidate.config
     return {
         "name": one.candidate.name,
-        "window": config.window,
-        "ngram": config.ngram,
-        "guesses": config.guesses,
-        "budget": config.budget,
+        **{name: getattr(config, name) for name in ("window", "ngram", "guesses", "budget")},
         "sources": list(config.sources),
         "fitted": config.step_cost is not None,
         "basis": one.basis,

@@ -112,7 +112,7 @@ def write(folder: Path, path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     for part, shown in made.items():
         drawn = [plot for section in shown for plot in section.plots]
-        if drawn:
+        if drawn and plots.available():
             plots.write(drawn, path.parent / f"gpu-{part}.svg")
             shown[-1].notes.append(f"![{shown[-1].title}](gpu-{part}.svg)")
     remarks = folder / "remarks.md"
@@ -121,7 +121,8 @@ def write(folder: Path, path: Path) -> str:
     about = next(iter(results.files.values()))["about"]
     path.write_text(markdown(str(about["gpu"]), [measured_on(results), *said, *every]), encoding="utf-8")
     short = made["speed"] or every
-    return f"{markdown(short[0].title, short[:1])}\n{path}: the page of {len(results.files)} files"
+    note = "" if plots.available() else f"{plots.MISSING}\n"
+    return f"{markdown(short[0].title, short[:1])}\n{note}{path}: the page of {len(results.files)} files"
 
 
 def measured_on(results: GpuResults) -> Section:

@@ -6,35 +6,29 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from lookahead.bench.report.plots import PLOT_STYLE, draw
+from lookahead.bench.report.plots import MISSING, available, draw
 from lookahead.bench.report.sections import Section
 
 STYLE = """
-:root { color-scheme: light dark; --text: #1c2330; --dim: #5b6472; --line: #d9dde3; --back: #fff; --stripe: #f5f7f9; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e4e7eb; --dim: #9aa3af; --line: #3a414c; --back: #15181d; --stripe: #1d2128; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 72rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--dim); font-weight: 600; white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child, .word { text-align: left; }
-tr:nth-child(even) td { background: var(--stripe); }
-p { color: var(--dim); max-width: 48rem; }
-svg { width: 100%; max-width: 47.5rem; height: auto; display: block; margin: 1.2rem 0; font-family: inherit;
-  overflow: visible; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #8886; }
+.word { text-align: left; }
+p { max-width: 48rem; }
+svg { width: 100%; max-width: 48rem; height: auto; display: block; margin: 1.2rem 0; }
 """
 
 
 def html(title: str, sections: Sequence[Section]) -> str:
-    body = "\n".join(_section(section) for section in sections)
+    body = "\n".join(map(_section, sections))
+    if any(section.plots for section in sections) and not available():
+        body = f"<p>{_note(MISSING)}</p>\n{body}"
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}{PLOT_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
 
@@ -43,7 +37,8 @@ def _section(section: Section) -> str:
     if section.rows:
         parts.append(_table(section))
     parts += [f"<p>{_note(note)}</p>" for note in section.notes]
-    parts += [draw(plot) for plot in section.plots]
+    if section.plots and available():
+        parts.append(draw(section.plots))
     return "\n".join(parts)
 
 

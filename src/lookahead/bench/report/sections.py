@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lookahead.bench.run.summary import Line
-from lookahead.config import SOURCES
 from lookahead.stats import Stats
 
 Points = Sequence[tuple[float, float]]
@@ -21,8 +20,6 @@ class Bars:
     series: dict[str, Sequence[float | None]]
     unit: str = ""
     mark: float | None = None
-    order: Sequence[str] = ()
-    """Names whose places here choose their colours, so that a name has one colour in several plots."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,6 @@ class Curves:
     series: dict[str, Points]
     paper: Sequence[str] = ()
     log: bool = False
-    order: Sequence[str] = ()
-    """As for `Bars`."""
 
 
 @dataclass
@@ -65,8 +60,6 @@ def _cell(text: str) -> str:
 
 MOST_LINES = 9
 """Methods that a plot can tell apart by their colours."""
-GUESSED_BY = (*SOURCES, "prompt-lookup", "draft")
-"""Where guesses come from; the last two are transformers' own."""
 COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR")
 ABOUT_COLUMNS = (
     "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
@@ -152,8 +145,7 @@ def depths(lines: Sequence[Line]) -> Curves:
     series: dict[str, Points] = {}
     for name, stats in found.items() if len(found) <= MOST_LINES else ():
         series[name] = [(i + 1, count / stats.steps) for i, count in enumerate(stats.accepted_by_depth)]
-    names = list(dict.fromkeys(line.method.label for line in lines))
-    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series, order=names)
+    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series)
 
 
 def sources(lines: Sequence[Line]) -> Bars:
@@ -164,4 +156,4 @@ def sources(lines: Sequence[Line]) -> Bars:
     for name in names:
         counts = [(stats.accepted_by_source.get(name), stats.steps) for stats in found.values()]
         series[name] = [None if count is None else count / steps for count, steps in counts]
-    return Bars("accepted guesses per step, by source", list(found), series, order=GUESSED_BY)
+    return Bars("accepted guesses per step, by source", list(found), series)
