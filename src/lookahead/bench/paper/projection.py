@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from lookahead.algorithm.successors import KEPT_TOKENS
-from lookahead.bench.paper.rehearsal import Rehearsed, rehearse
+from lookahead.bench.paper.rehearsal import RANKS, Rehearsed, rehearse
 from lookahead.bench.report.sections import Curves, Points, Section, times
 from lookahead.bench.run import costs
 from lookahead.bench.run.bench_run import BenchRun
@@ -38,32 +39,26 @@ PAPER_SETTINGS = {
 }
 """The paper's method alone, with prompt n-grams."""
 FAMILIES = {"ours": OUR_SETTINGS, "paper": PAPER_SETTINGS}
+WHOSE = {"ours": "our sources", "paper": "the paper's method"}
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """How ranks reach each other: bytes per second in one direction, and the seconds that any exchange takes."""
 
-    name: str
     bytes_per_second: float
     latency: float
 
-    def gather(self, ranks: int, size: int) -> float:
-        """Seconds until all ranks have `size` bytes of every other."""
-        return self.latency + (ranks - 1) * size / self.bytes_per_second if ranks > 1 else 0.0
 
-
-NVLINK = Link("450 GB/s and 30 us per exchange", 450e9, 30e-6)
+NVLINK = Link(450e9, 30e-6)
 """NVLink 4's 450 GB/s in one direction; the 30 us of a small collective and its way to the host are assumed."""
 
 
 @dataclass(frozen=True)
 class Projected:
-    """The best setting for a number of ranks. `sent` are the bytes that a rank sends in a step."""
+    """A setting on so many ranks. `sent` are the bytes that a rank sends in a step."""
 
     ranks: int
-    setting: str
-    compression: float
+    of: Rehearsed
     share: float
     sent: int
     step_ms: float
@@ -78,27 +73,23 @@ def exchanged(share: float, top: int = KEPT_TOKENS) -> int:
     return 4 * (HEADER + rows * (1 + 2 * top))
 
 
-def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link) -> list[Projected]:
+def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link = NVLINK) -> list[Projected]:
     """For each number of ranks the setting with the least time per token.
 
     The speedup is over one rank that decodes token by token.
     """
+    table = cost.table(costs.COST_SIZES[-1])
 
     def projected(one: Rehearsed, ranks: int) -> Projected:
         share = one.share(ranks)
         sent = exchanged(share, one.top)
-        step, exchange = at(table, share), link.gather(ranks, sent)
+        step, others = 1e3 * at(table, share), ranks - 1
+        exchange = 1e3 * (link.latency + others * sent / link.bytes_per_second) if others else 0.0
         token = (step + exchange) / one.compression
-        speedup = table[0] / token
-        parts = 1e3 * step, 1e3 * exchange, 1e3 * token
-        return Projected(ranks, one.setting, one.compression, share, sent, *parts, speedup)
+        return Projected(ranks, one, share, sent, step, exchange, token, 1e3 * table[0] / token)
 
-    table = cost.table(costs.COST_SIZES[-1])
-    numbers = sorted({ranks for one in rehearsed for ranks in one.shares})
+    numbers = [ranks for ranks in RANKS if ranks in rehearsed[0].shares]
     return [min((projected(one, r) for one in rehearsed), key=lambda line: line.token_ms) for r in numbers]
-
-
-# The preset
 
 
 def measure(run: BenchRun) -> None:
@@ -135,18 +126,10 @@ def show(run: BenchRun) -> list[Section]:
     made: list[Section] = []
     for data in run.prompts:
         for family, settings in FAMILIES.items():
-            records = run.results.get(_key(run, data, family, name) for name in settings)
-            if not records or cost is None:
-                continue
-            rehearsed = [
-                Rehearsed(
-                    one["setting"], one["tokens"], one["steps"], one["step_tokens"],
-                    {int(ranks): share for ranks, share in one["shares"].items()}, one["top"],
-                )
-                for one in records
-            ]  # fmt: skip
-            whose = "our sources" if family == "ours" else "the paper's method"
-            made.append(_projection(run, data, whose, project(rehearsed, cost, NVLINK)))
+            keys = [_key(run, data, family, name) for name in settings]
+            rehearsed = [Rehearsed.of(run.results.records[key]) for key in keys if key in run.results]
+            if rehearsed and cost is not None:
+                made.append(_projection(run, data, WHOSE[family], project(rehearsed, cost)))
     return made or [Section("Projection", notes=["Nothing was measured yet: run the same command again."])]
 
 
@@ -155,15 +138,16 @@ def _projection(run: BenchRun, data: str, whose: str, lines: Sequence[Projected]
     section = Section(f"Projection: {data}, {whose}", head)
     for p in lines:
         section.rows.append([
-            str(p.ranks), p.setting, f"{p.compression:.2f}", f"{p.share:.0f}", f"{p.step_ms:.2f}",
+            str(p.ranks), p.of.setting, f"{p.of.compression:.2f}", f"{p.share:.0f}", f"{p.step_ms:.2f}",
             f"{p.exchange_ms:.3f}", f"{p.token_ms:.2f}", times(p.speedup),
         ])  # fmt: skip
     source = f"from {run.step_cost}" if run.step_cost else "measured on this machine"
-    section.notes.append(
+    section.notes = [
         f"A projection, not a measurement on several GPUs: S and shares measured on one rank, t(K) {source}, the "
-        f"exchange reckoned at {NVLINK.name}. The speedup is over one rank that decodes token by token."
-    )
-    section.notes.append("The paper measured up to 4x on ClassEval with 8 A100s (LLaMA and CodeLlama, 7B and 13B).")
+        "exchange reckoned at 450 GB/s and 30 us per exchange. The speedup is over one rank that decodes token by "
+        "token.",
+        "The paper measured up to 4x on ClassEval with 8 A100s (LLaMA and CodeLlama, 7B and 13B).",
+    ]
     curves: dict[str, Points] = {"projection": [(p.ranks, p.speedup) for p in lines]}
     if data == "classeval":
         curves["paper: 4x with 8 GPUs"] = [(8, 4)]

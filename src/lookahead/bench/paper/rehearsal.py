@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lookahead.algorithm.sources import SharedMemory, wants_top
@@ -11,8 +11,10 @@ from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import Backend, StepInput
 from lookahead.bench.run.decode import decode
+from lookahead.bench.run.results import Record
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.parallel.deal import Share, deal
+from lookahead.stats import Stats
 
 RANKS = (1, 2, 4, 8)
 
@@ -30,6 +32,12 @@ class Rehearsed:
     step_tokens: int
     shares: dict[int, int]
     top: int = KEPT_TOKENS
+
+    @classmethod
+    def of(cls, record: Record) -> Rehearsed:
+        """From a record; JSON's keys are text."""
+        facts = {one.name: record[one.name] for one in fields(cls)}
+        return cls(**facts | {"shares": {int(ranks): share for ranks, share in record["shares"].items()}})
 
     @property
     def compression(self) -> float:
@@ -90,12 +98,6 @@ def rehearse(
 ) -> Rehearsed:
     """S and shares of a setting that starts cold and keeps what it learns from prompt to prompt."""
     rehearsal, memory = Rehearsal(backend, ranks), SharedMemory()
-    stats = [decode(rehearsal, [prompt], config, rules, memory).stats for prompt in prompts]
-    return Rehearsed(
-        name,
-        sum(one.generated_tokens for one in stats),
-        sum(one.steps for one in stats),
-        sum(one.step_tokens for one in stats),
-        rehearsal.shares,
-        KEPT_TOKENS if wants_top(config) else 0,
-    )
+    stats = Stats.total(decode(rehearsal, [prompt], config, rules, memory).stats for prompt in prompts)
+    top = KEPT_TOKENS if wants_top(config) else 0
+    return Rehearsed(name, stats.generated_tokens, stats.steps, stats.step_tokens, rehearsal.shares, top)

@@ -1,4 +1,4 @@
-"""A job: one conversation of a set, answered once by one method."""
+"""A job is one conversation of a set, answered once by one method; a run is its jobs, and what was measured."""
 
 from __future__ import annotations
 
