@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from lookahead.bench.report.sections import Curves, Points, Section, comparison, times
 from lookahead.bench.run import costs
-from lookahead.bench.run.bench_run import BenchRun
-from lookahead.bench.run.summary import Line
+from lookahead.bench.run.summary import BenchRun, Line
 from lookahead.loading.step_cost import StepCost
 from lookahead.tune.candidates import at
 

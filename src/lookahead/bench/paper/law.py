@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lookahead.bench.report.sections import Curves, Points, Section
-from lookahead.bench.run.bench_run import BenchRun
+from lookahead.bench.run.summary import BenchRun
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 
 

@@ -13,13 +13,13 @@ from lookahead.bench.paper.views import scorer
 from lookahead.bench.report import page, ranks
 from lookahead.bench.report.sections import Section, markdown
 from lookahead.bench.run import costs, prompts
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.inflate import MODEL_SHAPES
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Load, Models
 from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.runner import Runner
+from lookahead.bench.run.summary import BenchRun
 from lookahead.loading.load import load_pretrained
 
 

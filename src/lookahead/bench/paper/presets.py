@@ -9,9 +9,9 @@ from typing import Any
 
 from lookahead.bench.paper import exactness, grid, law, projection, views
 from lookahead.bench.report.sections import Section
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.summary import BenchRun
 from lookahead.config import SOURCES, LookaheadConfig
 
 

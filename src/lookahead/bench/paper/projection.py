@@ -17,11 +17,11 @@ from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.bench.paper.rehearsal import RANKS, Rehearsed, rehearse
 from lookahead.bench.report.sections import Curves, Points, Section, times
 from lookahead.bench.run import costs
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.methods import plain
 from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.results import key_of
 from lookahead.bench.run.runner import prompt_ids
+from lookahead.bench.run.summary import BenchRun
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import HEADER, ROWS

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lookahead.bench.report.sections import COLUMNS, Bars, Curves, Section, by_set, cells, comparison, errors, times
-from lookahead.bench.run.bench_run import BenchRun
-from lookahead.bench.run.summary import Line
+from lookahead.bench.run.summary import BenchRun, Line
 
 EVEN = 0.02  # a ratio this close to 1 is called even
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from lookahead.bench.report.sections import Section
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.results import Record
+from lookahead.bench.run.summary import BenchRun
 
 HEAD = ("set", "method", "ranks", "S", "tokens of the tree", "tokens per rank", "of them again", "collectives", "bytes",
         "exchange ms", "as one rank")  # fmt: skip

@@ -77,10 +77,7 @@ class Runner:
             "method": job.method.label,
             "how": job.method.how,
             "config": plain(job.method.config),
-            "temperature": job.temperature,
-            "max_tokens": job.max_tokens,
-            "seed": job.seed,
-            "repeat": job.repeat,
+            **job.settings,
         }
         try:
             answered, counters = self._timed(job, longest)
@@ -176,12 +173,11 @@ def text_of(lm: Any, tokens: Sequence[int]) -> str:
 @contextmanager
 def attention(model: Any, name: str | None) -> Iterator[None]:
     """transformers' attention of this name while the block runs; None leaves it alone."""
-    if name is None:
-        yield
-        return
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    if name is not None:
+        model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        if name is not None:
+            model.set_attn_implementation(before)
