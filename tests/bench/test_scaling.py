@@ -13,10 +13,12 @@ from lookahead.bench.paper.projection import (
     OUR_SETTINGS,
     PAPER_SETTINGS,
     Link,
+    Rehearsal,
+    Rehearsed,
     exchanged,
     project,
+    rehearse,
 )
-from lookahead.bench.paper.rehearsal import Rehearsal, Rehearsed, rehearse
 from lookahead.bench.run.decode import decode
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.loading.step_cost import StepCost

@@ -76,7 +76,6 @@ class Laws:
 
 
 def learn(trials: Mapping[Candidate, Trial]) -> Laws:
-    """Fit the laws to the candidates that were run."""
     papers = [(one.config, trial) for one, trial in trials.items() if one.kind == PAPERS]
     whole = [(one.config.budget, trial) for one, trial in trials.items() if one.kind == FILLED]
     points = tuple(Point(c.window, c.ngram, c.guesses, trial.compression) for c, trial in papers)
@@ -125,6 +124,5 @@ def predict(
 
 
 def plain_scale(plain: Trial | None, table: Sequence[float]) -> float:
-    """What a plain step takes here over what the curve says."""
     factors = [run.factor(table) for run in plain.runs] if plain else []
     return median_high([factor for factor in factors if math.isfinite(factor)] or [1.0])

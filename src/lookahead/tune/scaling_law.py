@@ -57,8 +57,6 @@ PAPER = ScalingLaw(alpha=0.425, f=3.106)
 
 @dataclass(frozen=True)
 class Point:
-    """S as measured with some (W, N, G)."""
-
     window: int
     ngram: int
     guesses: int

@@ -55,7 +55,6 @@ class Result:
         return self.best.candidate.kind != AUTOREGRESSIVE
 
     def verdict(self) -> str:
-        """The recommendation in one line."""
         if self.pays:
             return f"best here: {self.best.candidate.name}, expected speedup {self.best.speedup:.2f}x"
         others = [p for p in self.predictions if p.candidate.kind != AUTOREGRESSIVE]
@@ -95,8 +94,6 @@ def row(one: Prediction) -> dict[str, Any]:
 
 
 class Tuner:
-    """The state of tuning one model: its cost curve, its candidates, and the trials so far."""
-
     def __init__(self, model: Any, *, cost: StepCost | None = None, say: Say | None = None, **settings: Any) -> None:
         """`settings` are those of `generate`, for every answer. A `cost` that is given is not measured.
 
@@ -142,13 +139,11 @@ class Tuner:
                 self.trials[one].add(run, self.table, runs[0])
 
     def _groups(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-        """Those that take turns, plain decoding first in each group."""
         others = [one for one in candidates if one is not self.plain]
         size = TOGETHER - 1
         return [[self.plain, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
 
     def look(self, prompts: Sequence[Any], candidates: Sequence[Candidate]) -> None:
-        """Rounds of all prompts."""
         if not candidates:
             return
         self.say(f"running {', '.join(one.name for one in candidates)} on {len(prompts)} prompts ...")

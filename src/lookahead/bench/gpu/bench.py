@@ -74,7 +74,6 @@ class GpuBench:
 
     @cached_property
     def small(self) -> LookaheadModel:
-        """The small model in fp32, with its tokenizer."""
         options: dict[str, Any] = {"dtype": "float32", "device": self.options.device, "backend": "eager"}
         with torch.inference_mode(False):
             return load_model(self.options.model, config=LookaheadConfig(), **options)

@@ -58,8 +58,6 @@ HEADS = {
 
 
 class GpuResults:
-    """The files of a folder: records by part and shape."""
-
     def __init__(self, folder: Path) -> None:
         found = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
         self.files = {name: one for name, one in found.items() if "records" in one and "part" in one.get("about", {})}
@@ -126,7 +124,6 @@ def measured_on(results: GpuResults) -> Section:
 
 
 def sections(results: GpuResults, part: str) -> list[Section]:
-    """A section for each shape that was measured."""
     title, columns, note = TABLES[part]
     names, made = columns.split(), []
     for shape in results.shapes:

@@ -46,7 +46,6 @@ def median_ms(run: Callable[[], Any], after: Callable[[Any], Any] = lambda _: No
 
 
 def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median wall time of a call in milliseconds."""
     taken = []
     for _ in range(repeats):
         begin = perf_counter()

@@ -31,7 +31,6 @@ def is_stock_half(job: Job) -> bool:
 
 
 def pairs(run: BenchRun, is_reference: Callable[[Job], bool]) -> Iterator[tuple[Job, Record, Record]]:
-    """Every job, its record, and the reference's record for the same prompt."""
     references = {(job.data, job.prompt.id): run.record(job) for job in run.jobs if is_reference(job)}
     for job in run.jobs:
         record, reference = run.record(job), references.get((job.data, job.prompt.id))

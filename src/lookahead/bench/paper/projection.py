@@ -2,7 +2,7 @@
 
     time per token = (t(share) + exchange) / S
 
-S and the shares are counted on real text (see `rehearsal`), t(K) is the measured time of a step of K tokens. Only the
+S and the shares are counted on real text (see `Rehearsal`), t(K) is the measured time of a step of K tokens. Only the
 exchange is reckoned, from its bytes and a stated link. S does not depend on the number of ranks, so each number of
 ranks takes the setting that suits it best: more ranks, larger steps, fewer of them.
 """
@@ -10,21 +10,26 @@ ranks takes the setting that suits it best: more ranks, larger steps, fewer of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
+from lookahead.algorithm.sources import SharedMemory, wants_top
 from lookahead.algorithm.successors import KEPT_TOKENS
-from lookahead.bench.paper.rehearsal import RANKS, Rehearsed, rehearse
+from lookahead.algorithm.tree import StepOutput
+from lookahead.backends.base import Backend, StepInput
 from lookahead.bench.report.sections import Curves, Points, Section, times
 from lookahead.bench.run import costs
+from lookahead.bench.run.decode import decode
 from lookahead.bench.run.methods import plain
 from lookahead.bench.run.prompts import Prompt
-from lookahead.bench.run.results import key_of
+from lookahead.bench.run.results import Record, key_of
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.bench.run.summary import BenchRun
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.loading.step_cost import StepCost
 from lookahead.parallel.backend import HEADER, ROWS
+from lookahead.parallel.deal import Share, deal
+from lookahead.stats import Stats
 from lookahead.tune.candidates import at
 
 OUR_SIZES = ((5, 5, 8, 128), (8, 5, 12, 192), (10, 5, 15, 256), (15, 5, 20, 384), (20, 5, 30, 512))
@@ -40,6 +45,94 @@ PAPER_SETTINGS = {
 """The paper's method alone, with prompt n-grams."""
 FAMILIES = {"ours": OUR_SETTINGS, "paper": PAPER_SETTINGS}
 WHOSE = {"ours": "our sources", "paper": "the paper's method"}
+
+
+RANKS = (1, 2, 4, 8)
+"""Numbers of ranks that are rehearsed."""
+
+
+@dataclass
+class Rehearsed:
+    """A setting on some prompts: tokens, steps, and the fullest rank's tokens by number of ranks, all summed.
+
+    `top` is how many likeliest tokens of a row the ranks exchange: none unless they are recycled.
+    """
+
+    setting: str
+    tokens: int
+    steps: int
+    step_tokens: int
+    shares: dict[int, int]
+    top: int = KEPT_TOKENS
+
+    @classmethod
+    def of(cls, record: Record) -> Rehearsed:
+        """From a record; JSON's keys are text."""
+        facts = {one.name: record[one.name] for one in fields(cls)}
+        return cls(**facts | {"shares": {int(ranks): share for ranks, share in record["shares"].items()}})
+
+    @property
+    def compression(self) -> float:
+        return self.tokens / max(1, self.steps)
+
+    def share(self, ranks: int) -> float:
+        """Mean tokens of the fullest of so many ranks."""
+        return self.shares[ranks] / max(1, self.steps)
+
+
+class Rehearsal:
+    """A backend that decodes on one rank, and deals every tree to several ranks as `parallel` would.
+
+    A rank's tokens include those that it has to run again because another rank's were accepted.
+    """
+
+    def __init__(self, inner: Backend, ranks: Sequence[int] = RANKS) -> None:
+        self.inner, self.max_length = inner, inner.max_length
+        self.open, self.length, self.collect = inner.open, inner.length, inner.collect
+        self.shares = dict.fromkeys(ranks, 0)
+        self._lacks: dict[tuple[int, int], list[int]] = {}
+        self._last: dict[tuple[int, int], list[Share]] = {}
+
+    def close(self, slot: int) -> None:
+        self.inner.close(slot)
+        for ranks in self.shares:
+            self._lacks.pop((slot, ranks), None)
+            self._last.pop((slot, ranks), None)
+
+    def launch(self, inputs: Sequence[StepInput]) -> Any:
+        for ranks in self.shares:
+            loads = [0] * ranks
+            for item in inputs:
+                lacks = self._lacks.get((item.slot, ranks), [0] * ranks)
+                dealt = self._last[item.slot, ranks] = deal(item.tree, ranks, lacks)
+                loads = [a + len(b.nodes) + c for a, b, c in zip(loads, dealt, lacks, strict=True)]
+            self.shares[ranks] += max(loads)
+        return self.inner.launch(inputs)
+
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        return self.collect(self.launch(inputs))
+
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot, path in accepted:
+            for ranks in self.shares:
+                dealt = self._last.pop((slot, ranks))
+                self._lacks[slot, ranks] = [len(path) - len(share.local(path)) for share in dealt]
+        self.inner.commit(accepted)
+
+
+def rehearse(
+    backend: Backend,
+    prompts: Sequence[Sequence[int]],
+    name: str,
+    config: LookaheadConfig,
+    rules: StopRules,
+    ranks: Sequence[int] = RANKS,
+) -> Rehearsed:
+    """S and shares of a setting that starts cold and keeps what it learns from prompt to prompt."""
+    rehearsal, memory = Rehearsal(backend, ranks), SharedMemory()
+    stats = Stats.total(decode(rehearsal, [prompt], config, rules, memory).stats for prompt in prompts)
+    top = KEPT_TOKENS if wants_top(config) else 0
+    return Rehearsed(name, stats.generated_tokens, stats.steps, stats.step_tokens, rehearsal.shares, top)
 
 
 class Link(NamedTuple):
@@ -93,7 +186,6 @@ def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link = NVLINK)
 
 
 def measure(run: BenchRun) -> None:
-    """S and the shares of every setting on every set, then t(K)."""
     lm = run.models.own
     for data, prompts in run.prompts.items():
         rules = StopRules(run.max_tokens[data], lm.stop_ids, lm.backend.max_length)

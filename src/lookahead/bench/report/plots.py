@@ -49,7 +49,6 @@ def draw(plots: Sequence[Bars | Curves]) -> str:
 
 
 def write(plots: Sequence[Bars | Curves], path: Path) -> None:
-    """The plots in one file."""
     if not available():
         raise ValueError(f"cannot draw {str(path)!r}: plots need matplotlib, pip install 'lookahead-decoding[bench]'")
     try:

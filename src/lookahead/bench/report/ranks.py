@@ -53,7 +53,6 @@ def _cells(run: BenchRun, method: Method, found: list[tuple[Job, Record]]) -> li
 
 
 def _alone(run: BenchRun, method: Method) -> dict[tuple[Any, ...], Record]:
-    """The records of the same method on one rank."""
     one = replace(method, ranks=1)
     same = [job for job in run.jobs if job.method.facts() == one.facts()]
     return {_place(job): record for job in same if (record := run.record(job)) is not None}

@@ -88,6 +88,13 @@ def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
     return section
 
 
+def by_data(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.data, []).append(line)
+    return found
+
+
 def by_set(
     lines: Sequence[Line], what: str, value: Callable[[Line], float | None], unit: str = "", title: str | None = None
 ) -> list[Bars]:
@@ -102,7 +109,6 @@ def by_set(
 
 
 def cells(line: Line) -> list[str]:
-    """What every table shows of a line."""
     if not line.prompts:
         return ["-"] * 10
     stats = line.stats
@@ -149,7 +155,6 @@ def depths(lines: Sequence[Line]) -> Curves:
 
 
 def sources(lines: Sequence[Line]) -> Bars:
-    """Accepted guesses per step, by the source that proposed them."""
     found = _guessed(lines)
     names = dict.fromkeys(source for stats in found.values() for source in stats.accepted_by_source)
     series: dict[str, Sequence[float | None]] = {}

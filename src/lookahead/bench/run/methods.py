@@ -54,7 +54,6 @@ def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
 
 
 def named(name: str, label: str | None = None, **where: Any) -> Method:
-    """The method that a word of the command line means."""
     kind, colon, rest = name.partition(":")
     if not colon:
         if name not in NAMES:

@@ -112,7 +112,6 @@ def load(name: str, data_dir: Path | None = None, limit: int | None = None, turn
 
 
 def check(name: str) -> str:
-    """`name`, when there is such a set."""
     if name in SETS:
         return name
     near = get_close_matches(name, SETS, n=1)
@@ -121,7 +120,6 @@ def check(name: str) -> str:
 
 
 def messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The chat up to the turn after these answers."""
     chat = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn, answer in zip(prompt.turns, answers, strict=False):
         chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]

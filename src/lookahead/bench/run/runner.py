@@ -51,7 +51,6 @@ class Runner:
         return [by_key[key] for key in json.loads(said[0])]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Record]]:
-        """Each job, with its record."""
         first = {job.prompt: job for job in reversed(jobs)}
         longest = max(map(self._most_tokens, first.values()), default=0)
         self._longest = max(first, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)

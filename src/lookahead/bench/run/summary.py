@@ -60,7 +60,6 @@ class Line:
         return self.reference.speedup if self.own.speedup is None else self.own.speedup
 
     def record(self) -> dict[str, Any]:
-        """For `--json`."""
         counted = ("steps", "step_tokens", "seconds", "accepted_by_depth", "accepted_by_source")
         rates = ("compression", "tokens_per_second")
         return {
@@ -80,7 +79,6 @@ Place = tuple[str, float, Method]
 
 
 def lines(jobs: Sequence[Job], records: Mapping[str, Record]) -> list[Line]:
-    """In the order of the jobs."""
     found: dict[Place, Answers] = {}
     errors: dict[Place, list[str]] = {}
     for job in jobs:
@@ -141,7 +139,6 @@ def _compare(answers: Answers, reference: Answers) -> Compared:
 
 
 def seconds_of(repeats: Sequence[Record]) -> float:
-    """The median over the repeats of one answer."""
     return float(statistics.median(one["seconds"] for one in repeats))
 
 
@@ -164,6 +161,5 @@ class BenchRun:
         return lines(self.jobs, self.results.records)
 
     def record(self, job: Job) -> Record | None:
-        """The job's record, once it was answered without an error."""
         found = self.results.records.get(job.key)
         return None if found is None or "error" in found else found
