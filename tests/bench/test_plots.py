@@ -11,9 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from lookahead.bench.report import plots
-from lookahead.bench.report.page import html
-from lookahead.bench.report.plots import draw
-from lookahead.bench.report.sections import Bars, Curves, Section, comparison, markdown
+from lookahead.bench.report.plots import Bars, Curves, draw
+from lookahead.bench.report.sections import Section, comparison, html, markdown
 from lookahead.bench.run.methods import named
 from lookahead.bench.run.summary import Compared, Line
 from lookahead.stats import Stats

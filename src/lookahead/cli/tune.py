@@ -147,7 +147,7 @@ def bars(predictions: Any, width: int = 40) -> str:
 
 def drawings(result: Any) -> list[Any]:
     """Every candidate's speedup; and S of the paper's method over W, as measured and by the fitted law (figure 4)."""
-    from lookahead.bench.report.sections import Bars, Curves
+    from lookahead.bench.report.plots import Bars, Curves
     from lookahead.tune.scaling_law import candidates
 
     found, points = result.laws.paper, result.laws.points

@@ -101,16 +101,13 @@ class Tuner:
         """
         self.model, self.say = model, say or (lambda _: None)
         self.settings = {"max_tokens": 64, "seed": 0, **settings}
-        backend = model.backend
-        half = backend.dtype in (torch.bfloat16, torch.float16)
-        context = backend.max_length
+        backend, context = model.backend, model.backend.max_length
         if cost is None:
             self.say("measuring what a step of each size costs ...")
             sizes = [size for size in ALL_SIZES if context is None or size <= context // 4] or [1]
             cost = measure(backend, sizes, rounds=8, patience=PATIENCE)
-        self.cost = cost
-        self.table = cost.table(BUDGETS[-1])
-        self.candidates = all_candidates(cost, context, half=half)
+        self.cost, self.table = cost, cost.table(BUDGETS[-1])
+        self.candidates = all_candidates(cost, context, half=backend.dtype in (torch.bfloat16, torch.float16))
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 
@@ -160,8 +157,7 @@ class Tuner:
         found = self.predictions()
         plain = next(p for p in found if p.candidate is self.plain)
         best = found[0] if found[0].speedup >= PAYS else plain
-        backend = self.model.backend
-        device = backend.device
+        backend, device = self.model.backend, self.model.backend.device
         facts = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
             "threads": torch.get_num_threads(),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.report import plots
-from lookahead.bench.report.sections import Bars, Curves, Points, Section, markdown, times
+from lookahead.bench.report.plots import Bars, Curves, Points
+from lookahead.bench.report.sections import Section, markdown, times
 
 SHAPES = {"7b": "7B shape", "small": "the 135M model itself"}
 SETS = ("mt-bench", "humaneval")

@@ -6,7 +6,8 @@ computes the same function, so its S is the same and only t(K) has to be measure
 
 from __future__ import annotations
 
-from lookahead.bench.report.sections import Curves, Points, Section, by_data, comparison, times
+from lookahead.bench.report.plots import Curves, Points
+from lookahead.bench.report.sections import Section, by_data, comparison, times
 from lookahead.bench.run import costs
 from lookahead.bench.run.summary import BenchRun, Line
 from lookahead.loading.step_cost import StepCost

@@ -10,8 +10,8 @@ from typing import Any
 
 from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
 from lookahead.bench.paper.views import scorer
-from lookahead.bench.report import page, ranks
-from lookahead.bench.report.sections import Section, markdown
+from lookahead.bench.report import ranks
+from lookahead.bench.report.sections import Section, html, markdown
 from lookahead.bench.run import costs, prompts
 from lookahead.bench.run.inflate import MODEL_SHAPES
 from lookahead.bench.run.jobs import Job
@@ -174,7 +174,7 @@ def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
     files = {"results": run.results.path, "markdown": out / f"{name}.md", "html": out / f"{name}.html"}
     try:
         files["markdown"].write_text(markdown(title, sections), encoding="utf-8")
-        files["html"].write_text(page.html(title, sections), encoding="utf-8")
+        files["html"].write_text(html(title, sections), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write the report into {out}: {error.strerror}; the results are kept") from error
     return files

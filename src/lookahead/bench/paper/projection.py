@@ -17,7 +17,8 @@ from lookahead.algorithm.sources import SharedMemory, wants_top
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import Backend, StepInput
-from lookahead.bench.report.sections import Curves, Points, Section, times
+from lookahead.bench.report.plots import Curves, Points
+from lookahead.bench.report.sections import Section, times
 from lookahead.bench.run import costs
 from lookahead.bench.run.decode import decode
 from lookahead.bench.run.methods import plain

@@ -6,19 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.bench.report.sections import (
-    COLUMNS,
-    Bars,
-    Curves,
-    Points,
-    Section,
-    by_data,
-    by_set,
-    cells,
-    comparison,
-    errors,
-    times,
-)  # fmt: skip
+from lookahead.bench.report.plots import Bars, Curves, Points
+from lookahead.bench.report.sections import COLUMNS, Section, by_data, by_set, cells, comparison, errors, times
 from lookahead.bench.run.summary import BenchRun, Line
 
 EVEN = 0.02  # a ratio this close to 1 is called even
@@ -51,7 +40,7 @@ PAPER_END_TO_END = {"humaneval": "up to 2.3x"} | dict.fromkeys(("mt-bench", "mbp
 
 def end_to_end(run: BenchRun) -> list[Section]:
     head = ("set", "method", "over transformers' greedy", "over AR", "paper (7B to 70B, A100)")
-    rows = [
+    rows: list[Sequence[str]] = [
         [one.data, one.method.label, *map(times, (one.reference.speedup, one.own.speedup)), said]
         for one in run.lines
         if not one.method.stock and (said := PAPER_END_TO_END.get(one.data, "-"))

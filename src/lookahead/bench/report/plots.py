@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from lookahead.bench.report.sections import Bars, Curves
 
 WIDTH, HEIGHT = 8.0, 3.8
 """Inches of a plot."""
@@ -16,6 +15,30 @@ MOST_VALUES = 30
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "lookahead", "axes.grid.axis": "y", "axes.grid": True}
 """Text stays text, and the same plot is the same file."""
 MISSING = "No plots: they need matplotlib, `pip install 'lookahead-decoding[bench]'`."
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One group of bars per label, one bar per series; None is no bar. `mark` is a line to compare with."""
+
+    title: str
+    labels: Sequence[str]
+    series: dict[str, Sequence[float | None]]
+    unit: str = ""
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines through points; a name in `paper` is drawn dashed. `log` scales the x axis."""
+
+    title: str
+    x: str
+    y: str
+    series: dict[str, Points]
+    paper: Sequence[str] = ()
+    log: bool = False
 
 
 def available() -> bool:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from lookahead.bench.run.methods import near
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,7 @@ def load(name: str, data_dir: Path | None = None, limit: int | None = None, turn
 def check(name: str) -> str:
     if name in SETS:
         return name
-    near = get_close_matches(name, SETS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown prompt set {name!r}: {hint}choose from {', '.join(SETS)}")
+    raise ValueError(f"unknown prompt set {name!r}: {near(name, SETS)}choose from {', '.join(SETS)}")
 
 
 def messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
