@@ -56,6 +56,7 @@ def measure(files: Path, *words: str) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in (files / "out").glob("*.json")}
 
 
+@pytest.mark.slow
 def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In fp32 every method's outputs are those of transformers, whatever the shape. The page has all of it."""
     chosen = [part for part in PARTS if part != "attention"]
@@ -136,6 +137,7 @@ def test_the_presets_are_the_parts() -> None:
 
 def test_the_command_makes_the_page_again(tmp_path: Path) -> None:
     """Of the results in this repository, whatever they are."""
+    pytest.importorskip("matplotlib")
     for path in RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
     result = CliRunner().invoke(app, ["bench", "--preset", "gpu-report", "--out", str(tmp_path)])
@@ -148,8 +150,8 @@ def test_the_command_makes_the_page_again(tmp_path: Path) -> None:
 
 def test_it_needs_neither_typer_nor_rich() -> None:
     code = (
-        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; import lookahead.bench.gpu.command as c; "
-        "c.main(['--help'])"
+        "import sys; sys.modules.update(dict.fromkeys(['typer', 'rich', 'matplotlib'])); "
+        "import lookahead.bench.gpu.command as c; c.main(['--help'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -10,14 +10,15 @@ from toys import VOCABULARY, ToyBackend, on_ranks
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.paper.projection import (
-    NVLINK,
     OUR_SETTINGS,
     PAPER_SETTINGS,
     Link,
+    Rehearsal,
+    Rehearsed,
     exchanged,
     project,
+    rehearse,
 )
-from lookahead.bench.paper.rehearsal import Rehearsal, Rehearsed, rehearse
 from lookahead.bench.run.decode import decode
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.loading.step_cost import StepCost
@@ -74,15 +75,15 @@ def test_a_projection_takes_the_best_setting_for_each_number_of_ranks() -> None:
     cost = StepCost((1, 101), (0.010, 0.020))
     small = Rehearsed("small", tokens=200, steps=100, step_tokens=1100, shares={1: 1100, 8: 200})
     large = Rehearsed("large", tokens=400, steps=100, step_tokens=20100, shares={1: 20100, 8: 2100})
-    free = Link("free", float("inf"), 0.0)
+    free = Link(float("inf"), 0.0)
     one, eight = project([small, large], cost, free)
-    assert (one.ranks, one.setting) == (1, "small")
-    assert (eight.ranks, eight.setting) == (8, "large")
+    assert (one.ranks, one.of.setting) == (1, "small")
+    assert (eight.ranks, eight.of.setting) == (8, "large")
     assert one.step_ms == pytest.approx(11.0)
     assert one.speedup == pytest.approx(2 * 10 / 11)
     assert eight.token_ms == pytest.approx(12 / 4)
     assert eight.speedup == pytest.approx(4 * 10 / 12)
-    slow = Link("slow", 1e3, 1.0)
+    slow = Link(1e3, 1.0)
     assert project([large], cost, slow)[1].exchange_ms == pytest.approx(1e3 * (1 + 7 * exchanged(21) / 1e3))
     assert project([large], cost, slow)[0].exchange_ms == 0
 
@@ -97,5 +98,5 @@ def test_what_is_exchanged_is_what_the_backend_sends(config: LookaheadConfig) ->
 
     counters = on_ranks(2, work)[0]
     found = rehearse(ToyBackend(), prompts(3), "one", config, RULES, (2,))
-    (line,) = project([found], StepCost((1, 64), (0.010, 0.020)), NVLINK)
+    (line,) = project([found], StepCost((1, 64), (0.010, 0.020)))
     assert counters.sent_bytes / counters.collectives == line.sent == exchanged(line.share, found.top)

@@ -10,11 +10,11 @@ import pytest
 from scripted import ScriptedModel, curve
 from typer.testing import CliRunner
 
+from lookahead.bench.run.prompts import load, read_own
 from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.cli.tune import choose_prompts
 from lookahead.tune import tuner
-from lookahead.tune.prompts import PROMPTS, read_prompts
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_table_a_plot_and_a_verdict(model: ScriptedModel) -> None:
     (best,) = [line for line in printed.splitlines() if line.strip().startswith("*")]
     assert best.split()[1] in printed.rstrip().splitlines()[-1]
     assert "--save" in result.stderr
-    assert {prompt for prompt, _, _ in model.asked} == set(PROMPTS[:3])
+    assert {prompt for prompt, _, _ in model.asked} == {prompt.turns[0] for prompt in load("builtin", limit=3)}
 
 
 def test_json_is_all_there_is_on_stdout(model: ScriptedModel) -> None:
@@ -89,6 +89,7 @@ def test_settings_reach_the_runs(model: ScriptedModel) -> None:
 
 
 def test_a_plot_is_written(model: ScriptedModel, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     result = run(model, "--quick", "--plot", str(tmp_path / "p.svg"))
     assert result.exit_code == 0
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
@@ -120,8 +121,8 @@ def test_prompts_by_line_and_by_json(tmp_path: Path) -> None:
     text.write_text("first\n\n second prompt \n", encoding="utf-8")
     assert choose_prompts(text, 1) == ["first", "second prompt"]
     lines.write_text('{"prompt": "a\\nb", "id": 1}\n\n{"prompt": "café"}\n', encoding="utf-8")
-    assert read_prompts(lines) == ["a\nb", "café"]
-    assert choose_prompts(None, 2) == list(PROMPTS[:2])
+    assert read_own(lines) == ["a\nb", "café"]
+    assert choose_prompts(None, 2) == [prompt.turns[0] for prompt in load("builtin", limit=2)]
 
 
 @pytest.mark.parametrize(
@@ -138,4 +139,4 @@ def test_prompts_that_are_none(tmp_path: Path, name: str, content: bytes, messag
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        read_prompts(path)
+        read_own(path)

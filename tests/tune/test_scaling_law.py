@@ -11,7 +11,6 @@ import pytest
 
 from lookahead.tune.scaling_law import (
     PAPER,
-    LogLaw,
     Point,
     ScalingLaw,
     candidates,
@@ -131,11 +130,3 @@ def test_nothing_measured_is_the_prior_and_nothing_accepted_is_one() -> None:
 def test_a_law_refuses_what_is_no_law(alpha: float, f: float) -> None:
     with pytest.raises(ValueError, match="must be"):
         ScalingLaw(alpha, f)
-
-
-def test_s_over_log_k() -> None:
-    law = LogLaw((16, 64), (2.0, 3.0))
-    assert [law.predict(k) for k in (1, 4, 16, 32, 64)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0])
-    assert law.predict(256) == pytest.approx(4.0)
-    with pytest.raises(ValueError, match="in order"):
-        LogLaw((64, 16), (3.0, 2.0))

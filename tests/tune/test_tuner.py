@@ -17,7 +17,7 @@ from lookahead.bench.report import plots
 from lookahead.cli.tune import bars, drawings
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
-from lookahead.tune.candidates import BUDGETS, FILLED, FITTED, PAPERS, all_candidates, follow
+from lookahead.tune.candidates import BUDGETS, FILLED, FITTED, PAPERS, all_candidates, default_s, follow
 from lookahead.tune.predict import Prediction
 from lookahead.tune.scaling_law import ScalingLaw
 from lookahead.tune.trials import weave
@@ -230,6 +230,7 @@ def test_follow_passes_through_what_is_known() -> None:
     value = follow(lambda x: 10 * x, {4: 20.0, 16: 160.0})
     assert [value(x) for x in (1, 4, 8, 16, 32)] == pytest.approx([5, 20, 60, 160, 320])
     assert follow(lambda x: 10 * x, {})(3) == 30
+    assert [default_s(k) for k in (1, 8, 256, 512)] == pytest.approx([1.0, 1.40, 2.94, 3.35])
 
 
 # What is shown.
@@ -257,6 +258,7 @@ def test_bars_are_as_long_as_the_speedups() -> None:
 
 
 def test_the_svg_is_well_formed(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
     plots.write(drawings(tune(ScriptedModel(mild, accepts), PROMPTS, cost=curve(mild))), path)
     assert ElementTree.fromstring(path.read_text()).tag.endswith("svg")

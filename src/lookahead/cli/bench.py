@@ -18,9 +18,9 @@ from lookahead.cli.settings import Settings
 
 if TYPE_CHECKING:
     from lookahead.bench.paper.options import BenchOptions
-    from lookahead.bench.run.bench_run import BenchRun
     from lookahead.bench.run.jobs import Job
     from lookahead.bench.run.runner import Runner
+    from lookahead.bench.run.summary import BenchRun
 
 GPU_PRESETS = {
     "gpu-step": "A step by K on a CUDA GPU",

@@ -59,6 +59,8 @@ def tune(
     from lookahead.bench.report import plots
     from lookahead.tune import tuner
 
+    if plot is not None and not plots.available():
+        raise ValueError(f"--plot: {plots.MISSING}")
     # With a config of our own nothing is measured at loading, and no profile gets in the way.
     loaded: Any = host.load(model, dtype=dtype, device=device, backend=backend, log=host.say, config=LookaheadConfig())
     result = tuner.tune(
@@ -90,9 +92,9 @@ def tune(
 
 def choose_prompts(path: Path | None, ours: int) -> list[str]:
     """All of the user's, or the first of ours."""
-    from lookahead.tune.prompts import PROMPTS, read_prompts
+    from lookahead.bench.run import prompts
 
-    return list(PROMPTS[:ours]) if path is None else read_prompts(path)
+    return [one.turns[0] for one in prompts.load("builtin", limit=ours)] if path is None else prompts.read_own(path)
 
 
 def table(result: Any) -> Table:
@@ -145,7 +147,7 @@ def bars(predictions: Any, width: int = 40) -> str:
 
 def drawings(result: Any) -> list[Any]:
     """Every candidate's speedup; and S of the paper's method over W, as measured and by the fitted law (figure 4)."""
-    from lookahead.bench.report.sections import Bars, Curves
+    from lookahead.bench.report.plots import Bars, Curves
     from lookahead.tune.scaling_law import candidates
 
     found, points = result.laws.paper, result.laws.points

@@ -1,4 +1,4 @@
-"""The configs that `tune` chooses from, and what is expected of each before anything is measured on the model."""
+"""The configs that `tune` chooses from, and what is known of their S and K before any is run on the model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lookahead.config import LookaheadConfig
 from lookahead.loading.step_cost import StepCost, suited
-from lookahead.tune.scaling_law import PAPER, LogLaw
 
 AUTOREGRESSIVE = "autoregressive"
 LOOKUP, PAPERS, FILLED, FITTED = "prompt lookup", "paper", "default", "fitted"
@@ -21,10 +22,10 @@ FITTED_BUDGETS = (128, 512)
 HALF_BUDGET = 128
 """In half precision a step of more tokens is not the same text as token by token, on any backend: none is offered."""
 
-DEFAULT_S = LogLaw((8, 16, 32, 64, 128, 256), (1.40, 1.57, 1.86, 2.17, 2.53, 2.94))
+DEFAULT_S = {1: 1.0, 8: 1.40, 16: 1.57, 32: 1.86, 64: 2.17, 128: 2.53, 256: 2.94, 512: 3.35}
 DEFAULT_FILL = {8: 0.57, 16: 0.59, 32: 0.64, 64: 0.80, 128: 0.76, 256: 0.77}
 """S of the default sources by budget, and how much of the budget their steps hold: the embedded model, three of our
-prompts, 96 tokens each. Longer answers give more."""
+prompts, 96 tokens each. Longer answers give more. S at 512 is what the line from 128 to 256 leads to."""
 LOOKUP_S, LOOKUP_K = 1.2, 5.6
 """Prompt lookup in the same run."""
 PAPER_FILL = 0.27
@@ -39,14 +40,6 @@ class Candidate:
     name: str
     kind: str
     config: LookaheadConfig
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Before measuring, or beside it: S, and tokens per step."""
-
-    compression: float
-    step_tokens: float
 
 
 def all_candidates(cost: StepCost, context: int | None = None, *, half: bool = False) -> list[Candidate]:
@@ -75,43 +68,26 @@ def all_candidates(cost: StepCost, context: int | None = None, *, half: bool = F
     return [one for one in found if one.config.budget <= max(most, 1)]
 
 
-def prior(candidate: Candidate, table: Sequence[float]) -> Estimate:
-    """What is expected of a model that has not been run."""
-    config = candidate.config
-    if candidate.kind == AUTOREGRESSIVE:
-        return Estimate(1.0, 1.0)
-    if candidate.kind == LOOKUP:
-        return Estimate(LOOKUP_S, LOOKUP_K)
-    if candidate.kind == PAPERS:
-        window, ngram, guesses = config.window, config.ngram, config.guesses
-        return Estimate(PAPER.predict(window, ngram, guesses), paper_tokens(config, PAPER_FILL))
-    if candidate.kind == FILLED:
-        return Estimate(DEFAULT_S.predict(config.budget), default_tokens(config.budget))
-    # Fitted step by step it does at least as well as plain decoding, or as the best one size for all steps.
-    sizes = [budget for budget in BUDGETS if budget <= config.budget]
-    expected = [Estimate(DEFAULT_S.predict(size), default_tokens(size)) for size in sizes]
-    return max([Estimate(1.0, 1.0), *expected], key=lambda one: one.compression / at(table, one.step_tokens))
-
-
 def follow(prior_of: Callable[[float], float], known: Mapping[Any, float]) -> Callable[[float], float]:
     """The prior, scaled to pass through what is known; between known places the scale is a straight line in log x."""
-    ratios = sorted((x, value / prior_of(x)) for x, value in known.items())
+    if not known:
+        return prior_of
+    places = sorted(known)
+    ratios = [known[x] / prior_of(x) for x in places]
+    return lambda x: prior_of(x) * float(np.interp(math.log(x), np.log(places), ratios))
 
-    def value(x: float) -> float:
-        if not ratios:
-            return prior_of(x)
-        above = next((i for i, (place, _) in enumerate(ratios) if place >= x), len(ratios))
-        if above in (0, len(ratios)):
-            return prior_of(x) * ratios[min(above, len(ratios) - 1)][1]
-        (a, low), (b, high) = ratios[above - 1], ratios[above]
-        return prior_of(x) * (low + (high - low) * math.log(x / a) / math.log(b / a))
 
-    return value
+def _one(x: float) -> float:
+    return 1.0
+
+
+default_s = follow(_one, DEFAULT_S)
+"""S of the default sources by their budget, a straight line in log K between the known ones."""
 
 
 def default_tokens(budget: float) -> float:
     """Tokens per step of the default sources, the whole budget used."""
-    return max(1.0, budget * follow(lambda _: 1.0, DEFAULT_FILL)(budget))
+    return max(1.0, budget * follow(_one, DEFAULT_FILL)(budget))
 
 
 def paper_tokens(config: LookaheadConfig, fill: float) -> float:
@@ -121,6 +97,4 @@ def paper_tokens(config: LookaheadConfig, fill: float) -> float:
 
 def at(table: Sequence[float], size: float) -> float:
     """t(K) for a K between whole numbers."""
-    low = min(int(size), len(table))
-    high = min(low + 1, len(table))
-    return table[low - 1] + (size - low) * (table[high - 1] - table[low - 1])
+    return float(np.interp(size, range(1, len(table) + 1), table))

@@ -13,26 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
-from lookahead.tune.candidates import (
-    AUTOREGRESSIVE,
-    DEFAULT_S,
-    FILLED,
-    PAPER_FILL,
-    PAPERS,
-    Candidate,
-    Estimate,
-    at,
-    default_tokens,
-    follow,
-    paper_tokens,
-    prior,
-)
+from lookahead.tune import candidates as known
+from lookahead.tune.candidates import AUTOREGRESSIVE, FILLED, LOOKUP, PAPERS, Candidate, at, follow
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 from lookahead.tune.trials import Trial
 
 TRUST = 0.25
 """How far few noisy points may move alpha: as if S were known to 0.05 and alpha to 0.1 beforehand."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """S, and tokens per step."""
+
+    compression: float
+    step_tokens: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Laws:
-    """What the trials say about candidates that were not run."""
+    """What the trials say about candidates that were not run; without trials, what is known beforehand."""
 
     paper: ScalingLaw
     points: tuple[Point, ...]
@@ -58,21 +55,39 @@ class Laws:
     default_s: Callable[[float], float]
     default_k: Callable[[float], float]
 
+    def estimate(self, one: Candidate, table: Sequence[float], kin: Sequence[Trial]) -> Estimate:
+        """S and K of a candidate that was not run; `kin` are the trials of its kind."""
+        config = one.config
+        if one.kind == AUTOREGRESSIVE:
+            return Estimate(1.0, 1.0)
+        if one.kind == LOOKUP:
+            return Estimate(known.LOOKUP_S, known.LOOKUP_K)
+        if one.kind == PAPERS:
+            s = self.paper.predict(config.window, config.ngram, config.guesses)
+            return Estimate(s, known.paper_tokens(config, self.paper_fill))
+        if one.kind == FILLED:
+            return Estimate(self.default_s(config.budget), self.default_k(config.budget))
+        if kin:  # of the fitted default a smaller budget was run: a larger one does as well
+            return Estimate(kin[-1].compression, kin[-1].step_tokens)
+        # Fitted step by step it does at least as well as plain decoding, or as the best one size for all steps.
+        sizes = [size for size in known.BUDGETS if size <= config.budget]
+        expected = [Estimate(self.default_s(size), self.default_k(size)) for size in sizes]
+        return max([Estimate(1.0, 1.0), *expected], key=lambda one: one.compression / at(table, one.step_tokens))
+
 
 def learn(trials: Mapping[Candidate, Trial]) -> Laws:
-    """Fit the laws to the candidates that were run."""
     papers = [(one.config, trial) for one, trial in trials.items() if one.kind == PAPERS]
     whole = [(one.config.budget, trial) for one, trial in trials.items() if one.kind == FILLED]
     points = tuple(Point(c.window, c.ngram, c.guesses, trial.compression) for c, trial in papers)
-    room = sum(paper_tokens(c, 1.0) - c.window_tokens for c, _ in papers)
+    room = sum(known.paper_tokens(c, 1.0) - c.window_tokens for c, _ in papers)
     held = sum(trial.step_tokens - c.window_tokens for c, trial in papers)
-    gain = follow(lambda k: DEFAULT_S.predict(k) - 1, {k: trial.compression - 1 for k, trial in whole})
+    gain = follow(lambda k: known.default_s(k) - 1, {k: trial.compression - 1 for k, trial in whole})
     return Laws(
         paper=fit(points, PAPER, TRUST),
         points=points,
-        paper_fill=held / room if room else PAPER_FILL,
+        paper_fill=held / room if room else known.PAPER_FILL,
         default_s=lambda k: 1 + gain(k),
-        default_k=follow(default_tokens, {k: trial.step_tokens for k, trial in whole}),
+        default_k=follow(known.default_tokens, {k: trial.step_tokens for k, trial in whole}),
     )
 
 
@@ -89,14 +104,17 @@ def predict(
     base = first + (length - 1) * scale * table[0]
     found = []
     for one in candidates:
-        trial = trials.get(one)
+        trial, kin = trials.get(one), [trial for other, trial in trials.items() if other.kind == one.kind]
         if trial is not None:
             basis, guess = "measured", Estimate(trial.compression, trial.step_tokens)
             step = scale * trial.factor * trial.curve_seconds(table)
             start = trial.first_seconds
         else:
-            basis, guess = ("law" if _kin(one, trials) else "prior"), _estimate(one, table, trials, laws)
-            step = scale * _factor(one, guess, trials) * at(table, guess.step_tokens)
+            basis, guess = ("law" if kin else "prior"), laws.estimate(one, table, kin)
+            # What steps of this kind and size took more than the curve says, as far as some were run.
+            factors = {other.step_tokens: other.factor for other in kin or trials.values()}
+            factor = follow(lambda _: 1.0, factors)(max(guess.step_tokens, 1.0))
+            step = scale * factor * at(table, guess.step_tokens)
             start = first + max(0.0, step - scale * table[0])
         seconds = start + max(0.0, length / guess.compression - 1) * step
         found.append(
@@ -106,34 +124,5 @@ def predict(
 
 
 def plain_scale(plain: Trial | None, table: Sequence[float]) -> float:
-    """What a plain step takes here over what the curve says."""
-    if plain is None:
-        return 1.0
-    factors = sorted(f for f in (run.factor(table) for run in plain.runs) if math.isfinite(f))
-    return factors[len(factors) // 2] if factors else 1.0
-
-
-def _kin(one: Candidate, trials: Mapping[Candidate, Trial]) -> list[tuple[Candidate, Trial]]:
-    return [(other, trial) for other, trial in trials.items() if other.kind == one.kind]
-
-
-def _estimate(one: Candidate, table: Sequence[float], trials: Mapping[Candidate, Trial], laws: Laws) -> Estimate:
-    """S and K of a candidate that was not run."""
-    config = one.config
-    if one.kind == PAPERS:
-        s = laws.paper.predict(config.window, config.ngram, config.guesses)
-        return Estimate(s, paper_tokens(config, laws.paper_fill))
-    if one.kind == FILLED:
-        return Estimate(laws.default_s(config.budget), laws.default_k(config.budget))
-    kin = _kin(one, trials)
-    if kin:  # of the fitted default a smaller budget was run: a larger one does as well
-        return Estimate(kin[-1][1].compression, kin[-1][1].step_tokens)
-    return prior(one, table)
-
-
-def _factor(one: Candidate, guess: Estimate, trials: Mapping[Candidate, Trial]) -> float:
-    """What steps of this kind and size took more than the curve says, as far as some were run."""
-    known = {trial.step_tokens: trial.factor for _, trial in _kin(one, trials)}
-    if not known:
-        known = {trial.step_tokens: trial.factor for trial in trials.values()}
-    return follow(lambda _: 1.0, known)(max(guess.step_tokens, 1.0))
+    factors = [run.factor(table) for run in plain.runs] if plain else []
+    return median_high([factor for factor in factors if math.isfinite(factor)] or [1.0])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 FEW_GUESSES = 0.4
 """With fewer guesses than columns b is W^0.6 G^0.4: with it the paper's law gives its 1.79 for (N,W,G) = (5,30,1)."""
@@ -21,10 +20,6 @@ def expected_tokens(alpha: float, gamma: int, b: float = 1) -> float:
 
     With b = 1 that is the paper's first formula, (1 - alpha^(gamma + 1)) / (1 - alpha).
     """
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha={alpha} is a probability: it must be from 0 to 1")
-    if gamma < 0 or b < 0:
-        raise ValueError(f"gamma={gamma} and b={b} count tokens and guesses: they must be at least 0")
     return gamma + 1 - sum((1 - alpha**i) ** b for i in range(1, gamma + 1))
 
 
@@ -62,8 +57,6 @@ PAPER = ScalingLaw(alpha=0.425, f=3.106)
 
 @dataclass(frozen=True)
 class Point:
-    """S as measured with some (W, N, G)."""
-
     window: int
     ngram: int
     guesses: int
@@ -103,26 +96,3 @@ def _with_alpha(alpha: float, points: Sequence[Point]) -> tuple[float, ScalingLa
     share = min(1.0, max(across / square, 1e-6)) if square else 1e-6
     error = sum((1 + gain * share - p.compression) ** 2 for gain, p in zip(gains, points, strict=True))
     return error, ScalingLaw(alpha, 1 / share)
-
-
-@dataclass(frozen=True)
-class LogLaw:
-    """The law's other half, for any source: S grows by the log of K. Straight lines in log K through known sizes.
-
-    Before the first size the line comes from S = 1 at K = 1; after the last it goes on as it was.
-    """
-
-    sizes: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.sizes or len(self.sizes) != len(self.values):
-            raise ValueError(f"a law needs one value per size, not {len(self.values)} for {len(self.sizes)}")
-        if any(b <= a for a, b in pairwise((1.0, *self.sizes))):
-            raise ValueError(f"a law needs sizes above 1 in order, not {self.sizes}")
-
-    def predict(self, size: float) -> float:
-        sizes, values = (1.0, *self.sizes), (1.0, *self.values)
-        i = next((i for i, known in enumerate(sizes) if known >= size), len(sizes) - 1) or 1
-        slope = (values[i] - values[i - 1]) / math.log(sizes[i] / sizes[i - 1])
-        return values[i] + slope * math.log(size / sizes[i])

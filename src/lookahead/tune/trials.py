@@ -103,7 +103,6 @@ class Trial:
 
     @property
     def tokens(self) -> float:
-        """Mean tokens of an answer."""
         return fmean(r.tokens for r in self.runs)
 
     @property

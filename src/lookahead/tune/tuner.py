@@ -17,14 +17,8 @@ from lookahead.tune.predict import Laws, Prediction, learn, predict
 from lookahead.tune.trials import Trial, weave
 
 ALL_SIZES = (*SIZES, 192, 256, 384, 512)
-ANCHORS = (
-    "prompt lookup",
-    "paper W=4 N=3 G=4",
-    "paper W=7 N=5 G=7",
-    "paper W=15 N=5 G=15",
-    "default K=16",
-    "default K=128",
-)
+PAPER_ANCHORS = ("paper W=4 N=3 G=4", "paper W=7 N=5 G=7", "paper W=15 N=5 G=15")
+ANCHORS = ("prompt lookup", *PAPER_ANCHORS, "default K=16", "default K=128")
 """Run first, where they are not hopeless: the laws are fitted to them."""
 HOPELESS = 0.6
 """A candidate that the prior gives less than this is not run: no acceptance that was seen would lift it above 1."""
@@ -61,7 +55,6 @@ class Result:
         return self.best.candidate.kind != AUTOREGRESSIVE
 
     def verdict(self) -> str:
-        """The recommendation in one line."""
         if self.pays:
             return f"best here: {self.best.candidate.name}, expected speedup {self.best.speedup:.2f}x"
         others = [p for p in self.predictions if p.candidate.kind != AUTOREGRESSIVE]
@@ -77,11 +70,7 @@ class Result:
             "best": row(self.best),
             "candidates": [row(one) for one in self.predictions],
             "step_cost": {"sizes": list(self.cost.sizes), "seconds": list(self.cost.seconds)},
-            "law": {
-                "alpha": self.laws.paper.alpha,
-                "f": self.laws.paper.f,
-                "measured": [asdict(point) for point in self.laws.points],
-            },
+            "law": {**asdict(self.laws.paper), "measured": [asdict(point) for point in self.laws.points]},
             "prompts": self.prompts,
             "tokens": self.tokens,
             **self.facts,
@@ -92,10 +81,7 @@ def row(one: Prediction) -> dict[str, Any]:
     config = one.candidate.config
     return {
         "name": one.candidate.name,
-        "window": config.window,
-        "ngram": config.ngram,
-        "guesses": config.guesses,
-        "budget": config.budget,
+        **{name: getattr(config, name) for name in ("window", "ngram", "guesses", "budget")},
         "sources": list(config.sources),
         "fitted": config.step_cost is not None,
         "basis": one.basis,
@@ -108,8 +94,6 @@ def row(one: Prediction) -> dict[str, Any]:
 
 
 class Tuner:
-    """The state of tuning one model: its cost curve, its candidates, and the trials so far."""
-
     def __init__(self, model: Any, *, cost: StepCost | None = None, say: Say | None = None, **settings: Any) -> None:
         """`settings` are those of `generate`, for every answer. A `cost` that is given is not measured.
 
@@ -117,16 +101,13 @@ class Tuner:
         """
         self.model, self.say = model, say or (lambda _: None)
         self.settings = {"max_tokens": 64, "seed": 0, **settings}
-        backend = model.backend
-        half = backend.dtype in (torch.bfloat16, torch.float16)
-        context = backend.max_length
+        backend, context = model.backend, model.backend.max_length
         if cost is None:
             self.say("measuring what a step of each size costs ...")
             sizes = [size for size in ALL_SIZES if context is None or size <= context // 4] or [1]
             cost = measure(backend, sizes, rounds=8, patience=PATIENCE)
-        self.cost = cost
-        self.table = cost.table(BUDGETS[-1])
-        self.candidates = all_candidates(cost, context, half=half)
+        self.cost, self.table = cost, cost.table(BUDGETS[-1])
+        self.candidates = all_candidates(cost, context, half=backend.dtype in (torch.bfloat16, torch.float16))
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 
@@ -155,13 +136,11 @@ class Tuner:
                 self.trials[one].add(run, self.table, runs[0])
 
     def _groups(self, candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-        """Those that take turns, plain decoding first in each group."""
         others = [one for one in candidates if one is not self.plain]
         size = TOGETHER - 1
         return [[self.plain, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
 
     def look(self, prompts: Sequence[Any], candidates: Sequence[Candidate]) -> None:
-        """Rounds of all prompts."""
         if not candidates:
             return
         self.say(f"running {', '.join(one.name for one in candidates)} on {len(prompts)} prompts ...")
@@ -178,8 +157,7 @@ class Tuner:
         found = self.predictions()
         plain = next(p for p in found if p.candidate is self.plain)
         best = found[0] if found[0].speedup >= PAYS else plain
-        backend = self.model.backend
-        device = backend.device
+        backend, device = self.model.backend, self.model.backend.device
         facts = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
             "threads": torch.get_num_threads(),

@@ -31,7 +31,6 @@ def attention_records() -> Iterator[dict[str, Any]]:
 
 
 def _case(heads: int, kv_heads: int, dim: int, count: int, context: int, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """One record of the invariant kernel and one of the other."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     capacity = context + 512

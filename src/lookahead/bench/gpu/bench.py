@@ -48,20 +48,16 @@ class GpuOptions:
     seconds: float = 60.0
 
     def check(self) -> None:
-        if self.inflate not in (SMALL, *MODEL_SHAPES):
-            raise ValueError(
-                f"--inflate does not know {self.inflate!r}: choose from {', '.join((SMALL, *MODEL_SHAPES))}"
-            )
+        shapes = (SMALL, *MODEL_SHAPES)
+        if self.inflate not in shapes:
+            raise ValueError(f"--inflate does not know {self.inflate!r}: choose from {', '.join(shapes)}")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                "there is no CUDA device here; --device cpu tests the parts without one, and times nothing"
-            )
+            raise ValueError("there is no CUDA device here; --device cpu tests the parts, and times nothing")
 
     def shown(self, parts: Sequence[str]) -> str:
         """The command, without the folders of the machine it ran on."""
-        words = [f"lookahead bench --preset {','.join(f'gpu-{part}' for part in parts)} --inflate {self.inflate}"]
-        words.append(f"--limit {self.limit} --max-tokens {self.max_tokens} --model FILE --data-dir DATA")
-        return " ".join(words)
+        size = f"--inflate {self.inflate} --limit {self.limit} --max-tokens {self.max_tokens}"
+        return f"lookahead bench --preset {','.join(f'gpu-{p}' for p in parts)} {size} --model FILE --data-dir DATA"
 
 
 class GpuBench:
@@ -78,7 +74,6 @@ class GpuBench:
 
     @cached_property
     def small(self) -> LookaheadModel:
-        """The small model in fp32, with its tokenizer."""
         options: dict[str, Any] = {"dtype": "float32", "device": self.options.device, "backend": "eager"}
         with torch.inference_mode(False):
             return load_model(self.options.model, config=LookaheadConfig(), **options)
@@ -117,8 +112,6 @@ class GpuBench:
     @property
     def rules(self) -> StopRules:
         return StopRules(self.options.max_tokens, self.small.stop_ids)
-
-    # What was measured
 
     def begin(self, part: str) -> None:
         self.part, self.records = part, []

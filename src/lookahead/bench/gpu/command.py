@@ -3,18 +3,9 @@
     lookahead bench --preset gpu-step,gpu-speed --model FILE --data-dir DIR --out DIR
     python -m lookahead.bench.gpu step speed --model FILE --data-dir DIR --out DIR     # needs neither typer nor rich
 
-    step        time of a step by K: the matrix products alone, the device, the host around it
-    speed       tokens per second, S, the host's share and equal texts of our methods on MT-Bench and HumanEval
-    baselines   transformers' own on the same prompts: eager, prompt lookup, static cache + compile
-    batch       total tokens per second for 1 to 16 sequences
-    context     step time and memory from 1k to 32k tokens of context
-    attention   the kernel against SDPA with a dense mask, and against the device's copy bandwidth
-    exact       fp32: outputs against transformers' greedy search; seeded sampling against itself
-    report      nothing is measured: the page of the files in --out
-
 The model is the embedded one in a larger shape (`--inflate 7b`; `small` is itself): real text at a real cost. Every
-command ends with the page of all files in `--out` and its shortest table. `--device cpu` runs all parts but attention
-on the kernels' slow twins: to test them, not to time anything.
+command ends with the page of all files in `--out` and its shortest table; `report` is that alone. `--device cpu` runs
+all parts but attention on the kernels' slow twins: to test them, not to time anything. The parts:
 """
 
 from __future__ import annotations
@@ -32,6 +23,7 @@ from lookahead.bench.gpu.bench import GpuBench, GpuOptions
 
 
 def attention(bench: GpuBench) -> None:
+    """The kernel against SDPA with a dense mask, and against the device's copy bandwidth."""
     from lookahead.bench.gpu.attention import attention_records  # needs triton and CUDA
 
     for record in attention_records():
@@ -39,13 +31,8 @@ def attention(bench: GpuBench) -> None:
 
 
 PARTS: dict[str, Callable[[GpuBench], None]] = {
-    "step": parts.step,
-    "speed": parts.speed,
-    "baselines": parts.baselines,
-    "batch": parts.batch,
-    "context": parts.context,
-    "attention": attention,
-    "exact": parts.exact,
+    part.__name__: part
+    for part in (parts.step, parts.speed, parts.baselines, parts.batch, parts.context, attention, parts.exact)
 }
 
 
@@ -66,8 +53,11 @@ def run(names: Sequence[str], options: GpuOptions) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
+    told = "\n".join(f"    {name:<12}{(part.__doc__ or '').splitlines()[0]}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
-        "python -m lookahead.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m lookahead.bench.gpu",
+        description=f"{__doc__}\n{told}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="+", choices=[*PARTS, "report"], metavar="PART")
     parser.add_argument("--model", help="the embedded model or another small Llama: a folder, a .gguf or a name")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.report import plots
-from lookahead.bench.report.sections import Bars, Curves, Points, Section, markdown, times
+from lookahead.bench.report.plots import Bars, Curves, Points
+from lookahead.bench.report.sections import Section, markdown, times
 
 SHAPES = {"7b": "7B shape", "small": "the 135M model itself"}
 SETS = ("mt-bench", "humaneval")
@@ -58,51 +59,35 @@ HEADS = {
 
 
 class GpuResults:
-    """The files of a folder: records by part and shape."""
-
     def __init__(self, folder: Path) -> None:
-        self.files: dict[str, Record] = {}
-        for path in sorted(folder.glob("*.json")):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(found, dict) and "records" in found and "part" in found.get("about", {}):
-                self.files[path.name] = found
+        found = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+        self.files = {name: one for name, one in found.items() if "records" in one and "part" in one.get("about", {})}
         if not self.files:
             raise ValueError(f"{folder} holds no JSON of a GPU part; give the folder that was its --out")
+        self.shapes = list(dict.fromkeys(one["about"]["shape"] for one in self.files.values()))
 
     def of(self, part: str, shape: str) -> list[Record]:
+        """The records, with what follows from several of them."""
         files = [one for one in self.files.values() if (one["about"]["part"], one["about"]["shape"]) == (part, shape)]
-        return [record for one in files for record in one["records"]]
-
-    @property
-    def shapes(self) -> list[str]:
-        return list(dict.fromkeys(one["about"]["shape"] for one in self.files.values()))
-
-    def speeds(self, shape: str) -> list[Record]:
-        """Records of speed and baselines, each with its ratio over autoregressive decoding on the same prompts."""
-        ours = self.of("speed", shape)
-        plain = {(r["set"], r["invariant"]): r["answers"] for r in ours if r["method"] == "autoregressive"}
-        made = []
-        for record in [*self.of("baselines", shape), *ours]:
-            own = record.get("answers", ())
-            other = plain.get((record.get("set"), record.get("invariant") is not False), ())
-            shared = min(len(own), len(other))  # a baseline answers the first prompts only
-            ratio = _rate(own[:shared]) / _rate(other[:shared]) if shared else None
-            made.append({**record, "over_ar": times(ratio)})
-        return made
-
-    def contexts(self, shape: str) -> list[Record]:
-        """Records of context, each with its memory above that of K = 1."""
-        found = self.of("context", shape)
-        one = {record["context"]: record["memory_mb"] for record in found if record["K"] == 1}
-        above = [record["memory_mb"] - one.get(record["context"], record["memory_mb"]) for record in found]
-        return [
-            {**record, "above_mb": mb if record["K"] > 1 else None} for record, mb in zip(found, above, strict=True)
-        ]
+        records = [record for one in files for record in one["records"]]
+        if part == "speed":  # the ratio over autoregressive decoding on the same prompts
+            plain = {(r["set"], r["invariant"]): r["answers"] for r in records if r["method"] == "autoregressive"}
+            return [{**r, "over_ar": times(_ratio(r, plain))} for r in [*self.of("baselines", shape), *records]]
+        if part == "context":  # the memory above that of K = 1
+            least = {r["context"]: r["memory_mb"] for r in records if r["K"] == 1}
+            return [{**r, "above_mb": r["memory_mb"] - least[r["context"]] if r["K"] > 1 else None} for r in records]
+        return records
 
 
-def _rate(answers: Sequence[Sequence[float]]) -> float:
-    """Tokens per second of answers given as tokens and seconds."""
-    return sum(tokens for tokens, _ in answers) / sum(seconds for _, seconds in answers)
+def _ratio(record: Record, plain: Mapping[Any, Sequence[Sequence[float]]]) -> float | None:
+    """Tokens per second over autoregressive decoding's. A baseline answers the first prompts only."""
+    own = record.get("answers", ())
+    other = plain.get((record.get("set"), record.get("invariant") is not False), ())
+    pairs = list(zip(own, other, strict=False))
+    if not pairs:
+        return None
+    tokens, seconds, plain_tokens, plain_seconds = map(sum, zip(*((*a, *b) for a, b in pairs), strict=True))
+    return tokens / seconds / (plain_tokens / plain_seconds)
 
 
 def write(folder: Path, path: Path) -> str:
@@ -112,7 +97,7 @@ def write(folder: Path, path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     for part, shown in made.items():
         drawn = [plot for section in shown for plot in section.plots]
-        if drawn:
+        if drawn and plots.available():
             plots.write(drawn, path.parent / f"gpu-{part}.svg")
             shown[-1].notes.append(f"![{shown[-1].title}](gpu-{part}.svg)")
     remarks = folder / "remarks.md"
@@ -121,7 +106,8 @@ def write(folder: Path, path: Path) -> str:
     about = next(iter(results.files.values()))["about"]
     path.write_text(markdown(str(about["gpu"]), [measured_on(results), *said, *every]), encoding="utf-8")
     short = made["speed"] or every
-    return f"{markdown(short[0].title, short[:1])}\n{path}: the page of {len(results.files)} files"
+    note = "" if plots.available() else f"{plots.MISSING}\n"
+    return f"{markdown(short[0].title, short[:1])}\n{note}{path}: the page of {len(results.files)} files"
 
 
 def measured_on(results: GpuResults) -> Section:
@@ -139,22 +125,15 @@ def measured_on(results: GpuResults) -> Section:
 
 
 def sections(results: GpuResults, part: str) -> list[Section]:
-    """A section for each shape that was measured."""
     title, columns, note = TABLES[part]
-    names = columns.split()
-    made = []
+    names, made = columns.split(), []
     for shape in results.shapes:
-        ours = {"speed": results.speeds, "context": results.contexts}
-        records = ours[part](shape) if part in ours else results.of(part, shape)
-        if records:
-            where = SHAPES.get(shape, shape)
-            section = Section(
-                f"{title}: {where}" if part != "attention" else title,
-                [HEADS.get(name, name.replace("_", " ")) for name in names],
-            )
+        where = SHAPES.get(shape, shape)
+        if records := results.of(part, shape):
+            section = Section(title if part == "attention" else f"{title}: {where}", notes=[note])
+            section.head = [HEADS.get(name, name.replace("_", " ")) for name in names]
             section.rows = [[shown(record.get(name)) for name in names] for record in records]
-            section.notes = [note]
-            section.plots = [*drawing(part, where, [r for r in records if r.get("invariant") is not False])]
+            section.plots = drawing(part, where, [r for r in records if r.get("invariant") is not False])
             made.append(section)
     return made
 

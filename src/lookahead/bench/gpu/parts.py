@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -52,15 +53,14 @@ def step(bench: GpuBench) -> None:
 
 def context(bench: GpuBench) -> None:
     """A step by context, and the memory beside the weights: K/V, and the steps of every size up to K."""
-    for tokens in CONTEXTS:
-        for count in (1, 128):
-            backend = bench.backend()
-            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            device, wall = step_ms(backend, count, tokens)
-            held = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
-            record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
-            bench.add(record | {"memory_mb": round(held / 1e6, 1)})
-            del backend
+    for tokens, count in product(CONTEXTS, (1, 128)):
+        backend = bench.backend()
+        before = torch.cuda.memory_allocated()  # 0 without CUDA
+        device, wall = step_ms(backend, count, tokens)
+        held = torch.cuda.memory_allocated() - before
+        record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
+        bench.add(record | {"memory_mb": round(held / 1e6, 1)})
+        del backend
 
 
 def speed(bench: GpuBench) -> None:

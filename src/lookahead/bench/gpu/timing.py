@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
+import timeit
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -46,13 +46,7 @@ def median_ms(run: Callable[[], Any], after: Callable[[Any], Any] = lambda _: No
 
 
 def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median wall time of a call in milliseconds."""
-    taken = []
-    for _ in range(repeats):
-        begin = perf_counter()
-        run()
-        taken.append(1e3 * (perf_counter() - begin))
-    return statistics.median(taken)
+    return 1e3 * statistics.median(timeit.repeat(run, number=1, repeat=repeats))
 
 
 def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -85,23 +79,15 @@ def step_ms(backend: GraphBackend, count: int, context: int) -> tuple[float, flo
     def item(size: int, trail: Sequence[int] = ()) -> StepInput:
         return StepInput(slot, trail, tree_of(size, vocabulary), SamplingParams(), (), top=8)
 
-    def keep_root() -> None:
-        backend.commit([(slot, ())])
-
     def collect(launched: Any) -> None:
         backend.collect(launched)
-        keep_root()
-
-    def step() -> None:
-        backend.step([timed])
-        keep_root()
+        backend.commit([(slot, ())])
 
     try:
-        backend.step([item(1, [rng.randrange(vocabulary) for _ in range(context - 1)])])
-        keep_root()
-        timed = item(count)
-        device = median_ms(lambda: backend.launch([timed]), collect)
-        return device, wall_ms(step, REPEATS if torch.cuda.is_available() else 3)
+        collect(backend.launch([item(1, [rng.randrange(vocabulary) for _ in range(context - 1)])]))
+        timed = [item(count)]
+        device = median_ms(lambda: backend.launch(timed), collect)
+        return device, wall_ms(lambda: collect(backend.launch(timed)), REPEATS if torch.cuda.is_available() else 3)
     finally:
         backend.close(slot)
 

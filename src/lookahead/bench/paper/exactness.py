@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from lookahead.bench.report.sections import Section
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.results import Record, key_of
 from lookahead.bench.run.runner import prompt_ids
+from lookahead.bench.run.summary import BenchRun
 
 PAPER = (
     "The paper (LLaMA-2-7B-Chat, 160 turns of MT-Bench): in fp32 all outputs are the same. In fp16 transformers' "
@@ -23,15 +23,14 @@ PAPER = (
 
 
 def is_exact(job: Job) -> bool:
-    return job.method.how == "hf-greedy" and job.method.dtype == "float32"
+    return (job.method.how, job.method.dtype) == ("hf-greedy", "float32")
 
 
 def is_stock_half(job: Job) -> bool:
-    return job.method.how == "hf-greedy" and job.method.dtype != "float32" and job.method.attention == "sdpa"
+    return (job.method.how, job.method.attention) == ("hf-greedy", "sdpa") and not is_exact(job)
 
 
 def pairs(run: BenchRun, is_reference: Callable[[Job], bool]) -> Iterator[tuple[Job, Record, Record]]:
-    """Every job, its record, and the reference's record for the same prompt."""
     references = {(job.data, job.prompt.id): run.record(job) for job in run.jobs if is_reference(job)}
     for job in run.jobs:
         record, reference = run.record(job), references.get((job.data, job.prompt.id))
@@ -90,13 +89,13 @@ def show(run: BenchRun) -> list[Section]:
             f"{max(found):.4f}" if found else "-",
         ])  # fmt: skip
     failed = [(job, run.results.records.get(job.key, {})) for job in run.jobs]
-    section.notes += [f"{job.method.label}: {record['error']}" for job, record in failed if "error" in record][:5]
-    section.notes.append(
+    section.notes = [
+        *[f"{job.method.label}: {record['error']}" for job, record in failed if "error" in record][:5],
         "outputs: turns of conversations. A turn after one that differs was asked something else in part, and counts "
         "as it is. margin: the fp32 logits' difference between the likeliest and the second token where a conversation "
-        "first differs."
-    )
-    section.notes.append(PAPER)
+        "first differs.",
+        PAPER,
+    ]
     return [section]
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
 from lookahead.bench.paper.views import scorer
-from lookahead.bench.report import page, ranks
-from lookahead.bench.report.sections import Section, markdown
+from lookahead.bench.report import ranks
+from lookahead.bench.report.sections import Section, html, markdown
 from lookahead.bench.run import costs, prompts
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.inflate import MODEL_SHAPES
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Load, Models
 from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.runner import Runner
+from lookahead.bench.run.summary import BenchRun
 from lookahead.loading.load import load_pretrained
 
 
@@ -76,7 +76,6 @@ class BenchOptions:
 
     @cached_property
     def chosen(self) -> tuple[Method, ...]:
-        """The methods that were asked for, or the preset's."""
         preset = self.preset
         if self.methods:
             return tuple(named(method) for method in self.methods)
@@ -147,7 +146,6 @@ class BenchOptions:
         return [*made, ranks.show(run)] if self.ranks > 1 else made
 
     def record(self, run: BenchRun) -> dict[str, Any]:
-        """The object of `--json`."""
         tables = [
             {"title": section.title, "rows": [dict(zip(section.head, row, strict=True)) for row in section.rows]}
             for section in self.sections(run)
@@ -156,7 +154,6 @@ class BenchOptions:
         return {"preset": self.preset.name, "about": run.results.about, "lines": lines, "tables": tables}
 
     def models(self, lm: Any, load: Load, say: Callable[[str], None]) -> Models:
-        """The loaded model, and those that a method may ask for besides."""
 
         def draft() -> Any:
             dtype = str(lm.dtype).removeprefix("torch.")
@@ -165,21 +162,19 @@ class BenchOptions:
         return Models(lm, load, draft if self.draft_model is not None else None, say)
 
     def run_of(self, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> BenchRun:
-        """What the report is made of."""
         assert runner.results is not None
         shapes = known_shapes("--shapes", self.shapes)
         return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost, shapes)
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
-    """Markdown and HTML, named after the preset."""
     sections = [*options.sections(run), about_section(run)]
     title = f"lookahead bench: {options.preset.title}"
     name = options.preset.name
     files = {"results": run.results.path, "markdown": out / f"{name}.md", "html": out / f"{name}.html"}
     try:
         files["markdown"].write_text(markdown(title, sections), encoding="utf-8")
-        files["html"].write_text(page.html(title, sections), encoding="utf-8")
+        files["html"].write_text(html(title, sections), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write the report into {out}: {error.strerror}; the results are kept") from error
     return files
@@ -199,7 +194,6 @@ def about_section(run: BenchRun) -> Section:
 
 
 def known_shapes(option: str, text: str | None) -> tuple[str, ...]:
-    """The shapes that an option names, when there are such shapes."""
     names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
     for name in names:
         if name not in MODEL_SHAPES:

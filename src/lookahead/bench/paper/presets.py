@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from lookahead.bench.paper import exactness, grid, law, projection, views
+from lookahead.bench.paper import exactness, grid, projection, views
 from lookahead.bench.report.sections import Section
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.summary import BenchRun
 from lookahead.config import SOURCES, LookaheadConfig
 
 
@@ -46,7 +46,6 @@ class Preset:
     quick_methods: tuple[Method, ...] = field(default=(), repr=False)
 
     def check(self, device: str) -> None:
-        """Refuse a device that cannot run this."""
         if self.cuda and device != "cuda":
             raise ValueError(f"preset {self.name!r} compares GPU kernels and needs a CUDA device")
 
@@ -95,7 +94,6 @@ HALF = "bfloat16"
 
 
 def _paths(dtype: str, backend: str | None, suffix: str) -> tuple[Method, ...]:
-    """Autoregressive decoding, lookahead and the paper's method in this dtype, on this backend."""
     name = "fp32" if dtype == "float32" else "half"
     where: dict[str, Any] = {"dtype": dtype, "backend": backend}
     return (
@@ -161,7 +159,7 @@ PRESETS = {preset.name: preset for preset in (
         exactness.margins,
     ),
     Preset(
-        "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), law.show,
+        "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), grid.show_law,
         quick_methods=tuple(paper(n, w, w) for n in (3, 5) for w in (1, 4, 16)),
     ),
     Preset(

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.bench.report.sections import COLUMNS, Bars, Curves, Section, by_set, cells, comparison, errors, times
-from lookahead.bench.run.bench_run import BenchRun
-from lookahead.bench.run.summary import Line
+from lookahead.bench.report.plots import Bars, Curves, Points
+from lookahead.bench.report.sections import COLUMNS, Section, by_data, by_set, cells, comparison, errors, times
+from lookahead.bench.run.summary import BenchRun, Line
 
 EVEN = 0.02  # a ratio this close to 1 is called even
 
@@ -28,8 +28,8 @@ def verdict(lines: Sequence[Line]) -> list[str]:
     return said
 
 
-def default(run: BenchRun) -> list[Section]:
-    section = comparison(run.lines)
+def default(run: BenchRun, title: str = "Methods") -> list[Section]:
+    section = comparison(run.lines, title)
     section.notes = [*verdict(run.lines), *section.notes]
     return [section]
 
@@ -39,34 +39,30 @@ PAPER_END_TO_END = {"humaneval": "up to 2.3x"} | dict.fromkeys(("mt-bench", "mbp
 
 
 def end_to_end(run: BenchRun) -> list[Section]:
-    section = comparison(run.lines, "Speed over transformers' greedy search")
     head = ("set", "method", "over transformers' greedy", "over AR", "paper (7B to 70B, A100)")
-    beside = Section("Beside the paper", head)
-    for line in run.lines:
-        if not line.method.stock:
-            said = PAPER_END_TO_END.get(line.data, "-")
-            both = times(line.reference.speedup), times(line.own.speedup)
-            beside.rows.append([line.data, line.method.label, *both, said])
-    beside.notes.append("The paper's figure gives no numbers with its bars; these are those of its text (section 5.1).")
-    section.notes = [*verdict(run.lines), *section.notes]
-    return [section, beside]
+    rows: list[Sequence[str]] = [
+        [one.data, one.method.label, *map(times, (one.reference.speedup, one.own.speedup)), said]
+        for one in run.lines
+        if not one.method.stock and (said := PAPER_END_TO_END.get(one.data, "-"))
+    ]
+    note = "The paper's figure gives no numbers with its bars; these are those of its text (section 5.1)."
+    beside = Section("Beside the paper", head, rows, [note])
+    return [*default(run, "Speed over transformers' greedy search"), beside]
 
 
 def flash(run: BenchRun) -> list[Section]:
-    section = comparison(run.lines, "With and without the kernel")
     gains = Section("What the kernel gains", ("set", "method", "kernel over no kernel", "paper"))
-    at = {(line.data, line.method.label): line for line in run.lines}
-    for (data, label), line in at.items():
-        bare = at.get((data, label.replace(", kernel", ", no kernel")))
-        if label.endswith(", kernel") and bare and bare.reference.speedup and line.reference.speedup:
-            ratio = line.reference.speedup / bare.reference.speedup
-            gains.rows.append([data, label.removesuffix(", kernel"), times(ratio), "1.20x for lookahead"])
+    speedups = {(line.data, line.method.label): line.reference.speedup for line in run.lines}
+    for (data, label), speedup in speedups.items():
+        bare = speedups.get((data, label.replace(", kernel", ", no kernel")))
+        if label.endswith(", kernel") and bare and speedup:
+            gains.rows.append([data, label.removesuffix(", kernel"), times(speedup / bare), "1.20x for lookahead"])
     gains.notes.append(
         "The paper, 7B on MT-Bench: lookahead with FlashAttention 1.9x, autoregressive with FlashAttention 1.07x, both "
         "over transformers' greedy search. Without the kernel here: the eager backend, SDPA with a dense mask. The "
         "kernel's backend also fuses layers and captures the step as one graph, so the gain is that of all three."
     )
-    return [section, gains]
+    return [comparison(run.lines, "With and without the kernel"), gains]
 
 
 TABLE_2 = {
@@ -76,8 +72,6 @@ TABLE_2 = {
     ("xsum", 0.0): ((19.38, 4.78, 13.05), (19.39, 4.79, 13.06), 1.60, 1.77),
 }
 """ROUGE-1, 2, L of autoregressive and of lookahead, its speedup and its S: LLaMA-2-7B-Chat."""
-
-
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
@@ -107,23 +101,23 @@ def sampling(run: BenchRun) -> list[Section]:
     head = ("set", "temp.", "method", "R-1", "R-2", "R-L", "speedup", "S", "same", "paper: R-1, 2, L, speedup, S")
     section = Section("Table 2", head)
     for line in run.lines:
-        found = scores(run, line)
-        shown = [f"{value:.2f}" for value in found] if found else ["-"] * 3
-        known = TABLE_2.get((line.data, line.temperature))
+        found, known = scores(run, line), TABLE_2.get((line.data, line.temperature))
         said = "-"
-        if known and line.method.how == "autoregressive":
-            said = f"{' '.join(f'{v:.2f}' for v in known[0])}, 1.00x, 1.00"
-        elif known:
-            said = f"{' '.join(f'{v:.2f}' for v in known[1])}, {known[2]:.2f}x, {known[3]:.2f}"
+        if known is not None:
+            plain, ours, speedup, compression = known
+            if line.method.how == "autoregressive":
+                ours, speedup, compression = plain, 1.0, 1.0
+            said = f"{' '.join(f'{value:.2f}' for value in ours)}, {speedup:.2f}x, {compression:.2f}"
         section.rows.append([
-            line.data, f"{line.temperature:g}", line.method.label, *shown, times(line.reference.speedup),
-            f"{line.compression:.2f}", line.reference.identity, said,
+            line.data, f"{line.temperature:g}", line.method.label,
+            *([f"{value:.2f}" for value in found] if found else ["-"] * 3),
+            times(line.reference.speedup), f"{line.compression:.2f}", line.reference.identity, said,
         ])  # fmt: skip
-    section.notes += errors(run.lines)
-    section.notes.append(
+    section.notes = [
+        *errors(run.lines),
         "R: ROUGE by rouge-score, F1 in per cent, with stemming. With the same seeds lookahead draws the tokens that "
-        "autoregressive sampling draws, so equal scores are exact, not a matter of luck; `same` counts the outputs."
-    )
+        "autoregressive sampling draws, so equal scores are exact, not a matter of luck; `same` counts the outputs.",
+    ]
     for heat in sorted({line.temperature for line in run.lines}):
         lines = [line for line in run.lines if line.temperature == heat]
         section.plots += by_set(lines, "S", lambda line: line.compression or None, title=f"S at temperature {heat:g}")
@@ -146,40 +140,43 @@ TABLE_3 = {
 
 def ablation(run: BenchRun) -> list[Section]:
     made = []
-    for data in dict.fromkeys(line.data for line in run.lines):
-        lines = [line for line in run.lines if line.data == data]
+    for data, lines in by_data(run.lines).items():
         kept = [line for line in lines if line.method.label in TABLE_3]
-        table = Section(f"Table 3 on {data}", ("(N,W,G)", *COLUMNS[2:], "paper: speedup, S"))
-        for line in kept:
-            speedup, compression = TABLE_3[line.method.label]
-            table.rows.append([line.method.label, *cells(line), f"{speedup:.2f}x, {compression:.2f}"])
-        table.notes += errors(lines)
-        here: list[float | None] = [line.compression or None for line in kept]
-        said: list[float | None] = [TABLE_3[line.method.label][1] for line in kept]
-        table.plots.append(Bars("S", [line.method.label for line in kept], {"here": here, "paper": said}))
-        made.append(table)
         ours = [line for line in lines if line not in kept]
+        said = [TABLE_3[line.method.label] for line in kept]
+        table = Section(f"Table 3 on {data}", ("(N,W,G)", *COLUMNS[2:], "paper: speedup, S"), notes=errors(lines))
+        pairs = zip(kept, said, strict=True)
+        table.rows = [[line.method.label, *cells(line), f"{speedup:.2f}x, {s:.2f}"] for line, (speedup, s) in pairs]
+        paper: list[float | None] = [s for _, s in said]
+        table.plots = [Bars("S", _labels(kept), {"here": _compressions(kept), "paper": paper})]
+        made.append(table)
         if ours:
             sources = Section(f"Sources on {data}", ("sources", *COLUMNS[2:]))
             sources.rows = [[line.method.label, *cells(line)] for line in ours]
-            sources.notes.append("Each source alone and combined, at the default budget; a window only with `jacobi`.")
-            values: list[float | None] = [line.compression or None for line in ours]
-            sources.plots.append(Bars("S by sources", [line.method.label for line in ours], {"S": values}, mark=1.0))
+            sources.notes = ["Each source alone and combined, at the default budget; a window only with `jacobi`."]
+            sources.plots = [Bars("S by sources", _labels(ours), {"S": _compressions(ours)}, mark=1.0)]
             made.append(sources)
     return made
+
+
+def _labels(lines: Sequence[Line]) -> list[str]:
+    return [line.method.label for line in lines]
+
+
+def _compressions(lines: Sequence[Line]) -> list[float | None]:
+    return [line.compression or None for line in lines]
 
 
 def overhead(run: BenchRun) -> list[Section]:
     section = comparison(run.lines, "S and speedup against W, with N = 5 and G = W")
     section.plots = []
-    for data in dict.fromkeys(line.data for line in run.lines):
-        lines = [line for line in run.lines if line.data == data and line.method.config is not None]
+    for data, lines in by_data(run.lines).items():
         widths = [(line, float(line.method.config.window)) for line in lines if line.method.config]
-        series = {
+        series: dict[str, Points] = {
             "S": [(width, line.compression) for line, width in widths if line.prompts],
             "speedup": [(width, line.gain) for line, width in widths if line.gain],
         }
-        section.plots.append(Curves(f"{data}: S and speedup against W", "W", "times", dict(series)))
+        section.plots.append(Curves(f"{data}: S and speedup against W", "W", "times", series))
     section.notes.append(
         "The paper (figure 8, MT-Bench): S does not depend on the device; the speedup does: over 1.5x on an A100 and "
         "about 1.3x on an RTX 3090. Its curves have no numbers in the text. The plot's speedup is over our own "
@@ -189,7 +186,6 @@ def overhead(run: BenchRun) -> list[Section]:
 
 
 def prompt_by_prompt(run: BenchRun) -> list[Section]:
-    """The common table, and lookahead beside autoregressive decoding on every prompt."""
     head = ("set", "prompt", "tokens", "autoregressive s", "lookahead s", "ratio", "S", "K", "identical")
     section = Section("Prompt by prompt", head)
     answers = {(job.data, job.prompt.id, job.method.how): run.record(job) for job in run.jobs if not job.repeat}

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from lookahead.bench.report.sections import Section
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.results import Record
+from lookahead.bench.run.summary import BenchRun
 
 HEAD = ("set", "method", "ranks", "S", "tokens of the tree", "tokens per rank", "of them again", "collectives", "bytes",
         "exchange ms", "as one rank")  # fmt: skip
@@ -53,7 +53,6 @@ def _cells(run: BenchRun, method: Method, found: list[tuple[Job, Record]]) -> li
 
 
 def _alone(run: BenchRun, method: Method) -> dict[tuple[Any, ...], Record]:
-    """The records of the same method on one rank."""
     one = replace(method, ranks=1)
     same = [job for job in run.jobs if job.method.facts() == one.facts()]
     return {_place(job): record for job in same if (record := run.record(job)) is not None}

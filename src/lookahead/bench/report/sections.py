@@ -1,42 +1,15 @@
-"""What a report is made of: sections with a table, notes and plots. Here as Markdown; `page` makes HTML of them."""
+"""What a report is made of: sections with a table, notes and plots; as Markdown, or as an HTML file with all in it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
+from lookahead.bench.report.plots import MISSING, Bars, Curves, Points, available, draw
 from lookahead.bench.run.summary import Line
-from lookahead.config import SOURCES
 from lookahead.stats import Stats
-
-Points = Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Bars:
-    """One group of bars per label, one bar per series; None is no bar. `mark` is a line to compare with."""
-
-    title: str
-    labels: Sequence[str]
-    series: dict[str, Sequence[float | None]]
-    unit: str = ""
-    mark: float | None = None
-    order: Sequence[str] = ()
-    """Names whose places here choose their colours, so that a name has one colour in several plots."""
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Lines through points; a name in `paper` is drawn dashed. `log` scales the x axis."""
-
-    title: str
-    x: str
-    y: str
-    series: dict[str, Points]
-    paper: Sequence[str] = ()
-    log: bool = False
-    order: Sequence[str] = ()
-    """As for `Bars`."""
 
 
 @dataclass
@@ -63,10 +36,61 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #8886; }
+.word { text-align: left; }
+p { max-width: 48rem; }
+svg { width: 100%; max-width: 48rem; height: auto; display: block; margin: 1.2rem 0; }
+"""
+
+
+def html(title: str, sections: Sequence[Section]) -> str:
+    body = "\n".join(map(_section_html, sections))
+    if any(section.plots for section in sections) and not available():
+        body = f"<p>{_note(MISSING)}</p>\n{body}"
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _section_html(section: Section) -> str:
+    parts = [f"<h2>{escape(section.title)}</h2>"]
+    if section.rows:
+        parts.append(_table_html(section))
+    parts += [f"<p>{_note(note)}</p>" for note in section.notes]
+    if section.plots and available():
+        parts.append(draw(section.plots))
+    return "\n".join(parts)
+
+
+def _note(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
+def _table_html(section: Section) -> str:
+    """Columns of words to the left, of numbers to the right."""
+    words = [any(not _number(row[i]) for row in section.rows) for i in range(len(section.head))]
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        kinds = [' class="word"' if word else "" for word in words]
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+
+    rows = "\n".join(f"<tr>{line(row, 'td')}</tr>" for row in section.rows)
+    return f'<div class="table"><table>\n<tr>{line(section.head, "th")}</tr>\n{rows}\n</table></div>'
+
+
+def _number(cell: str) -> bool:
+    return cell in ("-", "") or cell.rstrip("x%").replace(".", "").replace("/", "").replace(" ", "").isdigit()
+
+
 MOST_LINES = 9
 """Methods that a plot can tell apart by their colours."""
-GUESSED_BY = (*SOURCES, "prompt-lookup", "draft")
-"""Where guesses come from; the last two are transformers' own."""
 COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR")
 ABOUT_COLUMNS = (
     "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
@@ -95,6 +119,13 @@ def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
     return section
 
 
+def by_data(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.data, []).append(line)
+    return found
+
+
 def by_set(
     lines: Sequence[Line], what: str, value: Callable[[Line], float | None], unit: str = "", title: str | None = None
 ) -> list[Bars]:
@@ -109,7 +140,6 @@ def by_set(
 
 
 def cells(line: Line) -> list[str]:
-    """What every table shows of a line."""
     if not line.prompts:
         return ["-"] * 10
     stats = line.stats
@@ -152,16 +182,14 @@ def depths(lines: Sequence[Line]) -> Curves:
     series: dict[str, Points] = {}
     for name, stats in found.items() if len(found) <= MOST_LINES else ():
         series[name] = [(i + 1, count / stats.steps) for i, count in enumerate(stats.accepted_by_depth)]
-    names = list(dict.fromkeys(line.method.label for line in lines))
-    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series, order=names)
+    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series)
 
 
 def sources(lines: Sequence[Line]) -> Bars:
-    """Accepted guesses per step, by the source that proposed them."""
     found = _guessed(lines)
     names = dict.fromkeys(source for stats in found.values() for source in stats.accepted_by_source)
     series: dict[str, Sequence[float | None]] = {}
     for name in names:
         counts = [(stats.accepted_by_source.get(name), stats.steps) for stats in found.values()]
         series[name] = [None if count is None else count / steps for count, steps in counts]
-    return Bars("accepted guesses per step, by source", list(found), series, order=GUESSED_BY)
+    return Bars("accepted guesses per step, by source", list(found), series)

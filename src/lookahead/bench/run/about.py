@@ -39,7 +39,6 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What is known without a model."""
     return {**{short: _version(package) for short, package in PACKAGES.items()}, "revision": revision()}
 
 

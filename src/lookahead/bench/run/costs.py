@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from lookahead.backends.choose import make_backend
-from lookahead.bench.run.bench_run import BenchRun
 from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
 from lookahead.bench.run.results import key_of
+from lookahead.bench.run.summary import BenchRun
 from lookahead.loading.step_cost import SIZES, StepCost, measure
 
 COST_SIZES = (*SIZES, 192, 256, 384, 512)

@@ -15,7 +15,7 @@ model's weights are padded into a larger Llama that computes the same function: 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) 
 
     stretch = (small.hidden_size / shape.hidden) ** 0.5
     hidden = small.hidden_size
-    _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight, columns=0)
+    large.model.embed_tokens.weight[:, hidden:] = 0
+    _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
     _put(large.lm_head.weight, model.lm_head.weight)
     _norm(large.model.norm.weight, model.model.norm.weight, stretch)
     q_heads, kv_heads, source = _places(small, shape)
@@ -98,21 +99,16 @@ def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) 
         mlp.up_proj.weight[small.intermediate_size :] = 0
         _put(mlp.gate_proj.weight, old.mlp.gate_proj.weight)
         _put(mlp.up_proj.weight, old.mlp.up_proj.weight)
-        mlp.down_proj.weight[:hidden, : small.intermediate_size] = old.mlp.down_proj.weight.to(config.dtype)
+        _put(mlp.down_proj.weight, old.mlp.down_proj.weight)
         mlp.down_proj.weight[hidden:] = 0
     return large
 
 
 def _check(small: Any, shape: ModelShape) -> None:
-    for name, least, given in (
-        ("hidden", small.hidden_size, shape.hidden),
-        ("layers", small.num_hidden_layers, shape.layers),
-        ("intermediate", small.intermediate_size, shape.intermediate),
-        ("heads", small.num_attention_heads, shape.heads),
-        ("kv_heads", small.num_key_value_heads, shape.kv_heads),
-    ):
-        if given < least:
-            raise ValueError(f"{name}={given} is less than the small model's {least}")
+    names = "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    for (name, given), theirs in zip(asdict(shape).items(), names, strict=True):
+        if given < getattr(small, theirs):
+            raise ValueError(f"{name}={given} is less than the small model's {getattr(small, theirs)}")
     if shape.heads % shape.kv_heads:
         raise ValueError(f"heads={shape.heads} is no multiple of kv_heads={shape.kv_heads}")
 
@@ -136,10 +132,8 @@ def _rows(head: int, dim: int) -> slice:
     return slice(head * dim, (head + 1) * dim)
 
 
-def _put(large: torch.Tensor, small: torch.Tensor, *, columns: float | None = None) -> None:
-    """The small matrix into the corner of the large one; `columns` fills what is right of it."""
-    if columns is not None:
-        large[:, small.shape[1] :] = columns
+def _put(large: torch.Tensor, small: torch.Tensor) -> None:
+    """The small matrix into the corner of the large one."""
     large[: small.shape[0], : small.shape[1]] = small.to(large.dtype)
 
 

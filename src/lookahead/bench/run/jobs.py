@@ -33,13 +33,13 @@ class Job:
             "prompt": prompt.id,
             "text": key_of({"turns": prompt.turns, "system": prompt.system, "raw": prompt.raw}),
             "method": self.method.facts(),
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "repeat": self.repeat,
             "warm": [self.warm, self.number] if self.warm else False,
         }
-        return key_of(facts)
+        return key_of(facts | self.settings)
+
+    @property
+    def settings(self) -> Record:
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "seed", "repeat")}
 
     @property
     def group(self) -> tuple[str, Method, float, int]:

@@ -7,6 +7,7 @@ fields of `LookaheadConfig`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -53,14 +54,18 @@ def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
     return None if config is None else {k: v for k, v in asdict(config).items() if k not in ("step_cost", "shared")}
 
 
+def near(name: str, known: Sequence[str]) -> str:
+    """A question about the known name that is most like this one; nothing where none is."""
+    found = get_close_matches(name, known, n=1)
+    return f"did you mean {found[0]!r}? " if found else ""
+
+
 def named(name: str, label: str | None = None, **where: Any) -> Method:
-    """The method that a word of the command line means."""
     kind, colon, rest = name.partition(":")
     if not colon:
         if name not in NAMES:
-            near = get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown method {name!r}: {hint}choose from {', '.join(NAMES)}, paper:W,N,G, config:...")
+            hint, names = near(name, NAMES), ", ".join(NAMES)
+            raise ValueError(f"unknown method {name!r}: {hint}choose from {names}, paper:W,N,G, config:...")
         return Method(label or name, name, **where)
     if kind not in ("paper", "paper+prompt", "config"):
         raise ValueError(f"unknown method {name!r}: before the colon stands paper, paper+prompt or config")

@@ -43,7 +43,6 @@ class Models:
         self._alone: Any = None
 
     def of(self, method: Method) -> Any:
-        """The model that this method runs on."""
         if hasattr(self.own, "alone") and method.ranks == 1:
             self._alone = self._alone or self.own.alone()
             return self._alone

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from lookahead.bench.run.methods import near
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class PromptSet:
     max_tokens: int = 256
 
 
-def _summary(key: str, text: str, reference: str) -> Prompt:
+def _summary(row: dict[str, Any]) -> Prompt:
     """As the paper's appendix D lays it out, in our words: the text and a few rules as the system message."""
+    cnn = "article" in row
+    text, reference = (row["article"], row["highlights"]) if cnn else (row["document"], row["summary"])
     system = (
         f"Answer from the text below and from nothing else.\n\n{text}\n\n"
         "Write plain, businesslike English. Give only what is asked for, with no greeting and no remark about yourself."
     )
-    return Prompt(key, ("Summarise the text briefly.",), system=system, reference=reference)
+    return Prompt(str(row["id"]), ("Summarise the text briefly.",), system=system, reference=reference)
 
 
 def _mt_bench(row: dict[str, Any]) -> Prompt:
@@ -73,14 +76,6 @@ def _classeval(row: dict[str, Any]) -> Prompt:
     return Prompt(str(row["task_id"]), (f"Complete the class {row['class_name']}.\n\n{row['skeleton']}",))
 
 
-def _cnn(row: dict[str, Any]) -> Prompt:
-    return _summary(str(row["id"]), row["article"], row["highlights"])
-
-
-def _xsum(row: dict[str, Any]) -> Prompt:
-    return _summary(str(row["id"]), row["document"], row["summary"])
-
-
 PAPER_SETS = {
     one.name: one
     for one in (
@@ -89,8 +84,8 @@ PAPER_SETS = {
         PromptSet("mbpp", "mbpp.jsonl", ("google-research-datasets/mbpp", "full", "test"), _mbpp, 512),
         PromptSet("gsm8k", "gsm8k_test.jsonl", ("openai/gsm8k", "main", "test"), _gsm8k, 512),
         PromptSet("classeval", "classeval.json", ("FudanSELab/ClassEval", None, "test"), _classeval, 2048),
-        PromptSet("cnn-dm", "cnn_dm_sample.jsonl", ("abisee/cnn_dailymail", "3.0.0", "test"), _cnn, 256),
-        PromptSet("xsum", "xsum_sample.jsonl", ("EdinburghNLP/xsum", None, "test"), _xsum, 256),
+        PromptSet("cnn-dm", "cnn_dm_sample.jsonl", ("abisee/cnn_dailymail", "3.0.0", "test"), _summary),
+        PromptSet("xsum", "xsum_sample.jsonl", ("EdinburghNLP/xsum", None, "test"), _summary),
     )
 }
 """The paper's, with its limits of new tokens where it names one (HumanEval 512, ClassEval 2048)."""
@@ -118,20 +113,37 @@ def load(name: str, data_dir: Path | None = None, limit: int | None = None, turn
 
 
 def check(name: str) -> str:
-    """`name`, when there is such a set."""
     if name in SETS:
         return name
-    near = get_close_matches(name, SETS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"unknown prompt set {name!r}: {hint}choose from {', '.join(SETS)}")
+    raise ValueError(f"unknown prompt set {name!r}: {near(name, SETS)}choose from {', '.join(SETS)}")
 
 
 def messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The chat up to the turn after these answers."""
     chat = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn, answer in zip(prompt.turns, answers, strict=False):
         chat += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
     return [*chat, {"role": "user", "content": prompt.turns[len(answers)]}]
+
+
+def read_own(path: Path) -> list[str]:
+    """A user's: one prompt per line; in a `.jsonl` file, or where the first line is an object, each line's "prompt"."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ValueError(f"cannot read the prompts in {str(path)!r}: {why}") from error
+    found = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    if not found:
+        raise ValueError(f"no prompts in {str(path)!r}: write one per line")
+    if path.suffix != ".jsonl" and not next(iter(found.values())).startswith('{"'):
+        return list(found.values())
+    prompts = []
+    for number, line in found.items():
+        row = _parse(line, path, number)
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
+            raise ValueError(f'line {number} of {str(path)!r} is no JSON object with a "prompt" of text')
+        prompts.append(row["prompt"])
+    return prompts
 
 
 def _from_folder(source: PromptSet, folder: Path) -> list[dict[str, Any]]:
@@ -152,7 +164,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error}); fetch the file anew") from error
+        raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
 
 
 def _from_hub(source: PromptSet) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,6 @@ class Results:
 
     def __contains__(self, key: str) -> bool:
         return key in self.records
-
-    def get(self, keys: Iterable[str]) -> list[Record]:
-        return [self.records[key] for key in keys if key in self.records]
 
     def _read(self) -> None:
         try:

@@ -51,7 +51,6 @@ class Runner:
         return [by_key[key] for key in json.loads(said[0])]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Record]]:
-        """Each job, with its record."""
         first = {job.prompt: job for job in reversed(jobs)}
         longest = max(map(self._most_tokens, first.values()), default=0)
         self._longest = max(first, key=lambda p: len(p.turns[0]) + len(p.system or ""), default=None)
@@ -77,10 +76,7 @@ class Runner:
             "method": job.method.label,
             "how": job.method.how,
             "config": plain(job.method.config),
-            "temperature": job.temperature,
-            "max_tokens": job.max_tokens,
-            "seed": job.seed,
-            "repeat": job.repeat,
+            **job.settings,
         }
         try:
             answered, counters = self._timed(job, longest)
@@ -176,12 +172,11 @@ def text_of(lm: Any, tokens: Sequence[int]) -> str:
 @contextmanager
 def attention(model: Any, name: str | None) -> Iterator[None]:
     """transformers' attention of this name while the block runs; None leaves it alone."""
-    if name is None:
-        yield
-        return
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    if name is not None:
+        model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        if name is not None:
+            model.set_attn_implementation(before)

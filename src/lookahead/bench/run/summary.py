@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method
-from lookahead.bench.run.results import Record
+from lookahead.bench.run.models import Models
+from lookahead.bench.run.prompts import Prompt
+from lookahead.bench.run.results import Record, Results
 from lookahead.stats import Stats
 
 REFERENCES = ("hf-greedy", "autoregressive")
@@ -57,25 +60,16 @@ class Line:
         return self.reference.speedup if self.own.speedup is None else self.own.speedup
 
     def record(self) -> dict[str, Any]:
-        """For `--json`."""
-        stats = self.stats
+        counted = ("steps", "step_tokens", "seconds", "accepted_by_depth", "accepted_by_source")
+        rates = ("compression", "tokens_per_second")
         return {
             "set": self.data,
             "method": self.method.label,
-            "temperature": self.temperature,
-            "prompts": self.prompts,
-            "tokens": stats.generated_tokens,
-            "steps": stats.steps,
-            "step_tokens": stats.step_tokens,
-            "seconds": stats.seconds,
-            "first_ms": self.first_ms,
-            "errors": self.errors,
-            "accepted_by_depth": stats.accepted_by_depth,
-            "accepted_by_source": stats.accepted_by_source,
+            **{name: getattr(self, name) for name in ("temperature", "prompts", "first_ms", "errors")},
+            "tokens": self.stats.generated_tokens,
+            **{name: getattr(self.stats, name) for name in (*counted, *rates)},
             **asdict(self.reference),
             "own": asdict(self.own),
-            "compression": stats.compression,
-            "tokens_per_second": stats.tokens_per_second,
         }
 
 
@@ -85,7 +79,6 @@ Place = tuple[str, float, Method]
 
 
 def lines(jobs: Sequence[Job], records: Mapping[str, Record]) -> list[Line]:
-    """In the order of the jobs."""
     found: dict[Place, Answers] = {}
     errors: dict[Place, list[str]] = {}
     for job in jobs:
@@ -106,22 +99,17 @@ def lines(jobs: Sequence[Job], records: Mapping[str, Record]) -> list[Line]:
 
 
 def _reference(found: Mapping[Place, Answers], place: Place) -> Answers:
-    for how in REFERENCES if not place[1] else REFERENCES[1:]:
-        for other, answers in found.items():
-            if other[:2] == place[:2] and other[2].how == how and other[2].dtype is None and answers:
-                return answers
-    return {}
+    beside = [(one, answers) for (*where, one), answers in found.items() if tuple(where) == place[:2] and answers]
+    hows = REFERENCES if not place[1] else REFERENCES[1:]
+    return next((answers for how in hows for one, answers in beside if (one.how, one.dtype) == (how, None)), {})
 
 
 def _own(found: Mapping[Place, Answers], place: Place) -> Answers:
     """Our autoregressive decoding by the same engine: backend and dtype are the method's."""
-    method = place[2]
-    for other, answers in found.items():
-        one = other[2]
-        same_engine = (one.dtype, one.backend, one.ranks) == (method.dtype, method.backend, 1)
-        if other[:2] == place[:2] and same_engine and one.how == "autoregressive":
-            return answers
-    return {}
+    data, temperature, method = place
+    engine = "autoregressive", method.dtype, method.backend, 1
+    beside = [(one, answers) for (*where, one), answers in found.items() if where == [data, temperature]]
+    return next((a for one, a in beside if (one.how, one.dtype, one.backend, one.ranks) == engine), {})
 
 
 def _line(place: Place, answers: Answers, errors: list[str]) -> Line:
@@ -151,5 +139,27 @@ def _compare(answers: Answers, reference: Answers) -> Compared:
 
 
 def seconds_of(repeats: Sequence[Record]) -> float:
-    """The median over the repeats of one answer."""
     return float(statistics.median(one["seconds"] for one in repeats))
+
+
+@dataclass
+class BenchRun:
+    """What was asked for, and what was measured. `max_tokens` are the new tokens of an answer, by set; `step_cost` is
+    a file that stands for a measured t(K)."""
+
+    prompts: dict[str, list[Prompt]]
+    jobs: list[Job]
+    results: Results
+    models: Models
+    say: Callable[[str], None]
+    max_tokens: dict[str, int]
+    step_cost: Path | None = None
+    shapes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[Line]:
+        return lines(self.jobs, self.results.records)
+
+    def record(self, job: Job) -> Record | None:
+        found = self.results.records.get(job.key)
+        return None if found is None or "error" in found else found
