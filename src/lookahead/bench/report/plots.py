@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 8.0, 3.8
 """Inches of a plot."""
 MOST_VALUES = 30
 """Bars that have room for their value above them."""
-SVG = {"svg.fonttype": "none", "svg.hashsalt": "lookahead", "axes.grid.axis": "y", "axes.grid": True}
+SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "lookahead", "axes.grid.axis": "y", "axes.grid": True}
 """Text stays text, and the same plot is the same file."""
 MISSING = "No plots: they need matplotlib, `pip install 'lookahead-decoding[bench]'`."
 Points = Sequence[tuple[float, float]]
