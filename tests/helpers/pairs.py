@@ -125,6 +125,7 @@ class Recorder(BaseStreamer):
     def __init__(self) -> None:
         self.puts: list[torch.Tensor] = []
         self.ends = 0
+        self.takes_blocks = False
 
     def put(self, value: torch.Tensor) -> None:
         assert not self.ends
@@ -137,6 +138,7 @@ class Recorder(BaseStreamer):
 def blocks(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> list[list[int]]:
     """The accepted blocks of a hooked greedy run of one row, as a streamer sees them."""
     recorder = Recorder()
+    recorder.takes_blocks = True
     model.generate(**inputs, **kwargs, do_sample=False, streamer=recorder, custom_generate=decoding())
     return [put.tolist() for put in recorder.puts[1:]]
 

@@ -133,7 +133,8 @@ def batch(bench: GpuBench) -> None:
         plain: list[list[int]] = []
         for name, config in BATCH_METHODS.items():
             decode(backend, chosen, config, rules)  # captures the steps
-            done = decode(backend, chosen, config, rules)
+            runs = [decode(backend, chosen, config, rules) for _ in range(3)]
+            done = sorted(runs, key=lambda run: run.stats.tokens_per_second)[1]  # a late capture spoils one at most
             plain = plain or done.outputs
             same = sum(map(list.__eq__, done.outputs, plain))
             record = {"batch": size, "method": name, "tok_s": round(done.stats.tokens_per_second, 1)}
