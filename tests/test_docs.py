@@ -87,6 +87,7 @@ def check_table_of_models(*kinds: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_table_of_models_of_a_sample() -> None:
     check_table_of_models(*SAMPLE)
 

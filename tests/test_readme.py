@@ -31,6 +31,7 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_example_with_stock_transformers_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The embedded model's folder stands in for its name on the hub; the output is that of `generate` alone."""

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from marks import slow_but
 from typer.testing import CliRunner
 
 from lookahead.bench.paper.options import BenchOptions
@@ -171,7 +172,7 @@ def test_presets_share_what_was_measured(run: Callable[..., Any], data_dir: Path
     assert len(Results(tmp_path / "out" / "results.jsonl").records) == before
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "flash"])
+@pytest.mark.parametrize("name", slow_but([name for name in PRESETS if name != "flash"], "ablation", "scaling"))
 def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path, tmp_path: Path, rouge: None) -> None:
     result = run("--preset", name, "--quick", "--data-dir", str(data_dir), *SMALL)
     assert result.exit_code == 0, result.output
@@ -375,6 +376,7 @@ def test_several_presets_on_one_model(
     assert "3 of 8 answers are there already" in result.stderr, "greedy's, autoregressive's and (5,15,15)'s"
 
 
+@pytest.mark.slow
 def test_all_presets_that_the_device_can_run(
     run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], rouge: None
 ) -> None:
@@ -474,6 +476,7 @@ def test_ranks_give_what_one_rank_gives(make_model: Callable[..., Any], tokenize
     assert {row[SAME] for row in table(first.stdout, "Methods")} == {"2/2"}
 
 
+@pytest.mark.slow
 def test_larger_shapes(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path / "cache"))

@@ -122,10 +122,10 @@ def output_of(inputs: Mapping[str, Any], output: Any) -> list[list[int]]:
 class Recorder(BaseStreamer):
     """Keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_blocks: bool = False) -> None:
         self.puts: list[torch.Tensor] = []
         self.ends = 0
-        self.takes_blocks = False
+        self.takes_blocks = takes_blocks
 
     def put(self, value: torch.Tensor) -> None:
         assert not self.ends
@@ -137,8 +137,7 @@ class Recorder(BaseStreamer):
 
 def blocks(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> list[list[int]]:
     """The accepted blocks of a hooked greedy run of one row, as a streamer sees them."""
-    recorder = Recorder()
-    recorder.takes_blocks = True
+    recorder = Recorder(takes_blocks=True)
     model.generate(**inputs, **kwargs, do_sample=False, streamer=recorder, custom_generate=decoding())
     return [put.tolist() for put in recorder.puts[1:]]
 

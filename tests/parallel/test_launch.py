@@ -136,6 +136,7 @@ def run(*arguments: str, stdin: str = "", cache: Path) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_generate_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     """The prompt from stdin reaches every rank through rank 0; the tokens are those of one process."""
     settings = ["--window", "3", "--ngram", "4", "--budget", "30", "--temperature", "0.7", "--seed", "4"]

@@ -24,10 +24,7 @@ def test_one_row(both: Any, llama: Any, prompt: dict[str, Any]) -> None:
 
 
 def test_a_streamer_that_takes_blocks(llama: Any, prompt: dict[str, Any], text: list[list[int]]) -> None:
-    class Blocks(Recorder):
-        takes_blocks = True
-
-    streamer, hook = Blocks(), decoding()
+    streamer, hook = Recorder(takes_blocks=True), decoding()
     llama.generate(**prompt, max_new_tokens=MANY, do_sample=False, streamer=streamer, custom_generate=hook)
     assert torch.cat(streamer.puts[1:]).tolist() == text[0][:MANY]
     assert len(streamer.puts) - 1 == hook.stats[0].steps < MANY

@@ -229,7 +229,7 @@ def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> G
     return drafter.grow(draft, case["limits"])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(asked())
 def test_drafts_are_the_same_bit_for_bit(case: dict[str, Any]) -> None:
     calibration = Calibration()

@@ -120,6 +120,7 @@ def ranks(saved: Path) -> list[dict[str, Any]]:
     return torchrun_script(TENSOR_PARALLEL, saved, 2, 120, LOOKAHEAD_CACHE=str(saved / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_sharded_over_two_processes(saved: Path, ranks: list[dict[str, Any]], name: str) -> None:
     """Each rank has half of the K/V heads and of the vocabulary, and decodes the whole text."""
