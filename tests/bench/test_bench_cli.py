@@ -241,6 +241,7 @@ def test_speed_compares_every_prompt(run: Callable[..., Any], data_dir: Path) ->
     assert "mt-bench: the median of the ratios is" in result.stdout
 
 
+@pytest.mark.slow
 def test_exactness_finds_differences_and_margins(
     run: Callable[..., Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +338,7 @@ def test_flash_compares_the_two_backends(
     assert float(gains[0][2].rstrip("x")) == pytest.approx(ratio, abs=0.1)
 
 
+@pytest.mark.slow
 def test_backends_share_one_load(
     run: Callable[..., Any],
     data_dir: Path,

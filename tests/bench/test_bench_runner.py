@@ -262,6 +262,7 @@ def test_configs_by_name() -> None:
     assert (made.window, made.budget, made.sources) == (0, 32, ("suffix", "recycle"))
 
 
+@pytest.mark.slow
 def test_static_and_compiled(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cache for both prompts; compiled by torch's `eager` backend, which needs no compiler."""
     made = []

@@ -166,6 +166,7 @@ def test_mistakes_are_told_before_a_rank_starts(arguments: list[str], message: s
     assert done.stderr == f"error: {message}\n"
 
 
+@pytest.mark.slow
 def test_the_wrong_number_of_ranks(folder: Path, tmp_path: Path) -> None:
     """As under torchrun with another number than --ranks says."""
     place = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -138,6 +138,7 @@ def test_sharded_over_two_processes(saved: Path, ranks: list[dict[str, Any]], na
             assert len(one["ids"]) > 1 or report[name]["lookahead"][number]["passes"] < NEW_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_ranks_do_not_drift_apart(ranks: list[dict[str, Any]], name: str) -> None:
     """Bit for bit the same logits, so that a tie breaks alike; as many passes; the generator left in the same state.
@@ -151,6 +152,7 @@ def test_ranks_do_not_drift_apart(ranks: list[dict[str, Any]], name: str) -> Non
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_ranks_time_nothing(saved: Path, ranks: list[dict[str, Any]]) -> None:
     """No two ranks measure the same step cost, and a step planned by it would have another size on each."""
     for report in ranks:

@@ -320,6 +320,7 @@ def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     return noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [32, pytest.param(48, marks=pytest.mark.slow), 80])
 def test_an_answer_outgrows_the_buffer(
     start: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
