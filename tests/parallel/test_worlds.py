@@ -97,6 +97,7 @@ def test_a_rank_stalls(world: World) -> None:
     ends(world, [0, 1], "rank 1 did not answer for T s: at step 5, and the others wait at step 6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [{"accident": "diverge", "check": True, "ranks": 2}], indirect=True)
 def test_a_rank_comes_to_another_state(world: World) -> None:
     """The check sees it before the step."""

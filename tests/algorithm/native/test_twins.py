@@ -85,7 +85,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(operations, max_size=30))
 def test_tables_hold_the_same_in_the_same_order(done: list[tuple[str, Any]]) -> None:
     ours, twin = OURS.new_table(), TWIN.new_table()

@@ -107,6 +107,7 @@ def test_greedy_equals_transformers(
     assert told(interpreted(model), PROMPT, expected) == (expected, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -126,6 +127,7 @@ def test_a_ragged_batch(
     assert outputs(interpreted(model), prompts, config, 5) == expected
 
 
+@pytest.mark.slow
 def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
     """A captured graph writes to the addresses that it was captured with. Capturing a larger step later must not free
     that memory, as the smaller step's graph may be replayed.

@@ -111,6 +111,7 @@ def test_error_at_most_twice_pytorchs(
         assert ours <= 2 * plain + 1e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, slow_interpreted(2), 3, slow_interpreted(7)])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int) -> None:
