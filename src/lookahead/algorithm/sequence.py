@@ -51,7 +51,9 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
-        self._memory = memory if memory is not None and self.config.recycle_scope == "model" else SharedMemory()
+        if memory is None or self.config.recycle_scope != "model":
+            memory = SharedMemory(None if memory is None else memory.drafter)
+        self._memory = memory
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0

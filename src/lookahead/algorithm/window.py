@@ -44,7 +44,7 @@ class Window:
         columns a - 1 places to the left and fill the right side with something new, or to push a - 1 random window
         rows, as Algorithm 2 says (lines 7-9). Keeping the columns accepts more, probably because an n-gram is used
         wherever its first token turns up, not at the position it was made for. S on 20 prompts each, paper mode
-        (5,15,15), embedded model, fp32, random start (`benchmarks/acceptance.py` holds the alternatives):
+        (5,15,15), embedded model, fp32, random start:
 
             columns kept (this)               MT-Bench 2.01   HumanEval 1.93
             shifted, a stretch of the prompt           1.96             1.86

@@ -39,12 +39,13 @@ from lookahead.config import FREE, LookaheadConfig, SamplingParams
 
 TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """The step sizes K that are timed; `StepCost.table` draws straight lines between them."""
-SIZES = TIMED_SIZES  # the name that `bench` and `tune` import
+WIDE_SIZES = (*TIMED_SIZES, 192, 256, 384, 512)
+"""For tuning and benchmarks, which may try larger steps than the default."""
 PREFIX = 96
 """Tokens before the root of a timed step."""
 FLAT = 1.4
 """If a step of the whole budget costs at most this many times a step of one token, every step takes the whole budget.
-`benchmarks/taught.py` finds that best at a ratio of 1.3, and weighing each guess against its cost best at 1.6."""
+In simulations that was best at a ratio of 1.3, and weighing each guess against its cost best at 1.6."""
 BRANCHES, DEPTH = 8, 16
 """The most branches, and the greatest depth, of the tree that is timed."""
 MAX_SECONDS = 6.0

@@ -11,12 +11,11 @@ import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.loading import profiles
-from lookahead.loading.step_cost import SIZES, StepCost, measure, processor
+from lookahead.loading.step_cost import WIDE_SIZES, StepCost, measure, processor
 from lookahead.tune.candidates import AUTOREGRESSIVE, BUDGETS, FITTED, Candidate, all_candidates
 from lookahead.tune.predict import Laws, Prediction, learn, predict
 from lookahead.tune.trials import Trial, weave
 
-ALL_SIZES = (*SIZES, 192, 256, 384, 512)
 PAPER_ANCHORS = ("paper W=4 N=3 G=4", "paper W=7 N=5 G=7", "paper W=15 N=5 G=15")
 ANCHORS = ("prompt lookup", *PAPER_ANCHORS, "default K=16", "default K=128")
 """Run first, where they are not hopeless: the laws are fitted to them."""
@@ -104,7 +103,7 @@ class Tuner:
         backend, context = model.backend, model.backend.max_length
         if cost is None:
             self.say("measuring what a step of each size costs ...")
-            sizes = [size for size in ALL_SIZES if context is None or size <= context // 4] or [1]
+            sizes = [size for size in WIDE_SIZES if context is None or size <= context // 4] or [1]
             cost = measure(backend, sizes, rounds=8, patience=PATIENCE)
         self.cost, self.table = cost, cost.table(BUDGETS[-1])
         self.candidates = all_candidates(cost, context, half=backend.dtype in (torch.bfloat16, torch.float16))

@@ -326,12 +326,13 @@ def told(drafter: Drafter, vocabulary: int, config: LookaheadConfig, sampling: S
     [
         EVERYTHING,
         replace(EVERYTHING, step_cost=COST),
+        replace(EVERYTHING, recycle_scope="request"),
         replace(EVERYTHING, window=0, sources=("recycle",)),
         LookaheadConfig.paper(3, 4, 4, prompt=True),
         LookaheadConfig.jacobi(8),
         LookaheadConfig.autoregressive(),
     ],
-    ids=["all", "cost", "recycle", "paper", "fixed-point", "plain"],
+    ids=["all", "cost", "request", "recycle", "paper", "fixed-point", "plain"],
 )
 def test_every_step_of_a_generation_is_the_same(
     vocabulary: int, config: LookaheadConfig, sampling: SamplingParams

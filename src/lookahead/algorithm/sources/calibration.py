@@ -57,7 +57,7 @@ class Calibration:
         trials = self._trials[origin] + 1
         self._trials[origin] = trials
         rate = self.rates[origin]
-        self.rates[origin] = rate + (right - rate) * (1 / trials if trials < self.MEMORY else 1 / self.MEMORY)
+        self.rates[origin] = rate + (right - rate) * (1 / min(trials, self.MEMORY))
 
 
 def source_of(origin: int) -> str:

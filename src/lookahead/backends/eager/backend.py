@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.algorithm.sampling import pick, top_tokens
-from lookahead.algorithm.tree import StepOutput, dense_visibility
+from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.support import (
@@ -161,15 +161,12 @@ class EagerBackend:
         seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (len(items), width, width)).copy()
         needed: set[int] = set()
         for i, (item, length, size) in enumerate(zip(items, lengths, sizes, strict=True)):
-            trail, tree = len(item.trail), item.tree
-            tokens[i, :trail] = item.trail
-            tokens[i, trail:size] = tree.tokens
-            positions[i, :trail] = np.arange(length, length + trail)
-            positions[i, trail:size] = np.asarray(tree.depths) + length + trail
-            parents = [*range(-1, trail), *[parent + trail for parent in tree.parents[1:]]]
-            seen[i, :size, :size] = dense_visibility(parents)
-            needed.update(trail + node for node in tree.needed)
-            self._last[item.slot] = start, trail, length
+            tree = below_trail(item.trail, item.tree)
+            tokens[i, :size] = tree.tokens
+            positions[i, :size] = np.asarray(tree.depths) + length
+            seen[i, :size, :size] = dense_visibility(tree.parents)
+            needed.update(tree.needed)
+            self._last[item.slot] = start, len(item.trail), length
         places = sorted(needed)
         return self._run(tokens, positions, seen, lengths, first, start, places), places
 

@@ -10,7 +10,7 @@ from lookahead.bench.report.plots import Curves, Points
 from lookahead.bench.report.sections import Section, by_data, comparison, times
 from lookahead.bench.run import costs
 from lookahead.bench.run.summary import BenchRun, Line
-from lookahead.loading.step_cost import StepCost
+from lookahead.loading.step_cost import WIDE_SIZES, StepCost
 from lookahead.tune.candidates import at
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 
@@ -25,7 +25,7 @@ def measure(run: BenchRun) -> None:
 
 def projected(line: Line, cost: StepCost) -> float:
     """Speedup over one token per step, from S and t(K) alone."""
-    return cost.table(1)[0] * line.compression / at(cost.table(costs.COST_SIZES[-1]), line.stats.tokens_per_step)
+    return cost.table(1)[0] * line.compression / at(cost.table(WIDE_SIZES[-1]), line.stats.tokens_per_step)
 
 
 def show(run: BenchRun) -> list[Section]:

@@ -27,7 +27,7 @@ from lookahead.bench.run.results import Record, key_of
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.bench.run.summary import BenchRun
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.loading.step_cost import StepCost
+from lookahead.loading.step_cost import WIDE_SIZES, StepCost
 from lookahead.parallel.backend import HEADER, ROWS
 from lookahead.parallel.deal import Share, deal
 from lookahead.stats import Stats
@@ -172,7 +172,7 @@ def project(rehearsed: Sequence[Rehearsed], cost: StepCost, link: Link = NVLINK)
 
     The speedup is over one rank that decodes token by token.
     """
-    table = cost.table(costs.COST_SIZES[-1])
+    table = cost.table(WIDE_SIZES[-1])
 
     def projected(one: Rehearsed, ranks: int) -> Projected:
         share = one.share(ranks)

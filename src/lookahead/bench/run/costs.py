@@ -10,9 +10,8 @@ from lookahead.backends.choose import make_backend
 from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
 from lookahead.bench.run.results import key_of
 from lookahead.bench.run.summary import BenchRun
-from lookahead.loading.step_cost import SIZES, StepCost, measure
+from lookahead.loading.step_cost import WIDE_SIZES, StepCost, measure
 
-COST_SIZES = (*SIZES, 192, 256, 384, 512)
 """Beyond 128 are the steps that several ranks share."""
 OWN = "own"
 """Stands for the model itself, where else a shape is named."""
@@ -37,10 +36,10 @@ def measured(run: BenchRun, shape: str = OWN) -> StepCost:
     run.say(f"measuring what a step costs: {'this model' if shape == OWN else shape + ' shape'}")
     lm = run.models.own
     if shape == OWN:
-        cost = measure(lm.backend, COST_SIZES)
+        cost = measure(lm.backend, WIDE_SIZES)
     else:
         large = inflate(lm.model, MODEL_SHAPES[shape], dtype=lm.dtype)
-        cost = measure(make_backend(large, "auto", run.say), COST_SIZES)
+        cost = measure(make_backend(large, "auto", run.say), WIDE_SIZES)
         del large
     gc.collect()  # a backend's captured steps refer to it: without this a 34B would stay beside what comes next
     facts = {"shape": shape, "sizes": list(cost.sizes), "seconds": list(cost.seconds)}
