@@ -61,13 +61,14 @@ def holes() -> dict[str, Any]:
 def test_holes_in_the_mask(both: Any, model: Any) -> None:
     """A token that is hidden has no place in its row: those behind it stand one position nearer.
 
-    Stock is wrong for a sliding layer: there it counts the window in slots of the cache, hidden ones included, though
-    positions leave them out, so that a row says something else than by itself. Ours says the same.
+    A sliding layer of stock counts the window in places of the cache, hidden ones included, though positions leave them
+    out; we do not follow it there.
     """
-    pair = both(model, holes(), max_new_tokens=12)
-    alone(model, pair, holes(), 12)
-    if getattr(model.config, "sliding_window", None) is None:
-        pair.same()
+    if getattr(model.config, "sliding_window", None) is not None:
+        with pytest.raises(ValueError, match=r"sliding window.*padding_side='left'"):
+            model.generate(**holes(), max_new_tokens=12, custom_generate=decoding())
+        return
+    alone(model, both(model, holes(), max_new_tokens=12).same(), holes(), 12)
 
 
 def test_mask_left_out(both: Any, llama: Any, batch: dict[str, Any]) -> None:
@@ -81,11 +82,22 @@ def test_mask_left_out(both: Any, llama: Any, batch: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
-def test_padding_on_the_right_is_refused(llama: Any, batch: dict[str, Any], given: bool) -> None:
-    """Stock warns, and says nonsense."""
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+def test_padding_on_the_right(both: Any, llama: Any, batch: dict[str, Any], given: bool, more: dict[str, Any]) -> None:
+    """Stock warns and goes on behind the padding; so do we."""
     inputs = {name: value.flip(1) for name, value in batch.items() if given or name == "input_ids"}
-    with pytest.raises(ValueError, match=r"row 1 .* padding.*padding_side='left'"):
-        llama.generate(**inputs, max_new_tokens=4, pad_token_id=0, custom_generate=decoding())
+    both(llama, inputs, max_new_tokens=MANY, pad_token_id=0, **more).same()
+
+
+def test_padding_on_the_right_of_learned_positions(both: Any, gpt2: Any) -> None:
+    inputs = ids([5, 9, 2, 5, 9, 2, 5], [4, 4, 6])
+    both(gpt2, {name: value.flip(1) for name, value in inputs.items()}, max_new_tokens=12).same()
+
+
+def test_padding_on_the_right_of_a_sliding_layer(mistral: Any) -> None:
+    inputs = {name: value.flip(1) for name, value in ids([5, 9, 2, 5, 9, 2, 5], [4, 4, 6]).items()}
+    with pytest.raises(ValueError, match=r"sliding window.*padding_side='left'"):
+        mistral.generate(**inputs, max_new_tokens=4, custom_generate=decoding())
 
 
 def same_or_refused(says: str, model: Any, inputs: dict[str, Any], **kwargs: Any) -> None:

@@ -154,7 +154,7 @@ def test_threads_take_turns(
         )
 
     assert in_threads([job(one) for one in inputs]) == expected
-    assert probed == [EagerBackend, GraphBackend]
+    assert probed == [GraphBackend]
 
 
 def test_the_model_is_not_kept_alive(make_model: Any, prompt: dict[str, Any]) -> None:

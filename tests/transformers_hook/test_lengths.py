@@ -36,11 +36,11 @@ def test_limit_at_every_place_of_a_block(both: Any, counting: Any, count_up: dic
     """The suffix source gives 16 right guesses at once; whatever the limit, not a token more comes out."""
     pair = both(counting, count_up, max_new_tokens=count).same()
     assert output_of(count_up, pair.ours) == [list(range(11, 11 + count))]
-    assert pair.hook.stats[0].steps <= 1 + count // 16
+    assert pair.hook.stats[0].steps <= 2 + (count - 1) // 17  # the prompt's own pass gives one
 
 
 def test_limit_inside_a_block_of_a_batch(both: Any, llama: Any, prompt: dict[str, Any], batch: dict[str, Any]) -> None:
-    count = inside(blocks(llama, prompt, max_new_tokens=40))
+    count = inside(blocks(llama, prompt, max_new_tokens=80))
     assert both(llama, batch, max_new_tokens=count).same()
 
 

@@ -199,7 +199,7 @@ def test_processor_is_called_once_per_token(
 def test_calls_inside_a_block(both: Any, counting: Any, count_up: dict[str, Any]) -> None:
     pair = both(counting, count_up, max_new_tokens=14, fresh=lambda: processors(Log())).same()
     same_log(pair)
-    assert pair.hook.stats[0].steps == 1
+    assert pair.hook.stats[0].steps == 2  # one of them is the prompt's own
 
 
 @pytest.mark.parametrize("wants", [[], ["output_logits"], ["output_scores", "output_logits"]], ids=str)

@@ -93,10 +93,12 @@ class Backend(Protocol):
 
     # K/V from outside, and for outside
 
-    def adopt(self, slot: int, length: int, layers: Layers) -> None:
+    def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Fill a slot with the K/V of a sequence's first `length` tokens, which were computed elsewhere.
 
-        A layer of `layers` may hold only the last of these tokens, if it has a sliding window of no more.
+        A layer of `layers` may hold only the last of these tokens, if it has a sliding window of no more. A further
+        token's position is its place in the sequence plus `offset`, which has a number for each axis of the model's
+        positions: a picture takes more places than positions. Without it positions are places.
         """
         ...
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.support import UnsupportedModelError, check_supported, input_device, probe
+from lookahead.backends.support import UnsupportedModelError, check_supported, first_line, input_device, probe
 
 BACKENDS = ("auto", "eager", "graph")
 
@@ -24,23 +26,27 @@ def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | No
     return choose(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
 
 
+Graph = TypeVar("Graph")
+Eager = TypeVar("Eager")
+
+
 def choose(
     model: Any,
     name: str,
-    graph: Callable[[], Backend],
-    eager: Callable[[], Backend],
+    graph: Callable[[], Graph],
+    eager: Callable[[], Eager],
     log: Callable[[str], None] | None = None,
-) -> Backend:
+) -> Graph | Eager:
     """Make the backend of this name with `graph()` or `eager()`. If 'auto' cannot use the graph one, log why."""
     if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
         return eager()
     try:
         return graph()
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, torch.OutOfMemoryError) as error:
         if name == "graph":
             raise
         if log is not None:
-            log(f"note: {error}; the eager backend runs it")
+            log(f"note: {first_line(error)}; the eager backend runs it")
         return eager()
 
 

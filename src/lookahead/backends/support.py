@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 def check_supported(model: Any) -> None:
     """Raise UnsupportedModelError for models known not to fit: no K/V cache, recurrent state, no 4-D mask."""
-    kind = getattr(model.config, "model_type", type(model).__name__)
+    kind = kind_of(model)
     config = model.config.get_text_config(decoder=True)
 
     def refuse(reason: str) -> None:
@@ -44,6 +45,8 @@ def check_supported(model: Any) -> None:
         refuse("its attention is scaled by place in the cache, not by position")
     if getattr(config, "attention_type", None) == "block_sparse":
         refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
+    if kind == "csm":
+        refuse("its tokens are frames of several audio codes")
     if kind == "git":
         refuse("its cache holds image tokens that stand nowhere in the prompt")
     others = sorted(kinds - KNOWN_LAYERS)
@@ -125,23 +128,32 @@ def input_device(model: Any) -> torch.device:
 @torch.inference_mode()
 def layer_shapes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer, keys and values [1, heads, 1, dim] of one token as the model caches them."""
-    kind = getattr(model.config, "model_type", type(model).__name__)
+    kind = kind_of(model)
     ids = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     try:
         output = model(input_ids=ids, use_cache=True)
     except FAILURES as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
-            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on token ids alone ({reason})"
+            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on token ids alone "
+            f"({first_line(error)})"
         ) from error
-    cache = getattr(output, "past_key_values", None)
+    return cached_shapes(getattr(output, "past_key_values", None), kind, 1)
+
+
+def cached_shapes(cache: Any, kind: str, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, the keys and values [B, heads, n, dim] that a pass left in its cache, which holds `length` tokens.
+
+    Raises UnsupportedModelError for a cache that is not of this form. A sliding layer may hold fewer tokens, and a
+    static one has room for more.
+    """
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None)
     if not layers:
         raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: it returns no K/V cache")
     shapes = []
     for layer in layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.dim() != 4 or keys.shape[2] != 1:
+        holds_all = length == 1 or type(layer).__name__ == "DynamicLayer"
+        if keys is None or values is None or keys.dim() != 4 or (holds_all and keys.shape[2] != length):
             reason = f"a {type(layer).__name__} holds no keys and values per token"
             raise UnsupportedModelError(f"model type {kind!r} cannot be decoded exactly: {reason}")
         shapes.append((keys, values))
@@ -157,36 +169,29 @@ def probe(backend: Backend) -> None:
     and the model's own may differ by more than a broken mask does. So where their logits are only near, the tree is
     compared with the backend's own logits of the same tokens one after the other.
     """
-    model, vocab = backend.model, backend.vocab_size
-    kind = getattr(model.config, "model_type", type(model).__name__)
-    *prefix, root, decoy, child, grandchild = [(i + 1) * vocab // 9 for i in range(7)]
-    tree = TokenTree([root, decoy, child, grandchild], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
-    paths = [root], [root, decoy], [root, child], [root, child, grandchild]
-    exact = backend.dtype == torch.float32
+    model = backend.model
+    kind = kind_of(model)
+    *prefix, root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)
+    tree = forked([root, decoy, child, grandchild])
+    check_training(model, lambda: _plain_logits(model, prefix, backend.device))
     try:
         ours = _tree_logits(backend, prefix, tree)
     except FAILURES as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
-            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens ({reason})"
+            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens "
+            f"({first_line(error)})"
         ) from error
-    for node, path in enumerate(paths):
+    for node, path in enumerate(([root], [root, decoy], [root, child], [root, child, grandchild])):
         ids = prefix + path
         plain = _plain_logits(model, ids, backend.device)
-        close, distance = TOLERANCE if exact else TOLERANCE_HALF, _relative(ours[node], plain)
-        if not exact and close < distance <= NEAR:
+        distance, close = relative(ours[node], plain), closeness(backend)
+        if close == TOLERANCE_HALF and close < distance <= NEAR:
             alone = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
-            distance = _relative(ours[node], alone)
+            distance = relative(ours[node], alone)
         if not distance <= close:
-            if model.training and not torch.equal(_plain_logits(model, ids, backend.device), plain):
-                raise UnsupportedModelError(f"model type {kind!r} is in training mode, with dropout; call model.eval()")
-            if not plain.isfinite().all():
-                raise UnsupportedModelError(
-                    f"model type {kind!r} cannot be probed: its own logits are not finite, as with a forward hook that "
-                    "sets some of them to -inf; give such a rule to generate as a logits processor"
-                )
+            check_finite(model, plain)
             reason = "its attention does not follow the mask or the positions"
-            if not _relative(_one_by_one(model, ids, backend.device), plain) <= close:
+            if not relative(_one_by_one(model, ids, backend.device), plain) <= close:
                 reason = (
                     "so do the model's own passes over one token and over several, as with quantised activations "
                     "or attention that is not causal"
@@ -195,6 +200,64 @@ def probe(backend: Backend) -> None:
                 f"model type {kind!r} cannot be decoded exactly: a tree of tokens gives other logits than the tokens "
                 f"in a row (relative error {distance:.2g}); {reason}"
             )
+
+
+def kind_of(model: Any) -> str:
+    """The model type, as messages name it."""
+    return getattr(model.config, "model_type", None) or type(model).__name__
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def probe_tokens(model: Any, vocab: int) -> list[int]:
+    """Seven tokens from all over the vocabulary, none of which the config names: a picture's placeholder is no text."""
+    named = {value for key, value in _flat(model.config.to_dict()) if key.endswith(("_id", "_ids", "_index"))}
+    tokens = []
+    for i in range(7):
+        token = (i + 1) * vocab // 9
+        while token in named or token in tokens:
+            token = (token + 1) % vocab
+        tokens.append(token)
+    return tokens
+
+
+def _flat(tree: Any, name: str = "") -> list[tuple[str, int]]:
+    """Every integer of a nested config, with the name of the field that holds it."""
+    if isinstance(tree, dict):
+        return [pair for key, value in tree.items() for pair in _flat(value, str(key))]
+    if isinstance(tree, list):
+        return [pair for value in tree for pair in _flat(value, name)]
+    return [(name, tree)] if isinstance(tree, int) else []
+
+
+def forked(tokens: list[int]) -> TokenTree:
+    """The probe's tree: root, decoy, and a child and grandchild on another branch than the decoy."""
+    return TokenTree(tokens, [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
+
+
+def check_training(model: Any, logits: Callable[[], torch.Tensor]) -> None:
+    """Refuse a model whose dropout is on: its own logits differ from one pass to the next."""
+    if model.training and not torch.equal(logits(), logits()):
+        raise UnsupportedModelError(
+            f"model type {kind_of(model)!r} is in training mode, with dropout; call model.eval()"
+        )
+
+
+def check_finite(model: Any, logits: torch.Tensor) -> None:
+    """Refuse a model whose own logits cannot be compared."""
+    if not logits.isfinite().all():
+        raise UnsupportedModelError(
+            f"model type {kind_of(model)!r} cannot be probed: its own logits are not finite, as with a forward hook "
+            "that sets some of them to -inf; give such a rule to generate as a logits processor"
+        )
+
+
+def closeness(backend: Backend) -> float:
+    """The relative error that the probe allows. Under autocast a model in fp32 computes in half precision."""
+    exact = backend.dtype == torch.float32 and not torch.is_autocast_enabled(backend.device.type)
+    return TOLERANCE if exact else TOLERANCE_HALF
 
 
 TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
@@ -233,7 +296,7 @@ def _inputs(model: Any, ids: list[int], first: int, device: torch.device) -> dic
     return inputs
 
 
-def _relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
     return float((computed - expected).norm() / expected.norm().clamp_min(1e-6))
 
 

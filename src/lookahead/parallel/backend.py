@@ -163,10 +163,10 @@ class ParallelBackend:
     def prepare(self, tokens: int, budget: int) -> None:
         self.inner.prepare(tokens, budget)
 
-    def adopt(self, slot: int, length: int, layers: Layers) -> None:
+    def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Every rank is given the same K/V."""
         state = self._slots[slot]
-        self.inner.adopt(state.inner, length, layers)
+        self.inner.adopt(state.inner, length, layers, offset)
         state.length = length
 
     def cached(self, slot: int) -> Layers:

@@ -25,11 +25,11 @@ REFUSED_MODES = {
 """Mode -> what a message calls it, and the fields of a GenerationConfig that ask for it."""
 CACHES = (None, "dynamic", "static")
 """Values of `cache_implementation` that change nothing here, since our K/V are kept in a buffer of our own."""
-PASSED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
-"""Model arguments that we understand. `generate` would pass any other to every forward pass, and we do not."""
+PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels"}
+"""Model arguments of a prompt that any backend can run by itself. `generate` never passes `labels` on."""
 
 
-def refuse_unsupported(config: Any, dropped: Dropped, model_kwargs: Mapping[str, Any]) -> None:
+def refuse_unsupported(config: Any, dropped: Dropped) -> None:
     """Raise a ValueError of one line for what lookahead decoding cannot do. `config` is the call's GenerationConfig."""
     mode = config.get_generation_mode(dropped.assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -55,11 +55,6 @@ def refuse_unsupported(config: Any, dropped: Dropped, model_kwargs: Mapping[str,
         )
     if dropped.synced_gpus:
         raise ValueError("synced_gpus=True: ranks that take different numbers of steps cannot be kept in step")
-    for name, value in model_kwargs.items():
-        # `mm_encoder_outputs` is an empty mapping where no image was given.
-        empty = value is None or (isinstance(value, Mapping) and not value)
-        if name not in PASSED and not empty:
-            raise ValueError(f"the model argument {name!r} is not supported with lookahead decoding; leave it out")
 
 
 @dataclass(frozen=True)
@@ -86,11 +81,16 @@ class Batch:
         return int(self.mask[entry, : self.past].sum())
 
 
-def read_batch(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Batch:
-    """The batch of a call, after checking that its mask, positions and cache fit together.
+def check_prompt(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Batch:
+    """The batch of a call, after checking that its mask and its cache fit together.
 
     `input_ids` [B, L]; `config` is the call's GenerationConfig.
     """
+    if input_ids.dim() != 2:
+        raise ValueError(
+            f"the prompt has {input_ids.dim()} dimensions, as for a model of audio codes; lookahead decoding takes "
+            "token ids [rows, tokens]"
+        )
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     embeds = model_kwargs.get("inputs_embeds")
     past = int(cache.get_seq_length()) if cache is not None else 0
@@ -100,15 +100,7 @@ def read_batch(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, 
     if mask is None:
         mask = input_ids.new_ones(entries, getattr(config, "_mask_length", length))
     mask = mask.bool()
-    _check_mask(mask, past, length, input_ids.shape[1])
-    if model_kwargs.get("position_ids") is not None:
-        _check_positions(model_kwargs["position_ids"], mask)
-    return Batch(input_ids, mask, past)
-
-
-def _check_mask(mask: torch.Tensor, past: int, length: int, given_ids: int) -> None:
-    """Refuse a mask [B, T] that does not fit a prompt of `length` tokens, `given_ids` of them as ids, and the cache."""
-    if mask.shape[1] not in (length, past + given_ids):
+    if mask.shape[1] not in (length, past + input_ids.shape[1]):
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens, and the prompt has {length}"
             + (f" after {past} in past_key_values" if past else "")
@@ -119,32 +111,25 @@ def _check_mask(mask: torch.Tensor, past: int, length: int, given_ids: int) -> N
             f"past_key_values holds {past} tokens and the prompt {mask.shape[1]}; pass the whole text, at least one "
             "token longer than the cache"
         )
-    for entry, last in enumerate(mask[:, -1].tolist()):
-        if not last:
-            raise ValueError(
-                f"row {entry} of the batch ends in padding, and its last token's answer cannot be known; "
-                "set the tokenizer's padding_side='left'"
-            )
+    for entry, tokens in enumerate(mask.sum(dim=-1).tolist()):
+        if not tokens:
+            raise ValueError(f"attention_mask hides all of row {entry}; leave the row out, or give it a token")
+    return Batch(input_ids, mask, past)
 
 
-def _check_positions(positions: torch.Tensor, mask: torch.Tensor) -> None:
-    """Refuse positions other than each token's place among the tokens of its entry, which are the ones we run with."""
-    usual = mask.long().cumsum(dim=-1) - 1
-    given = positions.expand(len(mask), -1) if positions.dim() == 2 else None
-    width = 0 if given is None else min(given.shape[1], usual.shape[1])
-    if given is None or not torch.equal(given[:, -width:][mask[:, -width:]], usual[:, -width:][mask[:, -width:]]):
-        raise ValueError("position_ids other than each token's place in its row are not supported; leave them out")
-
-
-def check_padding(model: Any, batch: Batch, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse a padded batch for a model that `generate` runs without positions: it would count padding as tokens."""
-    config = model.config.get_text_config(decoder=True)
-    if (
-        not batch.mask.all()
-        and model_kwargs.get("position_ids") is None
-        and not getattr(config, "rope_parameters", None)
-    ):
-        raise ValueError(
-            f"model type {model.config.model_type!r} counts padding as positions; pass one prompt at a time, or "
-            "prompts of one length"
-        )
+def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
+    """True when the prompt is token ids alone: left-padded, each token's position its place in its row."""
+    if any(name not in PLAIN and value is not None for name, value in model_kwargs.items()):
+        return False
+    if not bool(batch.mask[:, -1].all()):
+        return False
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        return bool(batch.mask.all())
+    if positions.dim() != 2:
+        return False
+    usual = batch.mask.long().cumsum(dim=-1) - 1
+    given = positions.expand(len(usual), -1)
+    width = min(given.shape[1], usual.shape[1])
+    mask = batch.mask[:, -width:]
+    return torch.equal(given[:, -width:][mask], usual[:, -width:][mask])

@@ -50,12 +50,20 @@ def entry_of(cache: Any, entry: int, mask: torch.Tensor) -> Layers:
 
 
 @torch.no_grad()
-def extend(cache: Any, backend: Backend, batch: Batch, ids: torch.Tensor, left: Sequence[Layers]) -> None:
+def extend(
+    cache: Any,
+    backend: Backend,
+    batch: Batch,
+    ids: torch.Tensor,
+    left: Sequence[Layers],
+    offsets: Sequence[Sequence[int]],
+) -> None:
     """Append to the cache the K/V of every position it lacks.
 
     `ids` [B, L] are prompt and output up to the last position to keep; `left` has, per entry, the K/V that decoding
-    left. `generate` runs the padding behind an entry that ended early through the model, and its cache holds that
-    padding's K/V; we do the same. Padding before an entry is never attended to, so its K/V stay zero.
+    left, and `offsets` what `Backend.adopt` is to know of its positions. `generate` runs the padding behind an entry
+    that ended early through the model, and its cache holds that padding's K/V; we do the same. Padding before an entry
+    is never attended to, so its K/V stay zero.
     """
     # 1. How many positions the cache will hold.
     without_id = batch.mask.shape[1] - batch.input_ids.shape[1]
@@ -71,8 +79,8 @@ def extend(cache: Any, backend: Backend, batch: Batch, ids: torch.Tensor, left: 
     # 2. The K/V of all tokens of every entry.
     mask = torch.nn.functional.pad(batch.mask, (0, total - batch.mask.shape[1]), value=True)
     full = [
-        complete(backend, layers, ids[entry][mask[entry, without_id:]].tolist(), int(mask[entry].sum()))
-        for entry, layers in enumerate(left)
+        complete(backend, layers, ids[entry][mask[entry, without_id:]].tolist(), int(mask[entry].sum()), offset)
+        for entry, (layers, offset) in enumerate(zip(left, offsets, strict=True))
     ]
     # 3. Those that the cache lacks, as one batch per layer.
     for index in range(len(full[0])):
@@ -86,7 +94,9 @@ def extend(cache: Any, backend: Backend, batch: Batch, ids: torch.Tensor, left: 
         cache.update(keys, values, index)
 
 
-def complete(backend: Backend, layers: Layers, tokens: Sequence[int], length: int) -> Layers:
+def complete(
+    backend: Backend, layers: Layers, tokens: Sequence[int], length: int, offset: Sequence[int] = ()
+) -> Layers:
     """The K/V of all `length` tokens of an entry: `layers`, and those of the last `tokens`, which one step computes."""
     have = layers[0][0].shape[1]
     if have == length:
@@ -94,7 +104,7 @@ def complete(backend: Backend, layers: Layers, tokens: Sequence[int], length: in
     *trail, root = tokens[have - length :]
     slot = backend.open()
     try:
-        backend.adopt(slot, have, layers)
+        backend.adopt(slot, have, layers, offset)
         backend.step([StepInput(slot, trail, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())])
         backend.commit([(slot, ())])
         return backend.cached(slot)

@@ -15,7 +15,7 @@ from lookahead.backends.choose import check_name
 from lookahead.backends.support import check_supported
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.stats import Stats
-from lookahead.transformers_hook.arguments import check_padding, read_batch, refuse_unsupported
+from lookahead.transformers_hook.arguments import refuse_unsupported
 from lookahead.transformers_hook.dropped import Dropped, recover_dropped, warn_if_dropped
 from lookahead.transformers_hook.rules import BatchRules
 from lookahead.transformers_hook.run import Run
@@ -25,7 +25,7 @@ def decoding(
     config: LookaheadConfig | None = None,
     *misplaced: Any,
     seed: int | None = None,
-    backend: str = "eager",
+    backend: str = "auto",
     streamer: Any = None,
     **settings: Any,
 ) -> Decoding:
@@ -61,7 +61,7 @@ class Decoding:
         self,
         config: LookaheadConfig | None = None,
         seed: int | None = None,
-        backend: str = "eager",
+        backend: str = "auto",
         streamer: Any = None,
     ) -> None:
         if seed is not None:
@@ -110,10 +110,8 @@ class Decoding:
             if streamer is not None and dropped.streamer is None:
                 streamer.put(input_ids.cpu())  # `generate` does this for a streamer of its own
             check_supported(model)
-            refuse_unsupported(generation_config, dropped, model_kwargs)
-            batch = read_batch(input_ids, generation_config, model_kwargs)
-            check_padding(model, batch, model_kwargs)
-            run = Run(model, batch, generation_config, model_kwargs, self.backend)
+            refuse_unsupported(generation_config, dropped)
+            run = Run(model, input_ids, generation_config, model_kwargs, self.backend)
             rules = BatchRules.of(
                 logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
                 streaming=streamer is not None,

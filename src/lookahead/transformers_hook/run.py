@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from threading import RLock
+from time import perf_counter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, proxy
 
@@ -17,19 +17,28 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
-from lookahead.backends.base import Backend, Layers, StepInput
+from lookahead.backends.base import Backend, Layers, StepInput, padded
 from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.weights import check_graph, relay
-from lookahead.backends.support import UnsupportedModelError, input_device, layer_shapes, position_limit, probe
+from lookahead.backends.support import (
+    PositionLimit,
+    UnsupportedModelError,
+    cached_shapes,
+    input_device,
+    kind_of,
+    position_limit,
+    probe,
+)
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches
-from lookahead.transformers_hook.arguments import Batch
+from lookahead.transformers_hook.arguments import check_prompt, is_plain
+from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, probe_start, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
 
 
@@ -37,12 +46,13 @@ from lookahead.transformers_hook.rules import BatchRules
 class ModelFacts:
     """What was found out about a model. It holds as long as the model's `state` does.
 
-    `graph` is the model's graph backend, if a call asked for one; its captured steps are kept for the next call. Only
-    one call at a time may use it (`turn`).
+    `probed` has the forms of calls whose probe went well (`prompt.Start.form`). `graph` is the model's graph backend,
+    if a call could have one; its captured steps are kept for the next call. Only one call at a time may use it
+    (`turn`).
     """
 
     state: tuple[Any, ...]
-    shapes: list[tuple[torch.Tensor, torch.Tensor]]
+    probed: set[tuple[Any, ...]] = field(default_factory=set)
     memory: SharedMemory = field(default_factory=SharedMemory)
     defaults: dict[str, LookaheadConfig] = field(default_factory=dict)
     graph: GraphBackend | None = None
@@ -50,7 +60,7 @@ class ModelFacts:
 
 
 _facts_of: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
-"""Kept beside the model: `decoding()` is often made anew for every call, and probing the model takes 7 passes."""
+"""Kept beside the model: `decoding()` is often made anew for every call, and probing a model takes a few passes."""
 _finding_out = RLock()
 """Threads that use a model for the first time at once wait here, and share what one of them finds out."""
 
@@ -78,40 +88,53 @@ def adapters_of(module: torch.nn.Module) -> tuple[Any, ...]:
     return (*active, module.disable_adapters) if isinstance(active, list) else ()
 
 
+def check_adapters(model: Any, entries: int) -> None:
+    """Refuse adapters that PEFT applies to some rows or tokens of a pass alone: our passes have other rows."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            given = getattr(hook, "keywords", {})
+            if given.get("alora_offsets") is not None:
+                raise ValueError(
+                    "an activated LoRA adapter counts the tokens of a pass to know where it begins, and a tree of "
+                    "tokens cannot be counted; merge the adapter, or leave out custom_generate"
+                )
+            if given.get("adapter_names") is not None and entries > 1:
+                raise ValueError(
+                    f"adapter_names={list(given['adapter_names'])} gives every row an adapter, and rows leave the "
+                    "batch as they end; call generate once per adapter"
+                )
+
+
 class Run:
     """One call of `generate`."""
 
     def __init__(
-        self, model: Any, batch: Batch, generation_config: Any, model_kwargs: dict[str, Any], backend: str = "eager"
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        backend: str = "auto",
     ) -> None:
-        self.model, self.batch, self.wants = model, batch, generation_config
-        self.cache, self.embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
-        caches.check(self.cache, len(batch.input_ids))
+        self.model, self.wants, self.kwargs, self._backend_name = model, generation_config, model_kwargs, backend
+        self.batch = check_prompt(input_ids, generation_config, model_kwargs)
+        self.cache = model_kwargs.get("past_key_values")
+        caches.check(self.cache, len(input_ids))
+        check_adapters(model, len(input_ids))
         self.facts = self._facts()
-        self.backend = self._backend(backend)
         self.sequences: list[DecodingSequence] = []
+        self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
         self._left: dict[DecodingSequence, Layers] = {}
+        self._begin = perf_counter()
 
     def _facts(self) -> ModelFacts:
-        """The model's facts; they are found out at the first call, and again when the model's state has changed."""
-        model = self.model
-        state = state_of(model)
+        """The model's facts; they are found out anew when the model's state has changed."""
+        state = state_of(self.model)
         with _finding_out:
-            facts = _facts_of.get(model)
+            facts = _facts_of.get(self.model)
             if facts is None or facts.state != state:
-                facts = ModelFacts(state, layer_shapes(model))
-                probe(EagerBackend(model, probed=False, shapes=facts.shapes))
-                _facts_of[model] = facts
+                facts = _facts_of[self.model] = ModelFacts(state)
         return facts
-
-    def _backend(self, name: str) -> Backend:
-        """An eager backend of this call's own, or the model's graph backend."""
-        model, shapes, chunk = self.model, self.facts.shapes, self.wants.prefill_chunk_size
-
-        def eager() -> EagerBackend:
-            return EagerBackend(model, probed=False, shapes=shapes, prefill_chunk=chunk)
-
-        return choose(model, name, self._graph, eager)
 
     def _graph(self) -> GraphBackend:
         """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
@@ -125,23 +148,82 @@ class Run:
                 kept = cast(GraphBackend, graph_backend(self.model))
                 kept.model = proxy(self.model)  # or the model would live as long as what is known about it
                 self.facts.graph = kept
+            entries, tokens = self.batch.mask.shape
+            if self._backend_name == "auto":
+                kept.check_room(padded(entries), tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
         return kept
 
-    def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
-        with self.facts.turn if isinstance(self.backend, GraphBackend) else nullcontext():
-            return self._decode(config, rules, streamer)
+    def _eager(self, start: Start) -> EagerBackend:
+        """An eager backend of this call's own. Its model is probed if no call of this form was before."""
+        shapes = cached_shapes(start.cache, kind_of(self.model), start.batch.past)
+        backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
+        form = () if start.plain else start.form
+        with _finding_out:
+            if form not in self.facts.probed:
+                if start.plain:
+                    probe(EagerBackend(self.model, probed=False))
+                else:
+                    probe_start(backend, start)
+                self.facts.probed.add(form)
+        return backend
 
-    def _decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
+    def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
+        self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - self.batch.input_ids.shape[1]))
+        graph = choose(self.model, self._backend_name, self._graph, lambda: None)
+        if graph is None:
+            return self._decode_after(self._run_prompt(), None, config, rules, streamer)
+        with self.facts.turn:
+            if is_usual(self.model) and is_plain(self.batch, self.kwargs):
+                return self._decode(graph, None, config, rules, streamer)
+            return self._decode_after(self._run_prompt(), graph, config, rules, streamer)
+
+    def _run_prompt(self) -> Start:
+        start = run_prompt(self.model, self.batch.input_ids, self.wants, self.kwargs)
+        check_hidden(self.model, start)
+        return start
+
+    def _decode_after(
+        self,
+        start: Start,
+        graph: GraphBackend | None,
+        config: LookaheadConfig | None,
+        rules: BatchRules,
+        streamer: Any,
+    ) -> Any:
+        """Decode after the prompt has run, on the graph backend if it can go on from there."""
+        past = self.batch.past
+        try:
+            if self._backend_name == "graph" and not start.plain:
+                raise UnsupportedModelError(
+                    f"the graph backend cannot go on from this prompt, since model type {kind_of(self.model)!r} counts "
+                    "positions or takes arguments in its own way; use backend='auto'"
+                )
+            backend = graph if graph is not None and start.plain else self._eager(start)
+        except ValueError:
+            take_back(self.kwargs.get("past_key_values"), past)
+            raise
+        self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
+        return self._decode(backend, start.logits, config, rules, streamer)
+
+    def _decode(
+        self,
+        backend: Backend,
+        first: torch.Tensor | None,
+        config: LookaheadConfig | None,
+        rules: BatchRules,
+        streamer: Any,
+    ) -> Any:
+        """Decode. `first` are the logits [B, V] after the prompt if it has run."""
+        self.backend = backend
         ids = self.batch.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
-        # 1. One sequence per batch entry, and the K/V that came along.
-        first = None if self.embeds is None else self._run_embeds(self.embeds)
-        self.sequences = self._sequences(config or self._default(), rules, ids.shape[1])
+        # 1. One sequence per batch entry, and the K/V that are there already.
+        self.sequences = self._sequences(config or self._default(), rules)
         verifiers = rules.verifiers(self.sequences, ids)
         engine = Engine(self.backend)
         try:
             requests = [
-                Request(sequence, verifier, finished=self._keep_cache if keeps_cache else None)
+                Request(sequence, verifier, finished=self._keep_cache if keeps_cache else None, begin=self._begin)
                 for sequence, verifier in zip(self.sequences, verifiers, strict=True)
             ]
             for entry, request in enumerate(requests):
@@ -158,7 +240,8 @@ class Run:
         self._check_ends()
         output = rules.output(self.sequences, ids)
         if keeps_cache and self.cache is not None:
-            caches.extend(self.cache, self.backend, self.batch, output[:, :-1], [self._left[s] for s in self.sequences])
+            left = [self._left[sequence] for sequence in self.sequences]
+            caches.extend(self.cache, self.backend, self.batch, output[:, :-1], left, self._offsets)
         if not self.wants.return_dict_in_generate:
             return output
         kept: dict[str, Any] = {
@@ -172,18 +255,32 @@ class Run:
             defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
         return defaults[kind]
 
-    def _sequences(self, config: LookaheadConfig, rules: BatchRules, length: int) -> list[DecodingSequence]:
-        model_config = self.model.config.get_text_config(decoder=True)
-        limit = position_limit(model_config)
+    def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
+        """Up to how many positions this call may go. Raises ValueError if it is sure, or likely and hard, to go beyond.
+
+        `lengths` are the entries' prompts, and `room` the most tokens that may follow.
+        """
+        limit = position_limit(self.model.config.get_text_config(decoder=True))
+        further = max((max(offset, default=0) for offset in self._offsets), default=0)
+        if limit.positions is None:
+            return limit
+        limit = replace(limit, positions=limit.positions - max(0, further))  # positions may run ahead of places
+        longest = max(lengths)
+        if longest > limit.positions:
+            raise ValueError(
+                f"the prompt has {longest} tokens and the model's context holds {limit.positions}; shorten the prompt"
+            )
+        if limit.hard and longest + room - 1 > limit.positions:
+            raise ValueError(
+                f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
+                f"positions ({limit.reason}), and {longest + room - 1} are asked for; lower max_new_tokens"
+            )
+        return limit
+
+    def _sequences(self, config: LookaheadConfig, rules: BatchRules) -> list[DecodingSequence]:
         prompts = [self.batch.tokens(entry) for entry in range(len(self.batch.input_ids))]
-        room = max(1, rules.max_length - length)
-        if limit.hard and limit.positions is not None:
-            longest = max(map(len, prompts)) + room - 1
-            if longest > limit.positions:
-                raise ValueError(
-                    f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
-                    f"positions ({limit.reason}), and {longest} are asked for; lower max_new_tokens"
-                )
+        room = max(1, rules.max_length - self.batch.input_ids.shape[1])
+        limit = self._limit(list(map(len, prompts)), room)
         stop = StopRules(room, rules.eos_ids, limit.positions, last_is_free=True)
         return [DecodingSequence(prompt, config, rules=stop, memory=self.facts.memory) for prompt in prompts]
 
@@ -192,28 +289,7 @@ class Run:
         engine.submit(request)
         if self.batch.past:
             layers = caches.entry_of(self.cache, entry, self.batch.mask[entry, : self.batch.past])
-            self.backend.adopt(request.slot, self.batch.cached(entry), layers)
-
-    @torch.no_grad()
-    def _run_embeds(self, embeds: torch.Tensor) -> torch.Tensor:
-        """Run a prompt that is given as embeddings [B, T, D]. Returns the logits [B, V] after its last one.
-
-        There is no id for the root of a first tree, so the first token comes from these logits alone.
-        """
-        if self.cache is None:
-            raise ValueError("inputs_embeds needs a K/V cache; leave out use_cache=False")
-        mask, past = self.batch.mask, self.batch.past
-        positions = (mask.long().cumsum(dim=-1) - 1).clamp_min(0)
-        output = self.model(
-            inputs_embeds=embeds[:, past:],
-            attention_mask=mask.long(),
-            position_ids=positions[:, past:],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.batch = replace(self.batch, past=mask.shape[1])
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+            self.backend.adopt(request.slot, self.batch.cached(entry), layers, self._offsets[entry])
 
     def _roots(self, requests: Sequence[Request], logits: torch.Tensor) -> list[StepResult]:
         """A step of bare roots that gave these logits [B, V]."""

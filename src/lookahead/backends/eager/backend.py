@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,13 @@ class EagerBackend:
         *,
         probed: bool = True,
         shapes: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
-        prefill_chunk: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """`shapes` are `layer_shapes(model)`, if the caller has them already. `probed=False` leaves out the probe."""
+        """`shapes` are `layer_shapes(model)`, if the caller has them already. `probed=False` leaves out the probe.
+
+        `arguments` are passed to every forward pass, besides our own. A 0-dimensional tensor among them stands for a
+        tensor [B, T] that holds this value for every token.
+        """
         check_supported(model)
         self.model = model
         self.device = input_device(model)
@@ -53,10 +57,11 @@ class EagerBackend:
         self.vocab_size: int = config.vocab_size
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows = sliding_windows(config)
-        self._prefill_chunk = prefill_chunk or PREFILL_CHUNK
+        self._arguments = dict(arguments or {})
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._lane: dict[int, int] = {}
         self._length: dict[int, int] = {}
+        self._offset: dict[int, Sequence[int]] = {}  # slot -> per axis of positions, how far they are from the place
         self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, trail length, prefix length)
         self._next_slot = 0
         if probed:
@@ -76,6 +81,7 @@ class EagerBackend:
         """Move the last lane into the freed one, so that the lanes in use stay side by side."""
         lane = self._lane.pop(slot)
         del self._length[slot]
+        self._offset.pop(slot, None)
         self._last.pop(slot, None)
         last = len(self._lane)
         for other, other_lane in self._lane.items():
@@ -117,11 +123,11 @@ class EagerBackend:
             self._length[slot] = length + len(kept)
 
     @torch.inference_mode()
-    def adopt(self, slot: int, length: int, layers: Layers) -> None:
+    def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         self._buffer.reserve(len(self._lane), length)
         for layer, (keys, values) in enumerate(layers):
             self._buffer.write(self._lane[slot], layer, length - keys.shape[1], keys, values)
-        self._length[slot] = length
+        self._length[slot], self._offset[slot] = length, offset
 
     def cached(self, slot: int) -> Layers:
         return [self._buffer.read(self._lane[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
@@ -138,14 +144,13 @@ class EagerBackend:
 
     def _prefill(self, item: StepInput) -> None:
         """Run a long trail chunk by chunk. At most one chunk of it is left for the step itself."""
-        size = self._prefill_chunk
-        while len(item.trail) > size:
-            chunk, item.trail = item.trail[:size], item.trail[size:]
+        while len(item.trail) > PREFILL_CHUNK:
+            chunk, item.trail = item.trail[:PREFILL_CHUNK], item.trail[PREFILL_CHUNK:]
             start, lane = self._length[item.slot], self._lane[item.slot]
             self._buffer.reserve(len(self._lane), start + len(chunk))
             positions = np.arange(start, start + len(chunk))[None]
             seen = np.tri(len(chunk), dtype=np.bool_)[None]
-            self._run(np.asarray(chunk)[None], positions, seen, [start], lane, start, [0])
+            self._run(np.asarray(chunk)[None], positions, seen, [item], [start], lane, start, [0])
             self._length[item.slot] = start + len(chunk)
 
     def _forward(self, items: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
@@ -168,13 +173,14 @@ class EagerBackend:
             needed.update(tree.needed)
             self._last[item.slot] = start, len(item.trail), length
         places = sorted(needed)
-        return self._run(tokens, positions, seen, lengths, first, start, places), places
+        return self._run(tokens, positions, seen, items, lengths, first, start, places), places
 
     def _run(
         self,
         tokens: np.ndarray[Any, Any],
         positions: np.ndarray[Any, Any],
         seen: np.ndarray[Any, Any],
+        items: Sequence[StepInput],
         lengths: Sequence[int],
         first: int,
         start: int,
@@ -182,12 +188,12 @@ class EagerBackend:
     ) -> torch.Tensor:
         """tokens, positions [B, T], seen [B, T, T] -> logits [B, len(places), V]. K/V are written from `start` on."""
         cache = StepCache(self._buffer, first, len(tokens), start)
-        kwargs: dict[str, Any] = {}
+        kwargs = {name: self._per_token(value, tokens.shape) for name, value in self._arguments.items()}
         if self._selects_logits:
             kwargs["logits_to_keep"] = torch.tensor(places, device=self.device)
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(self.device),
-            position_ids=torch.from_numpy(positions).to(self.device),
+            position_ids=torch.from_numpy(self._shifted(positions, items)).to(self.device),
             attention_mask=self._masks(positions, seen, lengths, start),
             past_key_values=cache,
             use_cache=True,
@@ -195,6 +201,21 @@ class EagerBackend:
         )
         logits: torch.Tensor = output.logits
         return logits if self._selects_logits else logits[:, places]
+
+    def _per_token(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """An argument for a pass of this shape [B, T]: a value for every token becomes a tensor of that shape."""
+        if isinstance(value, torch.Tensor) and not value.dim():
+            return value.to(self.device).expand(shape)
+        return value
+
+    def _shifted(self, positions: np.ndarray[Any, Any], items: Sequence[StepInput]) -> np.ndarray[Any, Any]:
+        """Places [B, T] -> the model's positions, [B, T], or [axes, B, T] for a model that has several axes."""
+        offsets = [self._offset.get(item.slot) or (0,) for item in items]
+        if len(offsets[0]) == 1:
+            moved = positions + np.asarray(offsets)
+        else:
+            moved = positions[None] + np.asarray(offsets).T[:, :, None]
+        return np.maximum(moved, 0)  # what pads the shorter trees of a batch has place 0
 
     def _masks(
         self, positions: np.ndarray[Any, Any], seen: np.ndarray[Any, Any], lengths: Sequence[int], start: int

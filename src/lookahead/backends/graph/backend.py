@@ -20,7 +20,7 @@ import torch
 
 from lookahead.algorithm.sampling import pick
 from lookahead.algorithm.tree import StepOutput, TokenTree, below_trail
-from lookahead.backends.base import StepInput, padded
+from lookahead.backends.base import Layers, StepInput, padded
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import CapturedStep, DeviceState
 from lookahead.backends.graph.lanes import KVLanes
@@ -29,7 +29,7 @@ from lookahead.backends.graph.packet import LONGEST_PATH
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
-from lookahead.backends.support import check_supported, context_length
+from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
 
 PREFILL_TOKENS = 512
@@ -37,6 +37,9 @@ PREFILL_TOKENS = 512
 LONGEST_TRAIL = 32
 """The longest trail that runs in the same pass as its tree. In lookahead parallelism a rank has such short trails: the
 few tokens that another rank computed. Longer trails, and prompts, run in passes of their own."""
+
+SPARE_BYTES = 1 << 30
+"""What captured steps and their logits may need besides the K/V buffer."""
 
 
 @dataclass(slots=True)
@@ -120,6 +123,20 @@ class GraphBackend:
     def length(self, slot: int) -> int:
         """How many tokens of the sequence are cached."""
         return self._length[slot]
+
+    def check_room(self, lanes: int, tokens: int) -> None:
+        """Raise UnsupportedModelError if so many sequences of so many tokens do not fit into the free memory."""
+        if self.device.type != "cuda" or self.kv.has_room(lanes, tokens):
+            return
+        free = torch.cuda.mem_get_info(self.device)[0] + (
+            torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        )
+        needed = self.kv.bytes_of(lanes, tokens) + SPARE_BYTES
+        if needed > free:
+            raise UnsupportedModelError(
+                f"the graph backend's K/V buffer for {lanes} x {tokens} tokens needs {needed / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} GiB are free"
+            )
 
     def _reserve(self, lanes: int, tokens: int) -> None:
         """Make sure that there are this many lanes, with room for this many tokens each."""
@@ -299,8 +316,10 @@ class GraphBackend:
 
     @on_its_device
     @torch.inference_mode()
-    def adopt(self, slot: int, length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Take over a sequence's K/V: per layer, keys and values [Hkv, n, D] of the last n of `length` tokens."""
+        if any(offset):
+            raise ValueError(f"the graph backend's positions are places, and cannot be moved by {tuple(offset)}")
         self._ahead.forget()  # it has read the slot's old K/V, or uses its lane for padding
         self._reserve(1, length)
         self.kv.write(self._lane[slot], length, layers)

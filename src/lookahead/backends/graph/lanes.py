@@ -31,13 +31,23 @@ class KVLanes:
         """Whether there are this many lanes, each with room for this many tokens."""
         return lanes <= self.lanes and tokens <= self.capacity
 
-    def grow(self, lanes: int, tokens: int) -> None:
-        """Make room for this many lanes and tokens per lane. What is cached is copied over."""
-        old, w = self.cache, self._weights
+    def bytes_of(self, lanes: int, tokens: int) -> int:
+        """The size of the buffer that `grow` would make."""
+        lanes, capacity = self._grown(lanes, tokens)
+        w = self._weights
+        return 2 * len(w.layers) * lanes * w.kv_heads * capacity * w.dim * self.cache.element_size()
+
+    def _grown(self, lanes: int, tokens: int) -> tuple[int, int]:
+        """How many lanes, of which capacity, the buffer has once it was grown."""
         capacity = max(self.capacity, LEAST_CAPACITY)
         if tokens > capacity:
             capacity = -(-max(tokens, capacity + capacity // 4) // 512) * 512
-        lanes = max(lanes, 2 * self.lanes) if lanes > self.lanes else self.lanes
+        return max(lanes, 2 * self.lanes) if lanes > self.lanes else self.lanes, capacity
+
+    def grow(self, lanes: int, tokens: int) -> None:
+        """Make room for this many lanes and tokens per lane. What is cached is copied over."""
+        old, w = self.cache, self._weights
+        lanes, capacity = self._grown(lanes, tokens)
         self.cache = old.new_zeros(len(w.layers), 2, lanes, w.kv_heads, capacity, w.dim)
         self.cache[:, :, : self.lanes, :, : self.capacity] = old
         self.cosine, self.sine = w.tables(capacity)

@@ -1,0 +1,253 @@
+"""The prompt's pass, run as `generate` runs it, and what the model itself would pass to the next one.
+
+Models differ in what they do around their forward pass. A vision-language model takes pictures with the prompt and
+counts positions along several axes; a prompt-tuning adapter puts virtual tokens before the prompt. All of that happens
+in two methods of the model: `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. So the prompt
+runs through them, and they are asked what they would pass to a pass over the first new token. From their answer we
+learn how the passes over trees must look: where positions go on, what the mask hides, and what other arguments every
+pass gets. An answer that we cannot honour is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import Layers, StepInput
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.support import (
+    FAILURES,
+    NEAR,
+    TOLERANCE_HALF,
+    UnsupportedModelError,
+    check_finite,
+    check_training,
+    closeness,
+    first_line,
+    forked,
+    kind_of,
+    probe_tokens,
+    relative,
+    sliding_windows,
+)
+from lookahead.config import SamplingParams
+from lookahead.transformers_hook import caches
+from lookahead.transformers_hook.arguments import Batch
+
+OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position"}
+"""Arguments of a pass that a backend makes by itself, from the tree."""
+HARMLESS = {"use_cache", "logits_to_keep", "return_dict"}
+"""Arguments of a pass that change nothing that we read."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where decoding starts: the prompt has run.
+
+    `logits` [B, V] choose the first token. `batch` has all positions that the cache holds. `offsets` has, per entry and
+    axis of positions, how far a token's position is from its place among the entry's tokens. `arguments` go into every
+    further pass (see `EagerBackend`). `ids` and `kwargs` are what `generate` would go on with.
+    """
+
+    logits: torch.Tensor
+    batch: Batch
+    cache: Any
+    offsets: list[tuple[int, ...]]
+    arguments: dict[str, Any]
+    ids: torch.Tensor
+    kwargs: dict[str, Any]
+
+    @property
+    def plain(self) -> bool:
+        """True when further passes need nothing but tokens, places and the cache."""
+        return not self.arguments and not any(map(any, self.offsets)) and len(self.offsets[0]) == 1
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What a probe of one call tells about another: calls of the same form need one probe."""
+        given = (name for name, value in self.kwargs.items() if not is_empty(value))
+        padded = not self.batch.mask.all()
+        moved = any(map(any, self.offsets))
+        return (*sorted(given), len(self.offsets[0]), moved, padded, type(self.cache), *sorted(self.arguments))
+
+    def layers(self, entry: int) -> Layers:
+        """One entry's K/V in the cache."""
+        return caches.entry_of(self.cache, entry, self.batch.mask[entry])
+
+
+def is_usual(model: Any) -> bool:
+    """True when the model prepares its passes as transformers does by default, as most language models do."""
+    return all(
+        getattr(getattr(model, name), "__func__", None) is getattr(GenerationMixin, name)
+        for name in (
+            "prepare_inputs_for_generation",
+            "_update_model_kwargs_for_generation",
+            "_prepare_position_ids_for_generation",
+        )
+    )
+
+
+def is_empty(value: Any) -> bool:
+    """True for an argument that says nothing. `mm_encoder_outputs` is an empty mapping where no picture was given."""
+    return value is None or (isinstance(value, Mapping) and not value)
+
+
+@torch.no_grad()
+def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Start:
+    """Run the prompt [B, L] through the model's own preparation. `config` is the call's GenerationConfig.
+
+    A cache that was given gets the prompt's K/V; they are taken back where the call is refused.
+    """
+    if config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+        config = copy.copy(config)
+        config.prefill_chunk_size = None  # `generate` can cut ids only
+    given = model_kwargs.get("past_key_values")
+    past = 0 if given is None else int(given.get_seq_length())
+    outputs = model._prefill(input_ids, config, kwargs := dict(model_kwargs))
+    kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
+    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+    try:
+        return _start(model, input_ids, logits, kwargs)
+    except ValueError:
+        take_back(given, past)
+        raise
+
+
+def take_back(cache: Any, length: int) -> None:
+    """Cut a given cache to its first `length` tokens, where it can be cut: a refused call leaves it as it was."""
+    if cache is not None:
+        with suppress(*FAILURES, NotImplementedError):
+            cache.crop(length)
+
+
+def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any]) -> Start:
+    # 1. The cache that the prompt left.
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        raise UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: it returns no K/V cache")
+    caches.check(cache, len(input_ids))
+    length = int(cache.get_seq_length())
+    # 2. What the model would pass on with the first new token.
+    ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
+    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+    given = inputs.get("input_ids")
+    if given is None or given.shape != (len(ids), 1) or not torch.equal(given.to(ids.device), ids[:, -1:]):
+        raise _refusal(model, "a pass over a new token gets something else than its id")
+    if inputs.get("past_key_values") is not cache:
+        raise _refusal(model, "a pass over a new token gets another cache than the prompt's")
+    # 3. Which positions hold tokens, and where the next position is.
+    mask = _mask_of(model, inputs, kwargs, len(ids), length)
+    batch = Batch(input_ids, mask, length)
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = torch.tensor([[length]])  # the model counts the places of its cache
+    positions = positions.cpu().reshape(-1 if positions.dim() == 3 else 1, positions.shape[-2])
+    places = mask.sum(dim=-1).cpu()
+    offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - places).T.tolist()]
+    return Start(logits, batch, cache, offsets, _arguments_of(inputs), input_ids, kwargs)
+
+
+def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], entries: int, length: int) -> Any:
+    """[B, length] True where the cache holds a token that the next pass may see."""
+    mask = inputs.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # one made for a static cache, from this one:
+        mask = kwargs.get("attention_mask")
+    if mask is None:
+        return torch.ones(entries, length, dtype=torch.bool)
+    if mask.shape != (entries, length + 1):
+        raise _refusal(model, f"its mask has {mask.shape[-1] - 1} places and its cache {length}")
+    return mask[:, :-1].bool().cpu()
+
+
+def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the pass that go into every further one. A value per token must be the same for all tokens."""
+    arguments: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if name in OURS or name in HARMLESS or is_empty(value):
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == 1 and value.unique().numel() == 1:
+            arguments[name] = value[0, 0]
+        elif isinstance(value, bool | int | float | str):
+            arguments[name] = value
+        else:
+            raise ValueError(
+                f"the model argument {name!r} goes into every pass, and lookahead decoding cannot tell what it means "
+                "for a tree of tokens; leave it out"
+            )
+    return arguments
+
+
+def _refusal(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: {reason}")
+
+
+def check_hidden(model: Any, start: Start) -> None:
+    """Refuse hidden places behind a token where a layer has a sliding window, which counts them."""
+    mask = start.batch.mask.long()
+    behind = bool((mask.diff(dim=1) < 0).any())
+    if behind and any(sliding_windows(model.config.get_text_config(decoder=True)).values()):
+        raise ValueError(
+            f"model type {kind_of(model)!r} has a sliding window, which counts the places that attention_mask hides "
+            "behind a token; set the tokenizer's padding_side='left'"
+        )
+
+
+@torch.no_grad()
+def probe_start(backend: EagerBackend, start: Start) -> None:
+    """Run a small tree after the prompt, and compare its logits with those of `generate`'s own passes.
+
+    This is `support.probe` for a model that prepares its passes in its own way. The first pass of a call cannot be
+    wrong: it was the model's own.
+    """
+    model = backend.model
+    root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)[:4]
+    check_training(model, lambda: _own_logits(model, start, [root])[0])
+    straight = _own_logits(model, start, [root, child, grandchild])
+    own = [straight[0], _own_logits(model, start, [root, decoy])[1], *straight[1:]]
+    try:
+        ours = _tree_logits(backend, start, (), forked([root, decoy, child, grandchild]))
+    except FAILURES as error:
+        raise _refusal(model, f"its forward pass fails on a tree of tokens ({first_line(error)})") from error
+    for node, path in enumerate(([root], [root, decoy], [root, child], [root, child, grandchild])):
+        distance, close = relative(ours[:, node], own[node]), closeness(backend)
+        if close == TOLERANCE_HALF and close < distance <= NEAR:
+            alone = TokenTree(path[-1:], [-1], [0], [0])
+            distance = relative(ours[:, node], _tree_logits(backend, start, path[:-1], alone)[:, 0])
+        if not distance <= close:
+            check_finite(model, own[node])
+            reason = f"a tree of tokens gives other logits than generate's own passes (relative error {distance:.2g})"
+            raise _refusal(model, f"{reason}; it finds positions in a way of its own, or does not follow the mask")
+
+
+def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """Per token, the logits [B, V] of `generate`'s own pass over it, one after the other, on a copy of the cache."""
+    ids, kwargs = start.ids, {**start.kwargs, "past_key_values": copy.deepcopy(start.cache)}
+    logits = []
+    for token in tokens:
+        ids = torch.cat([ids, ids.new_full((len(ids), 1), token)], dim=1)
+        outputs = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)
+        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
+        logits.append(outputs.logits[:, -1].float())
+    return logits
+
+
+def _tree_logits(backend: EagerBackend, start: Start, trail: Sequence[int], tree: TokenTree) -> torch.Tensor:
+    """[B, nodes, V] logits of this tree behind every entry's prompt and a trail."""
+    slots = [backend.open() for _ in start.offsets]
+    try:
+        for entry, slot in enumerate(slots):
+            backend.adopt(slot, start.batch.cached(entry), start.layers(entry), start.offsets[entry])
+        inputs = [StepInput(slot, trail, tree, SamplingParams(), (), logits=True) for slot in slots]
+        outputs = backend.step(inputs)
+        backend.commit([(slot, ()) for slot in slots])
+        return torch.stack([output.logits.float() for output in outputs if output.logits is not None])
+    finally:
+        for slot in slots:
+            backend.close(slot)

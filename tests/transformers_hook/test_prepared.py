@@ -1,0 +1,146 @@
+"""Models that prepare their passes in their own way: what they return is honoured, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pairs import decoding, ids
+from tiny import tiny
+from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
+
+PROMPT = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9])
+ROWS = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9], [4, 8, 4, 8], [3])
+
+
+def changed(change: Callable[[Any, dict[str, Any]], dict[str, Any]], base: type = LlamaForCausalLM) -> Any:
+    """A tiny model of a subclass whose preparation changes what goes into a pass."""
+    model = tiny({LlamaForCausalLM: "Llama", GPT2LMHeadModel: "GPT2"}[base], seed=0)
+
+    class Changed(base):  # type: ignore[misc, valid-type]
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return change(self, super().prepare_inputs_for_generation(*args, **kwargs))
+
+    model.__class__ = Changed
+    return model
+
+
+def add_to_positions(amount: int) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+    def change(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "position_ids": inputs["position_ids"] + amount}
+
+    return change
+
+
+def without_positions(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The model then counts the places of its cache, padding included."""
+    return {name: value for name, value in inputs.items() if name != "position_ids"}
+
+
+def virtual_tokens(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Three vectors before the prompt, as a prompt-tuning adapter has them."""
+    mask = inputs.get("attention_mask")
+    if mask is not None:
+        inputs["attention_mask"] = torch.cat([torch.ones(len(mask), 3, dtype=mask.dtype), mask], dim=1)
+    inputs.pop("position_ids")
+    if not inputs["past_key_values"].get_seq_length():
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        before = torch.linspace(-1, 1, 3 * embeds.shape[-1]).reshape(1, 3, -1).expand(len(embeds), -1, -1)
+        inputs["inputs_embeds"] = torch.cat([before, embeds], dim=1)
+    return inputs
+
+
+@pytest.mark.parametrize("inputs", [PROMPT, ROWS], ids=["one row", "three rows"])
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("base", [LlamaForCausalLM, GPT2LMHeadModel])
+@pytest.mark.parametrize(
+    "change", [add_to_positions(3), without_positions, virtual_tokens], ids=["further", "places", "virtual tokens"]
+)
+def test_honoured(both: Any, base: type, change: Any, inputs: dict[str, Any], more: dict[str, Any]) -> None:
+    model = changed(change, base)
+    pair = both(model, inputs, max_new_tokens=24, pad_token_id=0, **more).same()
+    assert pair.compression > 1 or more
+    plain = tiny({LlamaForCausalLM: "Llama", GPT2LMHeadModel: "GPT2"}[base], seed=0)
+    if change is virtual_tokens:
+        torch.manual_seed(0)
+        stock = plain.generate(**inputs, max_new_tokens=24, pad_token_id=0, **{"do_sample": False, **more})
+        assert stock.tolist() != pair.ours.tolist()
+
+
+@pytest.mark.parametrize("change", [add_to_positions(3), virtual_tokens], ids=["further", "virtual tokens"])
+def test_a_second_turn_on_the_cache(change: Any) -> None:
+    model = changed(change)
+    turns = {}
+    for hook in ({}, {"custom_generate": decoding()}):
+        options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, **hook}
+        first = model.generate(**PROMPT, **options, past_key_values=DynamicCache(config=model.config))
+        longer = torch.cat([first.sequences, torch.tensor([[7, 9]])], dim=1)
+        if change is virtual_tokens:  # stock takes no whole text behind a cache that holds more than it
+            turns[len(turns)] = first.sequences.tolist(), first.past_key_values.get_seq_length()
+            continue
+        second = model.generate(longer, **options, past_key_values=first.past_key_values)
+        turns[len(turns)] = second.sequences.tolist(), second.past_key_values.get_seq_length()
+    assert turns[0] == turns[1]
+
+
+def test_positions_along_several_axes(both: Any) -> None:
+    """As in a model that sees pictures: text has the same position on every axis."""
+    model = tiny("Llama", seed=0)
+
+    class Axes(LlamaForCausalLM):
+        def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            places = super()._prepare_position_ids_for_generation(*args, **kwargs)
+            return torch.stack([places, places + 2, places - 1])
+
+        def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+            middle = position_ids if position_ids is None else position_ids[1]
+            return super().forward(*args, position_ids=middle, **kwargs)
+
+    model.__class__ = Axes
+    for inputs in (PROMPT, ROWS):
+        assert both(model, inputs, max_new_tokens=24, pad_token_id=0).same().compression > 1
+
+
+def every_pass(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {**inputs, "cross_states": torch.zeros(1, 3, 32)}
+
+
+def embeds_always(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {**inputs, "inputs_embeds": model.get_input_embeddings()(inputs.pop("input_ids"))}
+
+
+def doubled(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """No step of one: the probe sees what the first position alone does not tell."""
+    return {**inputs, "position_ids": inputs["position_ids"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (every_pass, "'cross_states' goes into every pass"),
+        (embeds_always, "something else than its id"),
+        (doubled, "other logits than generate's own passes"),
+    ],
+)
+def test_refused(change: Any, says: str) -> None:
+    model = changed(change)
+    if change is every_pass:
+        forward = type(model).forward
+        type(model).forward = lambda self, *args, cross_states=None, **kwargs: forward(self, *args, **kwargs)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match=says) as caught:
+        model.generate(**PROMPT, max_new_tokens=4, past_key_values=cache, custom_generate=decoding())
+    assert "\n" not in str(caught.value)
+    assert not cache.get_seq_length()  # as it was given
+
+
+def test_the_graph_backend_goes_on_from_virtual_tokens(both: Any) -> None:
+    pair = both(changed(virtual_tokens), PROMPT, max_new_tokens=24, hook=decoding(backend="graph")).same()
+    assert pair.compression > 1
+
+
+def test_the_graph_backend_refuses_moved_positions() -> None:
+    with pytest.raises(ValueError, match="use backend='auto'"):
+        changed(add_to_positions(3)).generate(**PROMPT, max_new_tokens=4, custom_generate=decoding(backend="graph"))
