@@ -400,7 +400,7 @@ FAMILIES = {
                 "moe_layers": [1],
                 "no_rope_layers": [1, 0],
                 "attention_chunk_size": WINDOW,
-                "floor_scale": WINDOW,
+                "floor_scale": 8192,
             },
             "vision_config": {
                 **VISION,

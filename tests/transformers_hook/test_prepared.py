@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ ROWS = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9], [4, 8, 4, 8], [3])
 
 
 def changed(change: Callable[[Any, dict[str, Any]], dict[str, Any]], base: type = LlamaForCausalLM) -> Any:
-    """A tiny model of a subclass whose preparation changes what goes into a pass."""
+    """A tiny model whose preparation changes what goes into a pass."""
     model = tiny({LlamaForCausalLM: "Llama", GPT2LMHeadModel: "GPT2"}[base], seed=0)
+    usual = model.prepare_inputs_for_generation
 
-    class Changed(base):  # type: ignore[misc, valid-type]
-        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            return change(self, super().prepare_inputs_for_generation(*args, **kwargs))
+    @wraps(usual)
+    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return change(model, usual(*args, **kwargs))
 
-    model.__class__ = Changed
+    model.prepare_inputs_for_generation = prepare  # as PEFT does
     return model
 
 
@@ -108,7 +110,8 @@ def every_pass(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def embeds_always(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {**inputs, "inputs_embeds": model.get_input_embeddings()(inputs.pop("input_ids"))}
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+    return {**inputs, "inputs_embeds": embeds}
 
 
 def doubled(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +130,8 @@ def doubled(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 def test_refused(change: Any, says: str) -> None:
     model = changed(change)
     if change is every_pass:
-        forward = type(model).forward
-        type(model).forward = lambda self, *args, cross_states=None, **kwargs: forward(self, *args, **kwargs)
+        forward = model.forward
+        model.forward = wraps(forward)(lambda *args, cross_states=None, **kwargs: forward(*args, **kwargs))
     cache = DynamicCache(config=model.config)
     with pytest.raises(ValueError, match=says) as caught:
         model.generate(**PROMPT, max_new_tokens=4, past_key_values=cache, custom_generate=decoding())

@@ -21,7 +21,7 @@ class UnsupportedModelError(ValueError):
 FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError)
 """What a model's forward pass may raise on inputs that it does not take."""
 
-KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 def check_supported(model: Any) -> None:
@@ -41,7 +41,7 @@ def check_supported(model: Any) -> None:
         refuse("its local attention counts places in the cache, not positions")
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("its attention is biased by place in the cache (ALiBi), not by position")
-    if getattr(config, "attn_temperature_tuning", False):
+    if getattr(config, "attn_temperature_tuning", False) and scaled_from(config) < 1:
         refuse("its attention is scaled by place in the cache, not by position")
     if getattr(config, "attention_type", None) == "block_sparse":
         refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
@@ -55,6 +55,15 @@ def check_supported(model: Any) -> None:
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):
         refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
+
+
+WIDEST = 512
+"""The most tokens of a step, for a model that minds at which place of a pass a token stands."""
+
+
+def scaled_from(config: Any) -> int:
+    """The place from which on a model with `attn_temperature_tuning` scales attention, as far as no tree reaches it."""
+    return int(getattr(config, "floor_scale", 0)) - 1 - WIDEST
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,8 @@ def position_limit(config: Any) -> PositionLimit:
     """
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "attn_temperature_tuning", False):
+        return PositionLimit(scaled_from(config), "from there on attention is scaled by place in the cache", hard=True)
     window = getattr(config, "sliding_window", None)
     if window and doubtful_window(config):
         return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
@@ -102,10 +113,17 @@ def sliding_windows(config: Any) -> dict[str, int | None]:
     """Kind of attention layer -> its sliding window, or None. In a model with one kind of layer the kind is ''."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
-    if "sliding_attention" in kinds:
+    if kinds & {"sliding_attention", "chunked_attention"}:
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     uses = getattr(config, "use_sliding_window", True)
     return {"": window if uses and not doubtful_window(config) else None}
+
+
+def chunks(config: Any) -> dict[str, int]:
+    """Kind of attention layer -> its chunk: a token sees only those whose position is in the same chunk as its own."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    chunk = getattr(config, "attention_chunk_size", None)
+    return {"chunked_attention": chunk} if chunk and "chunked_attention" in kinds else {}
 
 
 def doubtful_window(config: Any) -> bool:

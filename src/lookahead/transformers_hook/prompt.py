@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from lookahead.backends.support import (
     UnsupportedModelError,
     check_finite,
     check_training,
+    chunks,
     closeness,
     first_line,
     forked,
@@ -46,20 +46,25 @@ OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_ke
 HARMLESS = {"use_cache", "logits_to_keep", "return_dict"}
 """Arguments of a pass that change nothing that we read."""
 
+UNCUT = {"mm_token_type_ids"}
+"""Values per token that some versions of transformers pass for the whole text, not for the pass's tokens alone."""
+
 
 @dataclass(frozen=True)
 class Start:
     """Where decoding starts: the prompt has run.
 
     `logits` [B, V] choose the first token. `batch` has all positions that the cache holds. `offsets` has, per entry and
-    axis of positions, how far a token's position is from its place among the entry's tokens. `arguments` go into every
-    further pass (see `EagerBackend`). `ids` and `kwargs` are what `generate` would go on with.
+    axis of positions, how far a token's position is from its place among the entry's tokens; `told` says whether the
+    model's preparation named them, or left it to the model to find them. `arguments` go into every further pass (see
+    `EagerBackend`). `ids` and `kwargs` are what `generate` would go on with.
     """
 
     logits: torch.Tensor
     batch: Batch
     cache: Any
     offsets: list[tuple[int, ...]]
+    told: bool
     arguments: dict[str, Any]
     ids: torch.Tensor
     kwargs: dict[str, Any]
@@ -75,7 +80,8 @@ class Start:
         given = (name for name, value in self.kwargs.items() if not is_empty(value))
         padded = not self.batch.mask.all()
         moved = any(map(any, self.offsets))
-        return (*sorted(given), len(self.offsets[0]), moved, padded, type(self.cache), *sorted(self.arguments))
+        axes = len(self.offsets[0])
+        return (*sorted(given), axes, self.told, moved, padded, type(self.cache), *sorted(self.arguments))
 
     def layers(self, entry: int) -> Layers:
         """One entry's K/V in the cache."""
@@ -122,9 +128,8 @@ def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: M
 
 def take_back(cache: Any, length: int) -> None:
     """Cut a given cache to its first `length` tokens, where it can be cut: a refused call leaves it as it was."""
-    if cache is not None:
-        with suppress(*FAILURES, NotImplementedError):
-            cache.crop(length)
+    if cache is not None and all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers):
+        cache.crop(length - int(cache.get_seq_length()))
 
 
 def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any]) -> Start:
@@ -145,13 +150,13 @@ def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: di
     # 3. Which positions hold tokens, and where the next position is.
     mask = _mask_of(model, inputs, kwargs, len(ids), length)
     batch = Batch(input_ids, mask, length)
-    positions = inputs.get("position_ids")
+    positions, told = inputs.get("position_ids"), inputs.get("position_ids") is not None
     if positions is None:
-        positions = torch.tensor([[length]])  # the model counts the places of its cache
+        positions = torch.tensor([[length]])  # most models then count the places of the cache; the probe will tell
     positions = positions.cpu().reshape(-1 if positions.dim() == 3 else 1, positions.shape[-2])
     places = mask.sum(dim=-1).cpu()
     offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - places).T.tolist()]
-    return Start(logits, batch, cache, offsets, _arguments_of(inputs), input_ids, kwargs)
+    return Start(logits, batch, cache, offsets, told, _arguments_of(inputs), input_ids, kwargs)
 
 
 def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], entries: int, length: int) -> Any:
@@ -172,8 +177,9 @@ def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in inputs.items():
         if name in OURS or name in HARMLESS or is_empty(value):
             continue
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == 1 and value.unique().numel() == 1:
-            arguments[name] = value[0, 0]
+        per_token = isinstance(value, torch.Tensor) and value.dim() == 2 and (value.shape[1] == 1 or name in UNCUT)
+        if per_token and value[:, -1].unique().numel() == 1:
+            arguments[name] = value[0, -1]
         elif isinstance(value, bool | int | float | str):
             arguments[name] = value
         else:
@@ -190,9 +196,9 @@ def _refusal(model: Any, reason: str) -> UnsupportedModelError:
 
 def check_hidden(model: Any, start: Start) -> None:
     """Refuse hidden places behind a token where a layer has a sliding window, which counts them."""
-    mask = start.batch.mask.long()
+    mask, config = start.batch.mask.long(), model.config.get_text_config(decoder=True)
     behind = bool((mask.diff(dim=1) < 0).any())
-    if behind and any(sliding_windows(model.config.get_text_config(decoder=True)).values()):
+    if behind and (any(sliding_windows(config).values()) or chunks(config)):
         raise ValueError(
             f"model type {kind_of(model)!r} has a sliding window, which counts the places that attention_mask hides "
             "behind a token; set the tokenizer's padding_side='left'"

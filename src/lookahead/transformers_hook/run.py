@@ -157,10 +157,11 @@ class Run:
         """An eager backend of this call's own. Its model is probed if no call of this form was before."""
         shapes = cached_shapes(start.cache, kind_of(self.model), start.batch.past)
         backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
-        form = () if start.plain else start.form
+        usual = start.plain and start.told
+        form = () if usual else start.form
         with _finding_out:
             if form not in self.facts.probed:
-                if start.plain:
+                if usual:
                     probe(EagerBackend(self.model, probed=False))
                 else:
                     probe_start(backend, start)

@@ -81,8 +81,8 @@ def test_refuses_attention_without_a_mask(llama: Any) -> None:
 
 def test_refuses_layers_it_does_not_know(llama: Any) -> None:
     model = copy.deepcopy(llama)
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedModelError, match=r"'llama' .* chunked_attention layers"):
+    model.config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(UnsupportedModelError, match=r"'llama' .* indexed_attention layers"):
         EagerBackend(model)
 
 

@@ -15,6 +15,7 @@ from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.support import (
     check_supported,
+    chunks,
     context_length,
     input_device,
     layer_shapes,
@@ -56,7 +57,7 @@ class EagerBackend:
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._windows = sliding_windows(config)
+        self._windows, self._chunks = sliding_windows(config), chunks(config)
         self._arguments = dict(arguments or {})
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._lane: dict[int, int] = {}
@@ -224,30 +225,36 @@ class EagerBackend:
         sees everything. A model whose layers are all of one kind has the kind "".
 
         Batch entry i sees its first `lengths[i]` cached tokens and those of the step's tokens that `seen` allows. In a
-        sliding layer a token sees only what is fewer than `window` positions back.
+        sliding or chunked layer a token sees only those of them that are `_near`.
         """
         batch, size = positions.shape
         if batch == 1 and size == 1:
             return None
         masks = {}
-        for kind, window in self._windows.items():
-            if window is not None and int(positions.max()) < window:
-                window = None
+        for kind in self._windows:
             hidden = torch.finfo(self.dtype).min
             # The last dimension is sliced from a multiple of 16: fused attention would copy a mask that is not aligned.
             mask = torch.zeros((batch, 1, size, (start + size + 15) // 16 * 16), dtype=self.dtype, device=self.device)
             mask = mask[..., : start + size]
-            visible = seen
-            if window is not None:
-                visible = seen & (positions[:, :, None] - positions[:, None, :] < window)
+            near = self._near(kind, positions[:, :, None], positions[:, None, :])
+            visible = seen if near is None else seen & near
             mask[:, 0, :, start:].masked_fill_(torch.from_numpy(~visible).to(self.device), hidden)
             for i, length in enumerate(lengths):
                 mask[i, :, :, length:start] = hidden
-                if window is not None:
-                    back = torch.from_numpy(positions[i, :, None] - np.arange(length)[None] >= window)
-                    mask[i, 0, :, :length].masked_fill_(back.to(self.device), hidden)
+                near = self._near(kind, positions[i, :, None], np.arange(length)[None])
+                if near is not None:
+                    mask[i, 0, :, :length].masked_fill_(torch.from_numpy(~near).to(self.device), hidden)
             masks[kind] = mask
         return masks if len(masks) > 1 or "" not in masks else masks[""]
+
+    def _near(self, kind: str, own: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+        """Whether a layer of this kind lets a token at place `own` see one at `other`; None if it sees them all."""
+        window, chunk = self._windows[kind], self._chunks.get(kind)
+        if window is not None and int(own.max()) >= window:
+            return np.asarray(own - other < window)
+        if chunk is not None and int(own.max()) >= chunk:
+            return np.asarray(own // chunk == other // chunk)
+        return None
 
     def _read(self, item: StepInput, logits: torch.Tensor, places: list[int]) -> StepOutput:
         """[len(places), V] logits of one input -> its targets and top tokens, in one copy to the host."""
