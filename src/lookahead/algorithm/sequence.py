@@ -95,6 +95,10 @@ class DecodingSequence:
         cost = None if budget < self.config.budget else self.config.step_cost
         return layout.tree(branch, self._memory.drafter.grow(draft, Limits(most, deepest, cost, layout.size)))
 
+    def bare_root(self) -> TokenTree:
+        """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
+        return window_layout(0, self.config.ngram).tree(self.tokens[-1:], NO_GUESSES)
+
     def _layout(self, budget: int) -> WindowLayout:
         """The window's place in the tree. A window is left out when only one token is left to generate, where it would
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill

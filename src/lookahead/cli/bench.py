@@ -29,6 +29,7 @@ GPU_PRESETS = {
     "gpu-batch": "1 to 16 sequences at once on a CUDA GPU",
     "gpu-context": "A step by context, and memory, on a CUDA GPU",
     "gpu-attention": "The attention kernel against SDPA",
+    "gpu-hook": "model.generate with and without the hook: first call, later calls",
     "gpu-exact": "fp32 tokens on a CUDA GPU against transformers",
     "gpu-report": "The page of what the others left in --out",
 }

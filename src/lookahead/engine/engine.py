@@ -9,6 +9,7 @@ from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput, padded
 from lookahead.config import SamplingParams
+from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, Verifier
 
 GREEDY = SamplingParams()
@@ -23,10 +24,12 @@ class Engine:
     `step` from one loop. Every request has its own config, sampling, stop rules and optional
     verifier. The first step of a request carries its prompt and runs in a pass of its own, because padding the other
     requests to the prompt's length would cost more. After that the request shares the batch's forward pass.
+
+    With a `pace`, steps carry no guesses while those do not pay.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, pace: Pace | None = None) -> None:
+        self.backend, self.pace = backend, pace
         self._requests: dict[int, Request] = {}
         self._submitted = 0
         self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
@@ -54,6 +57,7 @@ class Engine:
     def step(self, ids: Collection[int] | None = None) -> list[Event]:
         """Run one step of every running request, or of these alone. Finished requests are removed."""
         # 1. Propose and run: a pass for each new request, and one pass for all the others.
+        begin = perf_counter()
         stepped = [request for id, request in self._requests.items() if ids is None or id in ids]
         others, results = list[Request](), list[StepResult]()
         for request in stepped:
@@ -64,7 +68,11 @@ class Engine:
         if others:
             results += self._forward(others, only_pass=len(others) == len(stepped))
         # 2. Verify, learn, commit.
-        return self.settle(results)
+        events = self.settle(results)
+        if self.pace is not None and events and len(others) == len(stepped):
+            tokens = sum(len(event.tokens) for event in events) / len(events)
+            self.pace.record(any(len(r.input.tree) > 1 for r in results), tokens, perf_counter() - begin)
+        return events
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
         """Verify and commit a step that has run.
@@ -106,7 +114,8 @@ class Engine:
         inputs = []
         for request in requests:
             sequence, slot = request.sequence, request.slot
-            tree = sequence.propose(padded(len(requests)))
+            guess = self.pace is None or self.pace.guesses
+            tree = sequence.propose(padded(len(requests))) if guess else sequence.bare_root()
             trail = sequence.tokens[self.backend.length(slot) : -1]
             top = KEPT_TOKENS if sequence.wants_top else 0
             if request.verifier is None:

@@ -14,6 +14,9 @@ How a step is timed (`measure`):
    `DEAREST` times as long as the smallest, or that no longer fits the context.
 4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
    and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
+
+A `hasty` measurement is for a call that somebody waits for: fewer sizes, a warm-up of two, and one round, which ends
+after `HASTE` seconds. Its curve is kept, too, until somebody measures properly.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ BRANCHES, DEPTH = 8, 16
 """The most branches, and the greatest depth, of the tree that is timed."""
 MAX_SECONDS = 6.0
 """No further round begins after this many seconds."""
+HASTY_SIZES, HASTE = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
+"""What a hasty measurement times, and the seconds after which it times no further size."""
 DEAREST = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
@@ -103,13 +108,19 @@ def bush(size: int) -> TokenTree:
 
 
 def measure(
-    backend: Backend, sizes: Sequence[int] = TIMED_SIZES, rounds: int = 4, patience: float = MAX_SECONDS
+    backend: Backend,
+    sizes: Sequence[int] = TIMED_SIZES,
+    rounds: int = 4,
+    patience: float = MAX_SECONDS,
+    hasty: bool = False,
 ) -> StepCost:
     """Time real steps of every size, as the module's docstring says; a few seconds on a CPU.
 
     `patience` is the number of seconds after which no further round begins. The fastest round counts, because other
     programs on the machine can slow a step down and never speed one up.
     """
+    if hasty:
+        sizes, rounds = HASTY_SIZES, 1
     context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
     prefix = min(PREFIX, context // 4)
     slot = backend.open()
@@ -129,8 +140,11 @@ def measure(
         for number in range(rounds + 1):
             if number > 1 and perf_counter() - begin > patience:
                 break
-            for size in sizes:
-                if backend.length(slot) + size > context or (not number and perf_counter() - begin > patience / 2):
+            for size in sizes[:2] if hasty and not number else sizes:
+                spent = perf_counter() - begin
+                if backend.length(slot) + size > context or (not number and spent > patience / 2):
+                    break
+                if hasty and number and size > 2 and spent > HASTE:
                     break
                 taken = step(size)
                 if number:  # the first round is the warm-up
@@ -160,7 +174,12 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
 
 
 def fitted(
-    config: LookaheadConfig, backend: Backend, folder: Path, log: Callable[[str], None] | None = None, ranks: int = 1
+    config: LookaheadConfig,
+    backend: Backend,
+    folder: Path,
+    log: Callable[[str], None] | None = None,
+    ranks: int = 1,
+    hasty: bool = False,
 ) -> LookaheadConfig:
     """The config for a backend's model on this machine. The measured curve is kept in `folder`; `ranks` share a step.
 
@@ -170,7 +189,7 @@ def fitted(
     if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return config
     identity = {**identity_of(backend), "torch": torch.__version__}
-    return suited(config, cached(backend, identity, folder, log).shared(ranks))
+    return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
 
 
 def identity_of(backend: Backend) -> dict[str, Any]:
@@ -188,10 +207,15 @@ def identity_of(backend: Backend) -> dict[str, Any]:
 
 
 def cached(
-    backend: Backend, identity: dict[str, Any], folder: Path, log: Callable[[str], None] | None = None
+    backend: Backend,
+    identity: dict[str, Any],
+    folder: Path,
+    log: Callable[[str], None] | None = None,
+    hasty: bool = False,
 ) -> StepCost:
     """The curve of this model on this machine: read from `folder`, or measured and written there.
 
+    A hasty curve in the folder is good enough for a hasty call alone.
     A folder that cannot be written is no error. The curve is then measured again next time.
     """
     facts = {
@@ -203,14 +227,16 @@ def cached(
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
         stored = json.loads(path.read_text())
+        if stored.get("hasty") and not hasty:
+            raise ValueError("measured in haste")
         return StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
     except (OSError, ValueError, KeyError, TypeError):
         pass
     if log is not None:
         log("measuring what a step costs on this machine (once per model) ...")
-    cost = measure(backend)
+    cost = measure(backend, hasty=hasty)
     with suppress(OSError):
-        store(path, {"sizes": cost.sizes, "seconds": cost.seconds, "of": facts})
+        store(path, {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "of": facts})
     return cost
 
 

@@ -39,7 +39,8 @@ def decoding(
 
     `backend`: 'eager' runs the model as it is. 'graph' runs Llama-like models as `load(backend="graph")` does, and is
     made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
-    with the model for the next call. 'auto' is 'graph' on CUDA for the models it can run, else 'eager'.
+    with the model for the next call. 'auto', the default, is 'graph' on CUDA for the models and prompts that it can
+    run and the memory that is free, else 'eager'.
 
     `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on. A
     streamer gets one token at a time, as from `generate`; one with a true attribute `takes_blocks` gets whole blocks.
@@ -55,7 +56,10 @@ def decoding(
 
 
 class Decoding:
-    """The callable that `generate` is given. After a call, `stats` holds its counters, one `Stats` per batch entry."""
+    """The callable that `generate` is given.
+
+    After a call, `stats` holds its counters, one `Stats` per batch entry, and `used` the name of the backend it ran on.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Decoding:
         check_name(backend)
         self.config, self.seed, self.backend, self.streamer = config, seed, backend, streamer
         self.stats: list[Stats] = []
+        self.used = ""
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -117,7 +122,7 @@ class Decoding:
                 streaming=streamer is not None,
             )  # fmt: skip
             output = run.decode(self.config, rules, streamer)
-            self.stats = [sequence.stats for sequence in run.sequences]
+            self.stats, self.used = [sequence.stats for sequence in run.sequences], run.used
             return output
         finally:
             if streamer is not None:

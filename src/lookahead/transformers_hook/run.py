@@ -34,6 +34,7 @@ from lookahead.backends.support import (
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches
@@ -46,15 +47,16 @@ from lookahead.transformers_hook.rules import BatchRules
 class ModelFacts:
     """What was found out about a model. It holds as long as the model's `state` does.
 
-    `probed` has the forms of calls whose probe went well (`prompt.Start.form`). `graph` is the model's graph backend,
-    if a call could have one; its captured steps are kept for the next call. Only one call at a time may use it
-    (`turn`).
+    `probed` has the forms of calls whose probe went well (`prompt.Start.form`). `paces` are kept by batch size. `graph`
+    is the model's graph backend, if a call could have one; its captured steps are kept for the next call. Only one call
+    at a time may use it (`turn`).
     """
 
     state: tuple[Any, ...]
     probed: set[tuple[Any, ...]] = field(default_factory=set)
     memory: SharedMemory = field(default_factory=SharedMemory)
     defaults: dict[str, LookaheadConfig] = field(default_factory=dict)
+    paces: dict[int, Pace] = field(default_factory=dict)
     graph: GraphBackend | None = None
     turn: RLock = field(default_factory=RLock)
 
@@ -221,7 +223,7 @@ class Run:
         # 1. One sequence per batch entry, and the K/V that are there already.
         self.sequences = self._sequences(config or self._default(), rules)
         verifiers = rules.verifiers(self.sequences, ids)
-        engine = Engine(self.backend)
+        engine = Engine(self.backend, self._pace() if config is None else None)
         try:
             requests = [
                 Request(sequence, verifier, finished=self._keep_cache if keeps_cache else None, begin=self._begin)
@@ -253,8 +255,23 @@ class Run:
     def _default(self) -> LookaheadConfig:
         defaults, kind = self.facts.defaults, type(self.backend).__name__
         if kind not in defaults:
-            defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir())
+            defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
         return defaults[kind]
+
+    @property
+    def used(self) -> str:
+        """The name of the backend that the call ran on."""
+        return "graph" if isinstance(self.backend, GraphBackend) else "eager"
+
+    def _pace(self) -> Pace | None:
+        """The pace of the default config on the eager backend, where a step with guesses may cost more than it gives.
+
+        A tensor-parallel model has none: its ranks would each judge by their own clock, and wait for the others for
+        ever. On the graph backend trees depend on no clock.
+        """
+        if isinstance(self.backend, GraphBackend) or (getattr(self.model, "_tp_size", None) or 1) > 1:
+            return None
+        return self.facts.paces.setdefault(padded(len(self.sequences)), Pace())
 
     def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
         """Up to how many positions this call may go. Raises ValueError if it is sure, or likely and hard, to go beyond.
@@ -262,21 +279,20 @@ class Run:
         `lengths` are the entries' prompts, and `room` the most tokens that may follow.
         """
         limit = position_limit(self.model.config.get_text_config(decoder=True))
-        further = max((max(offset, default=0) for offset in self._offsets), default=0)
         if limit.positions is None:
             return limit
-        limit = replace(limit, positions=limit.positions - max(0, further))  # positions may run ahead of places
-        longest = max(lengths)
-        if longest > limit.positions:
+        further = max((max(offset, default=0) for offset in self._offsets), default=0)
+        most, longest = limit.positions - max(0, further), max(lengths)  # positions may run ahead of places
+        if longest > most:
             raise ValueError(
-                f"the prompt has {longest} tokens and the model's context holds {limit.positions}; shorten the prompt"
+                f"the prompt has {longest} tokens and the model's context holds {most}; shorten the prompt"
             )
-        if limit.hard and longest + room - 1 > limit.positions:
+        if limit.hard and longest + room - 1 > most:
             raise ValueError(
-                f"model type {self.model.config.model_type!r} can be decoded exactly up to {limit.positions} "
+                f"model type {self.model.config.model_type!r} can be decoded exactly up to {most} "
                 f"positions ({limit.reason}), and {longest + room - 1} are asked for; lower max_new_tokens"
             )
-        return limit
+        return replace(limit, positions=most)
 
     def _sequences(self, config: LookaheadConfig, rules: BatchRules) -> list[DecodingSequence]:
         prompts = [self.batch.tokens(entry) for entry in range(len(self.batch.input_ids))]

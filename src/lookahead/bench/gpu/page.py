@@ -43,6 +43,13 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
         "memory: beside the weights, K/V (in whole blocks) and what the captured steps of every size up to K hold. "
         "above: what K = 128 holds more than K = 1.",
     ),
+    "hook": (
+        "The hook",
+        "call how backend first_s tok_s over_stock over_static S same error",
+        "`model.generate` as it is, with a static cache and torch.compile, and with "
+        "`custom_generate=lookahead.decoding()`. first: seconds of the first call. tok/s: of all later calls. same: "
+        "texts equal to stock's; in half precision rounding alone makes them differ.",
+    ),
     "attention": (
         "Attention",
         "heads kv_heads dim K context invariant us sdpa_us speedup of_copy_bandwidth",
