@@ -1,4 +1,4 @@
-"""Try every causal LM class of transformers and write models.md: `python docs/models.py`, or `--check` to compare only.
+"""Try every generative class of transformers and write models.md: `python docs/models.py`, or `--check` to compare.
 
 Each class is built tiny with random weights and decoded by `model.generate`, as it is and with
 `custom_generate=lookahead.decoding(...)`. It may be refused; other tokens are a bug, and the command fails.
@@ -17,16 +17,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from tiny_models import WINDOW, tiny_model
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from tiny_models import WINDOW, tiny_config, tiny_model
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
+from lookahead.backends.support import check_supported
 
 PAGE = Path(__file__).parent / "models.md"
+CONDITIONAL = "ForConditionalGeneration"
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the names of the classes end; those of AutoModelForCausalLM under other names are causal, too."""
 LONG = [5, 9, 17, 23, 42, 9, 17, 30, 5, 9, 17, 23, 51, 8, 11, 9, 17, 23, 42, 33, 5, 9]
 PROMPTS = (LONG, LONG[3:14], LONG[7:10])
 NEW_TOKENS, EOS, SEED = 24, 7, 11
@@ -41,8 +46,41 @@ TOLERANCE = 1e-4
 """Of the logits, relative. Rounding stays below 1e-5 in all exact classes but one, which is below this."""
 TIME_LIMIT = 120.0
 """Seconds for one class, which takes about one."""
+LONGEST_REASON = 250
+"""Characters of a message on the page; torch's own can be very long."""
 Answer = tuple[list[list[int]], torch.Tensor | None]
 EXACT, REFUSED, UNBUILT, WRONG = "exact", "refused", "cannot be built small", "WRONG"
+WITH_IMAGES = "also with images"
+ARGUMENTS = {f"Qwen3OmniMoe{CONDITIONAL}": {"return_audio": False, "thinker_max_new_tokens": NEW_TOKENS}}
+"""Class -> arguments without which its `generate` would not give these tokens alone."""
+
+
+def with_images(name: str) -> tuple[Any, dict[str, Any]] | None:
+    """A tiny model of this class and the inputs of a `generate` call with images in it; None where there are none.
+
+    Where a class has them and is exact on text, they are decoded, too, and its row says what came of it. So far no
+    class has them.
+    """
+    return None
+
+
+def generative(name: str) -> bool:
+    """Whether this public name of transformers gets a row: its class can generate, and is no other name's, too."""
+    if not (name.endswith((*CAUSAL, CONDITIONAL)) or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return False
+    made = getattr(transformers, name, None)
+    return (
+        made is not None
+        and made.__name__ == name
+        and issubclass(made, transformers.PreTrainedModel)
+        and made.can_generate()
+    )
+
+
+def model_type(name: str) -> str:
+    """The model type of a class; a few configs, which stand inside others only, have none."""
+    made = getattr(transformers, name).config_class
+    return made.model_type or made.__name__
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -53,17 +91,17 @@ def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def generate(model: Any, case: str, **how: Any) -> Answer:
+def generate(model: Any, case: str, inputs: dict[str, Any] | None = None, **how: Any) -> Answer:
     """New tokens per prompt, and the logits [B, tokens, V] they were taken from.
 
     Sampled rows may end early, and the logits after a row's end mean nothing: those are not kept.
     """
     prompts, sample = CASES[case]
-    batch = padded(prompts)
+    batch = padded(prompts) if inputs is None else inputs
     torch.manual_seed(SEED)
     output = model.generate(
-        **batch, **how, max_new_tokens=NEW_TOKENS, do_sample=sample, eos_token_id=EOS if sample else None,
-        pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        **batch, **how, **ARGUMENTS.get(type(model).__name__, {}), max_new_tokens=NEW_TOKENS, do_sample=sample,
+        eos_token_id=EOS if sample else None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     logits = None if sample else torch.stack(output.logits, dim=1)
     return output.sequences[:, batch["input_ids"].shape[1] :].tolist(), logits
@@ -80,22 +118,57 @@ def difference(found: Answer, expected: Answer) -> str:
     return ""
 
 
-def verdict(kind: str) -> str:
-    """What came of one model type: the text of its row."""
+class StockError(Exception):
+    """transformers itself cannot decode the model from these inputs."""
+
+
+def verdict(name: str) -> str:
+    """What came of one class: the text of its row."""
     try:
-        model = tiny_model(kind)
+        model = tiny_model(name)
     except Exception as error:
-        return f"{UNBUILT}: {one_line(error)}"
+        return untested(name, one_line(error))
+    try:
+        text = decoded(model, CASES)
+    except StockError as error:
+        return untested(name, f"transformers' own generate fails on it: {one_line(error)}")
+    if text != EXACT or (pictured := with_images(name)) is None:
+        return text
+    try:
+        seen = decoded(pictured[0], ("greedy", "sampled"), pictured[1])
+    except StockError as error:
+        seen = f"transformers' own generate fails on it: {one_line(error)}"
+    if seen == EXACT:
+        return f"{EXACT}, {WITH_IMAGES}"
+    return f"{EXACT} on text; with images {seen}" if seen.startswith(REFUSED) else f"{WRONG}: with images: {seen}"
+
+
+def untested(name: str, reason: str) -> str:
+    """The row of a class that was not decoded. An encoder-decoder needs no model: its config says enough to refuse."""
+    try:
+        config = tiny_config(getattr(transformers, name).config_class)
+        if config.is_encoder_decoder:
+            check_supported(SimpleNamespace(config=config))
+    except ValueError as error:
+        return f"{REFUSED}: {one_line(error)}"
+    except Exception:
+        pass
+    return f"{UNBUILT}: {reason}"
+
+
+def decoded(model: Any, cases: Iterable[str], inputs: dict[str, Any] | None = None) -> str:
+    """What came of decoding, with `inputs` or the prompts of the cases."""
     hook = lookahead.decoding(**SETTINGS)
     wrong, refused, saved = [], "", 0
-    for case in CASES:
+    for case in cases:
         # First as it is: a model that a pass may change is to be seen before lookahead's passes.
         try:
-            expected = generate(model, case)
+            expected = generate(model, case, inputs)
         except Exception as error:
-            return f"{UNBUILT}: transformers' own generate fails on it: {one_line(error)}"
+            raise StockError(str(error) or type(error).__name__) from error
+        hook.stats = []
         try:
-            found = generate(model, case, custom_generate=hook)
+            found = generate(model, case, inputs, custom_generate=hook)
         except ValueError as error:
             refused = one_line(error)
             if case == "greedy":
@@ -103,6 +176,8 @@ def verdict(kind: str) -> str:
         except Exception as error:
             return f"{WRONG}: {case}: {one_line(error)}"
         else:
+            if not hook.stats:
+                return f"{UNBUILT}: its own generate never calls `custom_generate`"
             saved += sum(stats.generated_tokens - stats.steps for stats in hook.stats)
             wrong += [f"{what} ({case})" for what in (difference(found, expected),) if what]
     if wrong:
@@ -118,22 +193,23 @@ def one_line(error: Exception) -> str:
     text = re.sub(r"^model type '[^']*' cannot be decoded exactly: ", "", text)
     text = re.sub(r"^model type '[^']*'", "it", text)
     text = re.sub(r" \(relative error [^)]*\)", "", text)
-    return text.split(". ")[0].replace("|", "\\|").rstrip(".")
+    text = text.split(". ")[0].replace("|", "\\|").rstrip(".")
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
-def work(kind: str, answer: Connection) -> None:
+def work(name: str, answer: Connection) -> None:
     """In a process of its own: some classes print, and one that hangs or dies must not stop the walk."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
     torch.set_num_threads(1)
-    answer.send(verdict(kind))
+    answer.send(verdict(name))
 
 
-def walk(kinds: Iterable[str], workers: int) -> dict[str, str]:
-    """Model type -> verdict."""
+def walk(names: Iterable[str], workers: int) -> dict[str, str]:
+    """Class -> verdict."""
     context = multiprocessing.get_context("fork")  # the children find transformers imported
-    waiting, verdicts = list(kinds), dict[str, str]()
+    waiting, verdicts = list(names), dict[str, str]()
     running: dict[Any, tuple[str, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < workers:
@@ -143,21 +219,21 @@ def walk(kinds: Iterable[str], workers: int) -> dict[str, str]:
             theirs.close()
             running[mine] = waiting.pop(0), process, time.monotonic()
         ready = wait(running, timeout=1.0)
-        for mine, (kind, process, begin) in list(running.items()):
+        for mine, (name, process, begin) in list(running.items()):
             if mine in ready:
                 try:
-                    verdicts[kind] = mine.recv()
+                    verdicts[name] = mine.recv()
                 except EOFError:
-                    verdicts[kind] = f"{WRONG}: its process died"
+                    verdicts[name] = f"{WRONG}: its process died"
             elif time.monotonic() - begin > TIME_LIMIT:
                 process.kill()
-                verdicts[kind] = f"{UNBUILT}: not done within {TIME_LIMIT:.0f} seconds"
+                verdicts[name] = f"{UNBUILT}: not done within {TIME_LIMIT:.0f} seconds"
             else:
                 continue
             process.join()
             del running[mine]
             if sys.stderr.isatty():
-                print(f"\r{len(verdicts):4d} {kind:40}", end="\r", file=sys.stderr)
+                print(f"\r{len(verdicts):4d} {name:60}", end="\r", file=sys.stderr)
     return verdicts
 
 
@@ -166,39 +242,67 @@ def status(verdict: str) -> str:
 
 
 def table(verdicts: dict[str, str]) -> list[str]:
-    """The page's lines about these model types."""
-    kinds = sorted(verdicts, key=lambda kind: (CLASSES[kind].lower(), kind))
-    return [f"| `{CLASSES[kind]}` | `{kind}` | {verdicts[kind]} |" for kind in kinds]
+    """The page's lines about these classes."""
+    return [
+        f"| `{name}` | `{model_type(name)}` | {verdicts[name]} |"
+        for name in sorted(verdicts, key=lambda name: (name.lower(), name))
+    ]
+
+
+def counts(verdicts: dict[str, str]) -> str:
+    """What came of these classes, as a row of the page's first table."""
+    count = Counter(map(status, verdicts.values()))
+    return f"{len(verdicts)} | {count[EXACT]} | {count[REFUSED]} | {count[UNBUILT]}"
 
 
 def page(verdicts: dict[str, str]) -> str:
     """The document."""
-    count = Counter(map(status, verdicts.values()))
+    conditional = {name: text for name, text in verdicts.items() if name.endswith(CONDITIONAL)}
+    causal = {name: text for name, text in verdicts.items() if name not in conditional}
     return f"""# Models
 
-Every causal LM class of transformers {transformers.__version__}, tried by `python docs/models.py`, which also wrote
-this page (`--check` tries again and compares). Of {len(verdicts)} model types {count[EXACT]} are exact,
-{count[REFUSED]} are refused and {count[UNBUILT]} could not be tried. One that gives other tokens fails the command.
+Every generative class of transformers {transformers.__version__}, tried by `python docs/models.py`, which also wrote
+this page (`--check` tries again and compares). One that gives other tokens fails the command.
+
+| classes | all | exact | refused | could not be tried |
+|---|---|---|---|---|
+| [causal language models](#causal-language-models) | {counts(causal)} |
+| [conditional generation](#conditional-generation) | {counts(conditional)} |
+| all | {counts(verdicts)} |
+
+There is one row for each public class that can generate and whose name ends in `ForCausalLM`, `LMHeadModel` or
+`{CONDITIONAL}`, or that `AutoModelForCausalLM` knows. Two names of one class are one row, and base
+classes that cannot generate have none. Every class is given text alone, also where it takes images or sound as well.
 
 **exact**: a tiny model of the class (fp32, CPU, wide random weights, one layer of every kind that its default config
 has) was decoded by `model.generate`, as it is and with `custom_generate=lookahead.decoding(...)`: greedy and sampled,
 one prompt and a left-padded batch of {len(PROMPTS)}, {NEW_TOKENS} new tokens, with guesses accepted on the way. All
 tokens were equal, and the greedy ones' logits, too, within {TOLERANCE:.4f} of their norm. Sliding windows were switched
-on wherever the config knows them, {WINDOW} tokens wide, and the longest prompt has {len(LONG)}.
+on wherever the config knows them, {WINDOW} tokens wide, and the longest prompt has {len(LONG)}. Vision towers of the
+timm package, which text does not use, are left out.
 
-**refused**: `generate` stops with this message before the first token.
+**refused**: `generate` stops with this message before the first token. An encoder-decoder that could not be built, or
+that does not start from text, is listed with the message that its config alone gives.
 
-**cannot be built small**: no tiny model of the class could be made, or transformers itself cannot decode it from
-tokens alone.
+**cannot be built small**: no tiny model of the class could be made, transformers itself cannot decode it from tokens
+alone, or its own `generate` passes `custom_generate` by.
+
+## Causal language models
 
 | class | model type | status |
 |---|---|---|
-{chr(10).join(table(verdicts))}
+{chr(10).join(table(causal))}
+
+## Conditional generation
+
+| class | model type | status |
+|---|---|---|
+{chr(10).join(table(conditional))}
 """
 
 
 def changes(verdicts: dict[str, str], whole: bool) -> list[str]:
-    """What differs from the page, as lines of a diff; of some model types alone, the lines that it does not have."""
+    """What differs from the page, as lines of a diff; of some classes alone, the lines that it does not have."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else []
     if not whole:
         return [f"+{line}" for line in table(verdicts) if line not in old]
@@ -206,21 +310,24 @@ def changes(verdicts: dict[str, str], whole: bool) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Try every causal LM class of transformers and write models.md.")
+    parser = argparse.ArgumentParser(description="Try every generative class of transformers and write models.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if models.md is out of date")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time (default: 2)")
-    parser.add_argument("kinds", nargs="*", metavar="MODEL_TYPE", help="try these alone and print what came of them")
+    parser.add_argument("names", nargs="*", metavar="CLASS", help="try these alone and print what came of them")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    _ = transformers.MixtralForCausalLM  # imported here, what every class needs is there in all processes
 
-    verdicts = walk(options.kinds or CLASSES, options.workers)
-    wrong = {kind: text for kind, text in verdicts.items() if status(text) == WRONG}
-    for kind, text in (verdicts if options.kinds else wrong).items():
-        print(f"{kind}: {text}", file=sys.stderr)
-    if not options.kinds and not options.check:
+    # Imported by this, all classes are there in all processes.
+    names = [name for name in options.names or dir(transformers) if generative(name)]
+    if options.names and set(names) != set(options.names):
+        parser.error(f"no generative class of transformers: {', '.join(sorted(set(options.names) - set(names)))}")
+    verdicts = walk(names, options.workers)
+    wrong = {name: text for name, text in verdicts.items() if status(text) == WRONG}
+    for name, text in (verdicts if options.names else wrong).items():
+        print(f"{name}: {text}", file=sys.stderr)
+    if not options.names and not options.check:
         PAGE.write_text(page(verdicts), encoding="utf-8", newline="\n")
-    differences = changes(verdicts, whole=not options.kinds) if options.check else []
+    differences = changes(verdicts, whole=not options.names) if options.check else []
     if differences:
         print(*differences[:40], "models.md is out of date; run: python docs/models.py", sep="\n", file=sys.stderr)
     return 1 if wrong or differences else 0
