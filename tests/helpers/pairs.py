@@ -100,6 +100,23 @@ def run_both(
     return Pair(stock, ours, hook, *made)
 
 
+def same_cache(stock: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
+    """Equal in kind and length, and close in all slots that hold a token. `mask` [B, T] says which of all T slots do;
+    what stands in the others nobody sees."""
+    assert type(ours) is type(stock)
+    assert ours.get_seq_length() == stock.get_seq_length()
+    length = stock.get_seq_length()
+    for a, b in zip(stock.layers, ours.layers, strict=True):
+        assert type(a) is type(b)
+        assert a.get_seq_length() == b.get_seq_length()
+        for mine, theirs in ((b.keys, a.keys), (b.values, a.values)):
+            assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
+            held = min(length, mine.shape[2])
+            real = torch.ones(len(mine), held).bool() if mask is None else mask[:, :length][:, -held:].bool()
+            for row, slots in enumerate(real):
+                torch.testing.assert_close(mine[row, :, :held][:, slots], theirs[row, :, :held][:, slots], **CLOSE)
+
+
 def tokens_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.sequences
 
