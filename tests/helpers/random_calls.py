@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import pytest
 import torch
 import transformers
-from pairs import Pair, Recorder, ids, same_cache, tokens_of
+from pairs import Pair, Recorder, first_difference, ids, same_cache, tokens_of
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -464,24 +464,10 @@ def compare(case: Case, stock: Turn, ours: Turn) -> None:
 
 def explain(case: Case, number: int, stock: torch.Tensor, ours: torch.Tensor) -> None:
     """Raise for other tokens, unless they stem from a tie of two scores."""
-    if stock.shape[0] != ours.shape[0]:
-        raise MismatchError(f"{ours.shape[0]} rows and not {stock.shape[0]}")
-    width = min(stock.shape[1], ours.shape[1])
-    places = (stock[:, :width] != ours[:, :width]).any(dim=0).nonzero()
-    if not len(places):
-        raise MismatchError(f"{ours.shape[1]} positions and not {stock.shape[1]}")
-    place = int(places[0])
-    row = int((stock[:, place] != ours[:, place]).nonzero()[0])
-    # Once more, with the scores.
     again = play(case, False, return_dict_in_generate=True, output_scores=True)[number].output
-    scores = again.scores[place - (again.sequences.shape[1] - len(again.scores))][row]
-    a, b = int(stock[row, place]), int(ours[row, place])
-    margin = float(scores[a] - scores[b])
-    if not case.options[number]["do_sample"] and abs(margin) < TIE:
-        return
-    raise MismatchError(
-        f"row {row} has {b} and not {a} at {place} of {width}, where their scores are {margin:.2g} apart"
-    )
+    found = first_difference(stock, ours, again.scores)
+    if case.options[number]["do_sample"] or found.margin > TIE:
+        raise MismatchError(found.text)
 
 
 def reason(error: Exception) -> str:
