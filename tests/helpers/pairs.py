@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,14 @@ def first_difference(stock: torch.Tensor, ours: torch.Tensor, scores: Sequence[t
     return Difference(
         f"{text}, where their scores are {margin:.2g} apart", margin, float(given[given.isfinite()].abs().max())
     )
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message; of an assertion without one, the line that failed."""
+    text = str(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = frames[-1].line or ""
+    return " ".join(text.split())[:400]
 
 
 def tokens_of(output: Any) -> torch.Tensor:

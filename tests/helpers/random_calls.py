@@ -6,6 +6,7 @@ Its outcome is 'same', 'refused: why', 'stock fails: why' or 'tie'; anything els
 
 from __future__ import annotations
 
+import argparse
 import copy
 import random
 import sys
@@ -23,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import pytest
 import torch
 import transformers
-from pairs import Pair, Recorder, first_difference, ids, same_cache, tokens_of
+from pairs import Pair, Recorder, first_difference, ids, one_line, same_cache, tokens_of
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -443,8 +444,7 @@ def outcome(case: Case) -> Outcome:
                 return Outcome("tie")
             compare(case, stock, ours)
         except AssertionError as error:
-            said = one_line(error) or "other type or shape"
-            raise MismatchError(f"call {number + 1} of {len(case.options)}: {said}") from error
+            raise MismatchError(f"call {number + 1} of {len(case.options)}: {one_line(error)}") from error
     stats = [stats for _, ours in pairs for stats in ours.hook.stats]
     return Outcome("same", sum(s.generated_tokens for s in stats), sum(s.steps for s in stats))
 
@@ -481,23 +481,26 @@ def reason(error: Exception) -> str:
     raise MismatchError(f"refused for a reason that is not known: {text}") from error
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+def run_cases(
+    numbers: Sequence[int], family: str | None = None, told: bool = False
+) -> tuple[Counter[str], list[str], float]:
+    """Outcomes, failures (a line each, which says how to repeat the case), and tokens per step.
 
-
-def run_cases(numbers: Sequence[int], told: bool = False) -> tuple[Counter[str], list[str], float]:
-    """Outcomes, failures (a line each, which says how to repeat the case), and tokens per step."""
+    With a `family`, the cases are made with models of this type and no other.
+    """
     outcomes, failures, tokens, steps = Counter[str](), list[str](), 0, 0
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setenv("LOOKAHEAD_CACHE", folder)
         warnings.simplefilter("ignore")
         for number in numbers:
-            case = random_case(number)
+            case, name = random_case(number), f"{number}"
+            if family is not None:
+                case.family, name = family, f"--family {family} {number}"
             try:
                 result = outcome(case)
             except MismatchError as error:
                 result = Outcome("MISMATCH")
-                failures.append(f"python tests/helpers/random_calls.py {number}  # {error} ({case})")
+                failures.append(f"python tests/helpers/random_calls.py {name}  # {error} ({case})")
             outcomes[result.name] += 1
             tokens, steps = tokens + result.tokens, steps + result.steps
             if told:
@@ -505,14 +508,18 @@ def run_cases(numbers: Sequence[int], told: bool = False) -> tuple[Counter[str],
     return outcomes, failures, tokens / max(1, steps)
 
 
-def main(asked: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make random calls of generate, stock and with the hook.")
+    parser.add_argument("cases", nargs="+", metavar="NUMBER[-NUMBER]", help="which ones")
+    parser.add_argument("--family", metavar="MODEL_TYPE", help="with a model of this type, whatever the case says")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     numbers: list[int] = []
-    for text in asked:
+    for text in options.cases:
         first, _, last = text.partition("-")
         numbers += range(int(first), int(last or first) + 1)
-    outcomes, failures, compression = run_cases(numbers, told=True)
+    outcomes, failures, compression = run_cases(numbers, options.family, told=True)
     for name, count in outcomes.most_common():
         print(f"{count:5d} {name}")
     print(f"{compression:.2f} tokens per step", *failures, sep="\n")
@@ -520,4 +527,4 @@ def main(asked: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from typing import Any
 import numpy
 import torch
 import transformers
-from pairs import Pair, Recorder, first_difference, same_cache, tokens_of
+from pairs import Pair, Recorder, first_difference, one_line, same_cache, tokens_of
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
@@ -144,10 +145,9 @@ class Twice:
         hook = self.hook()
         try:
             output = self.stock(model, *ours[0], **ours[1], custom_generate=hook)
-        except ValueError as error:
-            text = str(error)
-            return (CRASHED, f"more than one line: {one_line(error)}") if "\n" in text else (REFUSED, one_line(error))
         except Exception as error:
+            if is_refusal(error):
+                return REFUSED, one_line(error)
             return CRASHED, f"{type(error).__name__}: {one_line(error)}"
         try:
             if torch.equal(tokens_of(output), tokens_of(stock)):
@@ -159,7 +159,7 @@ class Twice:
             found = first_difference(tokens_of(stock), tokens_of(output), scores)
             return (TIE if found.margin <= CLOSEST * found.largest else DIFFERENT), found.text
         except Exception as error:
-            return DIFFERENT, f"{'' if isinstance(error, AssertionError) else type(error).__name__} {one_line(error)}"
+            return DIFFERENT, f"{type(error).__name__}: {one_line(error)}"
 
 
 def why_not(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -178,6 +178,13 @@ def why_not(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     except Exception:
         return ""  # stock will say what is wrong
     return "" if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) else str(mode)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether lookahead itself raised it, with a message of one line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(lookahead.__file__).parent in Path(last.filename).parents and (last.line or "").startswith("raise ")
+    return isinstance(error, ValueError) and ours and "\n" not in str(error)
 
 
 def copied(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,10 +236,6 @@ def cache_of(output: Any, given: Any) -> Any:
     """The cache that came back, or that was given to be filled."""
     returned = getattr(output, "past_key_values", None)
     return given.get("past_key_values") if returned is None else returned
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def pytest_configure(config: Any) -> None:

@@ -128,8 +128,10 @@ def spoil(name: str) -> Any:
             output.scores[2][0, 3] += 0.1
         elif name == "cache":
             output.past_key_values.layers[1].values[0, 0, 3] += 0.1
-        elif name == "crash":
+        elif name == "key":
             raise KeyError("mine")
+        elif name == "value":
+            raise ValueError("mine")
 
     return lambda: Changed(change)
 
@@ -142,9 +144,11 @@ def test_a_difference_is_found(llama: Any, prompt: dict[str, Any], name: str) ->
     assert call.detail
 
 
-def test_a_crash_is_none_of_the_tests(llama: Any, prompt: dict[str, Any]) -> None:
-    call = told(llama, **prompt, max_new_tokens=8, do_sample=False, hook=spoil("crash"))
-    assert (call.outcome, call.detail) == ("crashed", "KeyError: 'mine'")
+@pytest.mark.parametrize(("name", "detail"), [("key", "KeyError: 'mine'"), ("value", "ValueError: mine")])
+def test_a_crash_is_none_of_the_tests(llama: Any, prompt: dict[str, Any], name: str, detail: str) -> None:
+    """Only what lookahead raises is a refusal."""
+    call = told(llama, **prompt, max_new_tokens=8, do_sample=False, hook=spoil(name))
+    assert (call.outcome, call.detail) == ("crashed", detail)
 
 
 def test_refusals_and_calls_that_are_not_ours(llama: Any, prompt: dict[str, Any]) -> None:
