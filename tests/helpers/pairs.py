@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +100,59 @@ def run_both(
     ours = model.generate(**inputs, **kwargs, **made[1], custom_generate=hook)
     assert torch.equal(torch.get_rng_state(), after)
     return Pair(stock, ours, hook, *made)
+
+
+def same_cache(stock: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
+    """Equal in kind and length, and close in all slots that hold a token. `mask` [B, T] says which of all T slots do;
+    what stands in the others nobody sees."""
+    assert type(ours) is type(stock)
+    assert ours.get_seq_length() == stock.get_seq_length()
+    length = stock.get_seq_length()
+    for a, b in zip(stock.layers, ours.layers, strict=True):
+        assert type(a) is type(b)
+        assert a.get_seq_length() == b.get_seq_length()
+        for mine, theirs in ((b.keys, a.keys), (b.values, a.values)):
+            assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
+            held = min(length, mine.shape[2])
+            real = torch.ones(len(mine), held).bool() if mask is None else mask[:, :length][:, -held:].bool()
+            for row, slots in enumerate(real):
+                torch.testing.assert_close(mine[row, :, :held][:, slots], theirs[row, :, :held][:, slots], **CLOSE)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two texts part. `margin` is how far stock's scores of the two tokens are apart, `largest` any score."""
+
+    text: str
+    margin: float = math.inf
+    largest: float = 1.0
+
+
+def first_difference(stock: torch.Tensor, ours: torch.Tensor, scores: Sequence[torch.Tensor]) -> Difference:
+    """Of two texts [B, T] that are not equal; `scores` has stock's [B, V] for every token that was generated."""
+    width = min(stock.shape[1], ours.shape[1])
+    if len(stock) != len(ours) or torch.equal(stock[:, :width], ours[:, :width]):
+        return Difference(f"the shape is {list(ours.shape)} and not {list(stock.shape)}")
+    parted = stock[:, :width] != ours[:, :width]
+    place = int(parted.any(dim=0).nonzero()[0])
+    row = int(parted[:, place].nonzero()[0])
+    a, b, number = int(stock[row, place]), int(ours[row, place]), place - (stock.shape[1] - len(scores))
+    text = f"row {row} has {b} and not {a} at {place} of {width}"
+    if number < 0:
+        return Difference(f"{text}, in the prompt")
+    given = scores[number][row].float()
+    margin = float((given[a] - given[b]).abs())
+    return Difference(
+        f"{text}, where their scores are {margin:.2g} apart", margin, float(given[given.isfinite()].abs().max())
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message; of an assertion without one, the line that failed."""
+    text = str(error)
+    if not text and (frames := traceback.extract_tb(error.__traceback__)):
+        text = frames[-1].line or ""
+    return " ".join(text.split())[:400]
 
 
 def tokens_of(output: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import decoding, ids, output_of
+from pairs import decoding, ids, output_of, same_cache
 from transformers import DynamicCache, StaticCache
 
 TURN = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
@@ -19,25 +19,6 @@ LONG = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1, 5, 9, 2, 44, 17, 3, 30]
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
-
-
-def same_cache(stock: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
-    """Equal in kind and length, and close in all slots that hold a token. `mask` [B, T] says which of all T slots do;
-    what stands in the others nobody sees."""
-    assert type(ours) is type(stock)
-    assert ours.get_seq_length() == stock.get_seq_length()
-    length = stock.get_seq_length()
-    for a, b in zip(stock.layers, ours.layers, strict=True):
-        assert type(a) is type(b)
-        assert a.get_seq_length() == b.get_seq_length()
-        for mine, theirs in ((b.keys, a.keys), (b.values, a.values)):
-            assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
-            held = min(length, mine.shape[2])
-            real = torch.ones(len(mine), held).bool() if mask is None else mask[:, :length][:, -held:].bool()
-            for row, slots in enumerate(real):
-                torch.testing.assert_close(
-                    mine[row, :, :held][:, slots], theirs[row, :, :held][:, slots], rtol=1e-4, atol=1e-4
-                )
 
 
 def longer(mask: torch.Tensor, by: int) -> torch.Tensor:
