@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
@@ -45,8 +46,9 @@ def check_supported(model: Any) -> None:
         refuse("its attention is scaled by place in the cache, not by position")
     if getattr(config, "attention_type", None) == "block_sparse":
         refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
-    if kind == "csm":
-        refuse("its tokens are frames of several audio codes")
+    own_loop = getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None)
+    if isinstance(model, GenerationMixin) and own_loop:
+        refuse("it has a decoding loop of its own, as models of audio codes do")
     if kind == "git":
         refuse("its cache holds image tokens that stand nowhere in the prompt")
     others = sorted(kinds - KNOWN_LAYERS)
@@ -79,13 +81,19 @@ class PositionLimit:
     hard: bool = False
 
 
+def named_positions(config: Any) -> int | None:
+    """How many positions the config says that the model was made for. XLNet says -1, and means that there is no end."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    return limit if limit is None or limit > 0 else None
+
+
 def position_limit(config: Any) -> PositionLimit:
     """The limit of this config. A table of positions has an end; rotary positions have none, with two exceptions.
 
     Longrope and dynamic rotary factors depend on the furthest position of a pass, so one far guess would change all of
     its tokens. Within the original context the factors are constant, so that is the limit of such models.
     """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit = named_positions(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if getattr(config, "attn_temperature_tuning", False):
         return PositionLimit(scaled_from(config), "from there on attention is scaled by place in the cache", hard=True)
@@ -104,7 +112,7 @@ def position_limit(config: Any) -> PositionLimit:
 
 def context_length(config: Any) -> int | None:
     """The context: as many positions as the model was made for and can be decoded exactly on, if its config says."""
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit = named_positions(config)
     exact = position_limit(config).positions
     return limit if exact is None else exact
 

@@ -227,7 +227,7 @@ def cached(
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
         stored = json.loads(path.read_text())
-        if stored.get("hasty") and not hasty:
+        if stored["hasty"] and not hasty:
             raise ValueError("measured in haste")
         return StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
     except (OSError, ValueError, KeyError, TypeError):

@@ -17,8 +17,14 @@ PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "Sta
 """Layers of transformers' caches that hold keys and values as they are, neither quantised nor offloaded."""
 
 
+def of_decoder(cache: Any) -> Any:
+    """The cache of self-attention: a model that could also attend to an encoder has two caches in one."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
 def check(cache: Any, entries: int) -> None:
     """Refuse a cache whose layers do not hold plain keys and values of this many batch entries."""
+    cache = of_decoder(cache)
     if cache is None:
         return
     plain = {getattr(cache_utils, name) for name in PLAIN_LAYERS}
@@ -42,7 +48,7 @@ def entry_of(cache: Any, entry: int, mask: torch.Tensor) -> Layers:
     A sliding layer holds its last positions only.
     """
     layers = []
-    for layer in cache.layers:
+    for layer in of_decoder(cache).layers:
         held = min(mask.shape[0], layer.keys.shape[2])
         real = mask[-held:].to(layer.keys.device)
         layers.append((layer.keys[entry, :, :held][:, real], layer.values[entry, :, :held][:, real]))
@@ -66,6 +72,7 @@ def extend(
     is never attended to, so its K/V stay zero.
     """
     # 1. How many positions the cache will hold.
+    cache = of_decoder(cache)
     without_id = batch.mask.shape[1] - batch.input_ids.shape[1]
     total = without_id + ids.shape[1]
     for layer in cache.layers:

@@ -128,7 +128,7 @@ def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: M
 
 def take_back(cache: Any, length: int) -> None:
     """Cut a given cache to its first `length` tokens, where it can be cut: a refused call leaves it as it was."""
-    if cache is not None and all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers):
+    if cache is not None and all(type(layer).__name__ == "DynamicLayer" for layer in caches.of_decoder(cache).layers):
         cache.crop(length - int(cache.get_seq_length()))
 
 

@@ -91,7 +91,7 @@ def _timed(
             break
     said[how] = texts
     same = sum(map(list.__eq__, texts[1:], said["stock"][1:])) if more.get("do_sample") is False else None
-    record = {"first_s": round(seconds[0], 2), "tok_s": round(sum(counts[1:]) / sum(seconds[1:]), 1)}
+    record: dict[str, Any] = {"first_s": round(seconds[0], 2), "tok_s": round(sum(counts[1:]) / sum(seconds[1:]), 1)}
     record |= {"calls": len(seconds) - 1, "backend": ", ".join(sorted(backends)) or None, "same": same}
     if compressions:
         record["S"] = round(sum(compressions[1:]) / len(compressions[1:]), 2)
