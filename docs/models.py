@@ -29,6 +29,8 @@ import lookahead
 from lookahead.backends.support import check_supported
 
 PAGE = Path(__file__).parent / "models.md"
+HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
+"""Where the tiny models are that take pictures."""
 CONDITIONAL = "ForConditionalGeneration"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the names of the classes end; those of AutoModelForCausalLM under other names are causal, too."""
@@ -58,10 +60,13 @@ ARGUMENTS = {f"Qwen3OmniMoe{CONDITIONAL}": {"return_audio": False, "thinker_max_
 def with_images(name: str) -> tuple[Any, dict[str, Any]] | None:
     """A tiny model of this class and the inputs of a `generate` call with images in it; None where there are none.
 
-    Where a class has them and is exact on text, they are decoded, too, and its row says what came of it. So far no
-    class has them.
+    Where a class has them and is exact on text, they are decoded, too, and its row says what came of it.
     """
-    return None
+    sys.path.append(str(HELPERS))
+    from pictures import FAMILIES, PICTURES
+
+    known = {family.name + family.ending: key for key, family in reversed(FAMILIES.items())}
+    return PICTURES[known[name]]() if name in known else None
 
 
 def generative(name: str) -> bool:

@@ -37,6 +37,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
 from lookahead import LookaheadConfig
@@ -108,7 +109,7 @@ def tokenizer() -> Any:
 
 @cache
 def model_of(family: str, attention: str) -> Any:
-    model = tiny_model(family)
+    model = tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family, family))
     if attention != "usual":
         model.set_attn_implementation(attention)
     return model
@@ -511,7 +512,9 @@ def run_cases(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make random calls of generate, stock and with the hook.")
     parser.add_argument("cases", nargs="+", metavar="NUMBER[-NUMBER]", help="which ones")
-    parser.add_argument("--family", metavar="MODEL_TYPE", help="with a model of this type, whatever the case says")
+    parser.add_argument(
+        "--family", metavar="MODEL_TYPE", help="with a model of this type or class, whatever the case says"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
