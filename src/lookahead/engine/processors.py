@@ -70,17 +70,18 @@ class PathVerifier:
         self.rule, self.ids = rule, ids
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
-        self._entries = {sequence: entry for entry, sequence in enumerate(sequences)}
+        self.entries = {sequence: entry for entry, sequence in enumerate(sequences)}
         self._met = torch.zeros(len(sequences), dtype=torch.bool, device=ids.device)
 
     def __call__(self, results: Sequence[StepResult]) -> list[Verdict]:
         """Verify one step of the sequences that are still running."""
-        reached: Reached = {self._entries[result.request.sequence]: (result, 0) for result in results}
+        self._begin(results)
+        reached: Reached = {self.entries[result.request.sequence]: (result, 0) for result in results}
         verdicts = {entry: Verdict([], []) for entry in reached}
         while reached:
             # 1. The next token of every entry, chosen with the text before it.
             tokens = self._choose(reached)
-            self.ids = torch.cat([self.ids, torch.tensor(tokens, device=self.ids.device)[:, None]], dim=1)
+            self._append(tokens)
             # 2. Does an entry end here?
             ended = self._ended()
             guesses: dict[int, tuple[StepResult, int | None]] = {}
@@ -98,11 +99,21 @@ class PathVerifier:
                 break
             for entry, (_, node) in reached.items():
                 verdicts[entry].path.append(node)
+        self._end()
         return list(verdicts.values())
+
+    def _begin(self, results: Sequence[StepResult]) -> None:
+        """Called before a step is verified, and `_end` after it."""
+
+    def _end(self) -> None: ...
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Add one token per batch entry to the text."""
+        self.ids = torch.cat([self.ids, torch.tensor([tokens], device=self.ids.device).T], dim=1)
 
     def _choose(self, reached: Reached) -> list[int]:
         """Choose one token per batch entry. Entries that have ended get the padding."""
-        tokens = [self.rule.pad or 0] * len(self._entries)
+        tokens = [self.rule.pad or 0] * len(self.entries)
         if not self.rule.wants_logits:
             for entry, (result, node) in reached.items():
                 tokens[entry] = result.output.targets[result.input.tree.place(node)]

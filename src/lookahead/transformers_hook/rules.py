@@ -17,7 +17,8 @@ import transformers.generation.logits_process as processors
 import transformers.generation.stopping_criteria as criteria
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.engine.processors import Draw, PathVerifier, Rule, joint_draw, uniform_draw
+from lookahead.engine.processors import PathVerifier, Rule, joint_draw, uniform_draw
+from lookahead.transformers_hook import draws
 
 PER_ENTRY = (
     "ExponentialDecayLengthPenalty", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
@@ -36,7 +37,8 @@ class BatchRules:
 
     `rule` takes logits to tokens to the end. `together`: the entries move together. `plain`: the call asks for argmax
     targets, end tokens and a length limit only, so that the backend can choose the tokens and each sequence can end by
-    itself; then `rule` is not needed. `seed`: entry i draws from a generator seeded with `seed + i`.
+    itself; then `rule` is not needed. `by_scores`: the same but for draws from torch's generator, so that a tree's
+    targets can be drawn at once (`draws`). `seed`: entry i draws from a generator seeded with `seed + i`.
     """
 
     rule: Rule
@@ -46,6 +48,8 @@ class BatchRules:
     eos_ids: frozenset[int]
     pad: int
     seed: int | None
+    by_scores: bool = False
+    generator: torch.Generator | None = None
     _verifiers: list[PathVerifier] = field(default_factory=list)
 
     @classmethod
@@ -67,7 +71,7 @@ class BatchRules:
         usual = (criteria.EosTokenCriteria, criteria.MaxLengthCriteria)
         rule = Rule(
             processors=logits_processor if len(logits_processor) else None,
-            draw=multinomial(generator) if config.do_sample else None,
+            draw=draws.multinomial(generator) if config.do_sample else None,
             criteria=stopping_criteria,
             pad=int(pad) if has_eos and pad is not None else None,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
@@ -75,6 +79,14 @@ class BatchRules:
         )
         per_entry = {getattr(processors, name, None) for name in PER_ENTRY}
         plain = not rule.wants_logits and all(type(c) in usual for c in stopping_criteria)
+        by_scores = (
+            bool(config.do_sample)
+            and seed is None
+            and draws.by_scores(logits_processor)
+            and all(type(c) in usual for c in stopping_criteria)
+            and not (rule.keep_scores or rule.keep_logits)
+            and (rule.pad is not None or not has_eos)
+        )
         ends = [c.eos_token_id for c in stopping_criteria if type(c) is criteria.EosTokenCriteria]
         limits = [c.max_length for c in stopping_criteria if type(c) is criteria.MaxLengthCriteria]
         return cls(
@@ -89,9 +101,11 @@ class BatchRules:
             ),
             plain=plain,
             max_length=min(limits, default=config.max_length),
-            eos_ids=frozenset(int(i) for ids in ends for i in ids.flatten()) if plain else frozenset(),
+            eos_ids=frozenset(int(i) for ids in ends for i in ids.flatten()) if plain or by_scores else frozenset(),
             pad=0 if pad is None else int(pad),
             seed=seed if config.do_sample else None,
+            by_scores=by_scores,
+            generator=generator,
         )
 
     def verifiers(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> Sequence[PathVerifier | None]:
@@ -101,12 +115,15 @@ class BatchRules:
         """
         if self.plain and not self.together:
             return [None] * len(sequences)
+        if self.by_scores:
+            self._verifiers = [draws.TreeSampler(sequences, ids, self.rule, self.generator)]
+            return self._verifiers * len(sequences)
         rules = [self.rule] * len(sequences)
         if self.seed is not None:
             rules = [replace(self.rule, draw=uniform_draw(self.seed + entry)) for entry in range(len(sequences))]
         if self.together:
-            draws = [rule.draw for rule in rules if rule.draw is not None]
-            rule = self.rule if self.seed is None else replace(self.rule, draw=joint_draw(draws))
+            own = [rule.draw for rule in rules if rule.draw is not None]
+            rule = self.rule if self.seed is None else replace(self.rule, draw=joint_draw(own))
             self._verifiers = [PathVerifier(sequences, ids, rule)]
             return self._verifiers * len(sequences)
         for entry, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
@@ -132,8 +149,3 @@ class BatchRules:
             return tuple(parts[0])
         longest, nothing = max(map(len, parts)), torch.zeros_like(parts[0][0])
         return tuple(torch.cat([part[i] if i < len(part) else nothing for part in parts]) for i in range(longest))
-
-
-def multinomial(generator: torch.Generator | None) -> Draw:
-    """Draw as `generate` does, so that the same `torch.manual_seed` gives the same tokens."""
-    return lambda scores: torch.multinomial(scores.softmax(dim=-1), num_samples=1, generator=generator).squeeze(1)

@@ -55,7 +55,7 @@ class ModelFacts:
     state: tuple[Any, ...]
     probed: set[tuple[Any, ...]] = field(default_factory=set)
     memory: SharedMemory = field(default_factory=SharedMemory)
-    defaults: dict[str, LookaheadConfig] = field(default_factory=dict)
+    default: LookaheadConfig | None = None
     paces: dict[int, Pace] = field(default_factory=dict)
     graph: GraphBackend | None = None
     turn: RLock = field(default_factory=RLock)
@@ -142,7 +142,8 @@ class Run:
         """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
         if self.model.training:
             raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
-        check_graph(self.model)
+        if self.facts.graph is None:
+            check_graph(self.model)
         # What becomes the model's parameters must be fit for training, too.
         with self.facts.turn, torch.inference_mode(False):
             kept = self.facts.graph
@@ -253,10 +254,13 @@ class Run:
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
     def _default(self) -> LookaheadConfig:
-        defaults, kind = self.facts.defaults, type(self.backend).__name__
-        if kind not in defaults:
-            defaults[kind] = cost.fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
-        return defaults[kind]
+        """The config where none was given. A captured step of the whole budget costs little more than one of a token,
+        so it is measured on the eager backend alone."""
+        if isinstance(self.backend, GraphBackend):
+            return LookaheadConfig(shared=True)
+        if self.facts.default is None:
+            self.facts.default = cost.fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
+        return self.facts.default
 
     @property
     def used(self) -> str:
