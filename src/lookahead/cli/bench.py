@@ -30,6 +30,7 @@ GPU_PRESETS = {
     "gpu-context": "A step by context, and memory, on a CUDA GPU",
     "gpu-attention": "The attention kernel against SDPA",
     "gpu-hook": "model.generate with and without the hook: first call, later calls",
+    "gpu-eager": "the same on the eager backend",
     "gpu-exact": "fp32 tokens on a CUDA GPU against transformers",
     "gpu-report": "The page of what the others left in --out",
 }

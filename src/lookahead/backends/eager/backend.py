@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lookahead.algorithm.sampling import pick, top_tokens
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
@@ -23,6 +25,9 @@ from lookahead.backends.support import (
     sliding_windows,
 )
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""What torch's attention may use on CUDA. cuDNN's takes tens of milliseconds to plan a shape that it has not seen, and
+with a mask every step has another one."""
 PREFILL_CHUNK = 1024
 """The most prompt tokens per forward pass. It keeps the mask of a long prompt small."""
 
@@ -192,14 +197,15 @@ class EagerBackend:
         kwargs = {name: self._per_token(value, tokens.shape) for name, value in self._arguments.items()}
         if self._selects_logits:
             kwargs["logits_to_keep"] = torch.tensor(places, device=self.device)
-        output = self.model(
-            input_ids=torch.from_numpy(tokens).to(self.device),
-            position_ids=torch.from_numpy(self._shifted(positions, items)).to(self.device),
-            attention_mask=self._masks(positions, seen, lengths, start),
-            past_key_values=cache,
-            use_cache=True,
-            **kwargs,
-        )
+        with sdpa_kernel(KERNELS) if self.device.type == "cuda" else nullcontext():
+            output = self.model(
+                input_ids=torch.from_numpy(tokens).to(self.device),
+                position_ids=torch.from_numpy(self._shifted(positions, items)).to(self.device),
+                attention_mask=self._masks(positions, seen, lengths, start),
+                past_key_values=cache,
+                use_cache=True,
+                **kwargs,
+            )
         logits: torch.Tensor = output.logits
         return logits if self._selects_logits else logits[:, places]
 

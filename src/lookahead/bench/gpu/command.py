@@ -20,7 +20,7 @@ import torch
 
 from lookahead.bench.gpu import page, parts
 from lookahead.bench.gpu.bench import GpuBench, GpuOptions
-from lookahead.bench.gpu.hook import hook
+from lookahead.bench.gpu.hook import eager, hook
 
 
 def attention(bench: GpuBench) -> None:
@@ -33,7 +33,17 @@ def attention(bench: GpuBench) -> None:
 
 PARTS: dict[str, Callable[[GpuBench], None]] = {
     part.__name__: part
-    for part in (parts.step, parts.speed, parts.baselines, parts.batch, parts.context, hook, attention, parts.exact)
+    for part in (
+        parts.step,
+        parts.speed,
+        parts.baselines,
+        parts.batch,
+        parts.context,
+        hook,
+        eager,
+        attention,
+        parts.exact,
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""The part `hook`: `model.generate` as a user calls it, with and without `custom_generate=lookahead.decoding()`."""
+"""The parts `hook` and `eager`: `model.generate` as a user calls it, stock and with `lookahead.decoding()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ ROOM = 128
 
 
 def hook(bench: GpuBench) -> None:
-    """`model.generate` stock, static + compiled, and hooked: the first call, and later calls."""
+    """`model.generate` stock, hooked, and static + compiled: the first call, and later calls."""
+    _calls(bench, {"stock": None, "hook": "auto", "static + compile": None})
+
+
+def eager(bench: GpuBench) -> None:
+    """`model.generate` stock, and hooked on the eager backend, which runs the models that the other cannot."""
+    _calls(bench, {"stock": None, "hook, eager": "eager"})
+
+
+def _calls(bench: GpuBench, ways: dict[str, str | None]) -> None:
+    """`ways`: what each is called, and the hook's backend if it has one."""
     prompts, tokens = bench.prompts["mt-bench"], bench.options.max_tokens
     calls: dict[str, tuple[list[list[list[int]]], dict[str, Any]]] = {
         "greedy": ([[prompt] for prompt in prompts], {"do_sample": False}),
@@ -30,19 +40,18 @@ def hook(bench: GpuBench) -> None:
         for call, (batches, more) in calls.items():
             longest = max(len(prompt) for batch in batches for prompt in batch) + tokens
             said: dict[str, list[Any]] = {}
-            ways: dict[str, Callable[[], dict[str, Any]]] = {
-                "stock": dict,
-                "hook": lambda: {"custom_generate": decoding()},
-                "hook, eager": lambda: {"custom_generate": decoding(backend="eager")},
-                "static + compile": _static(bench.large, longest + ROOM),
-            }
-            for how, options in ways.items():
+            for how, backend in ways.items():
+                options = _static(bench.large, longest + ROOM) if how.startswith("static") else _hooked(backend)
                 try:
                     bench.add({"call": call, "how": how, **_timed(bench, batches, tokens, more, options, said, how)})
                 except Exception as error:  # one that fails leaves a record, and the others run
                     bench.add({"call": call, "how": how, "error": f"{type(error).__name__}: {str(error)[:300]}"})
             _compare([record for record in bench.records if record["call"] == call])
     bench.save()
+
+
+def _hooked(backend: str | None) -> Callable[[], dict[str, Any]]:
+    return lambda: {} if backend is None else {"custom_generate": decoding(backend=backend)}
 
 
 def _static(model: Any, longest: int) -> Callable[[], dict[str, Any]]:

@@ -50,6 +50,11 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
         "`custom_generate=lookahead.decoding()`. first: seconds of the first call. tok/s: of all later calls. same: "
         "texts equal to stock's; in half precision rounding alone makes them differ.",
     ),
+    "eager": (
+        "The hook on the eager backend",
+        "call how backend first_s tok_s over_stock S same error",
+        "For models that the graph backend does not run; here with the same model, to compare.",
+    ),
     "attention": (
         "Attention",
         "heads kv_heads dim K context invariant us sdpa_us speedup of_copy_bandwidth",
