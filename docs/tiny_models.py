@@ -40,7 +40,7 @@ SIZES = {
     "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_head_dim mamba_d_head mamba_headdim "
     "mamba_chunk_size chunk_size time_step_rank mamba_dt_rank cross_head_dim": 8,
     "sliding_window window_size attention_window_size sliding_window_size attention_chunk_size local_attention "
-    "floor_scale keep_window_size index_topk": WINDOW,
+    "keep_window_size index_topk": WINDOW,
     "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
     "num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads index_n_heads indexer_n_heads "
     "linear_num_key_heads linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads "

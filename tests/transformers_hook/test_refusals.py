@@ -25,8 +25,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "assistant_early_exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
     "use_mtp": ({"use_mtp": True}, "use_mtp=True"),
     "use_cache": ({"use_cache": False}, "use_cache=False"),
-    "output_attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
-    "output_hidden_states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
     "cache_implementation": ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     "cache_implementation, static": ({"cache_implementation": "offloaded_static"}, "cache_implementation='offloaded_s"),
     "synced_gpus": ({"synced_gpus": True}, "synced_gpus=True"),

@@ -103,7 +103,7 @@ class Engine:
                 if request.finished is not None:
                     request.finished(request)
                 self.cancel(request.id)
-            events.append(Event(request, verdict.tokens, verdict.finish_reason))
+            events.append(Event(request, verdict.tokens, verdict.finish_reason, verdict.path))
         self._spent = results
         return events
 

@@ -46,8 +46,11 @@ verifier, which is called once with all their results."""
 
 @dataclass(slots=True)
 class Event:
-    """What a step gave one request: the accepted tokens. `finish_reason` is None while the request continues."""
+    """What a step gave one request: the accepted tokens, and the nodes of the accepted guesses.
+
+    `finish_reason` is None while the request continues."""
 
     request: Request
     tokens: list[int]
     finish_reason: str | None
+    path: Sequence[int] = ()

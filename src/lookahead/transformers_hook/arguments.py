@@ -45,9 +45,6 @@ def refuse_unsupported(config: Any, dropped: Dropped) -> None:
             "lookahead decoding needs the K/V cache, and use_cache=False was given or stands in the config; "
             "pass use_cache=True"
         )
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name}=True: a step of many tokens has no such output per token; leave it out")
     if config.cache_implementation not in CACHES:
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} is not supported with lookahead decoding, which "

@@ -15,6 +15,7 @@ from lookahead.backends.choose import check_name
 from lookahead.backends.support import check_supported
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.stats import Stats
+from lookahead.transformers_hook import watch
 from lookahead.transformers_hook.arguments import refuse_unsupported
 from lookahead.transformers_hook.dropped import Dropped, recover_dropped, warn_if_dropped
 from lookahead.transformers_hook.rules import BatchRules
@@ -119,7 +120,7 @@ class Decoding:
             run = Run(model, input_ids, generation_config, model_kwargs, self.backend)
             rules = BatchRules.of(
                 logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
-                streaming=streamer is not None,
+                in_step=streamer is not None or bool(watch.asked(generation_config)),
             )  # fmt: skip
             output = run.decode(self.config, rules, streamer)
             self.stats, self.used = [sequence.stats for sequence in run.sequences], run.used

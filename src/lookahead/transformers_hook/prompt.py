@@ -57,7 +57,8 @@ class Start:
     `logits` [B, V] choose the first token. `batch` has all positions that the cache holds. `offsets` has, per entry and
     axis of positions, how far a token's position is from its place among the entry's tokens; `told` says whether the
     model's preparation named them, or left it to the model to find them. `arguments` go into every further pass (see
-    `EagerBackend`). `ids` and `kwargs` are what `generate` would go on with.
+    `EagerBackend`). `ids` and `kwargs` are what `generate` would go on with, and `output` is what the pass
+    returned.
     """
 
     logits: torch.Tensor
@@ -68,6 +69,7 @@ class Start:
     arguments: dict[str, Any]
     ids: torch.Tensor
     kwargs: dict[str, Any]
+    output: Any
 
     @property
     def plain(self) -> bool:
@@ -120,7 +122,7 @@ def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: M
     kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
     try:
-        return _start(model, input_ids, logits, kwargs)
+        return _start(model, input_ids, logits, kwargs, outputs)
     except ValueError:
         take_back(given, past)
         raise
@@ -132,13 +134,14 @@ def take_back(cache: Any, length: int) -> None:
         cache.crop(length - int(cache.get_seq_length()))
 
 
-def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any]) -> Start:
+def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any], output: Any) -> Start:
     # 1. The cache that the prompt left.
     cache = kwargs.get("past_key_values")
-    if cache is None:
-        raise UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: it returns no K/V cache")
-    caches.check(cache, len(input_ids))
-    length = int(cache.get_seq_length())
+    if cache is not None:
+        caches.check(cache, len(input_ids))
+    length = 0 if cache is None else int(cache.get_seq_length())
+    if not length:
+        raise _refusal(model, "it returns no K/V cache")
     # 2. What the model would pass on with the first new token.
     ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
@@ -156,7 +159,7 @@ def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: di
     positions = positions.cpu().reshape(-1 if positions.dim() == 3 else 1, positions.shape[-2])
     places = mask.sum(dim=-1).cpu()
     offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - places).T.tolist()]
-    return Start(logits, batch, cache, offsets, told, _arguments_of(inputs), input_ids, kwargs)
+    return Start(logits, batch, cache, offsets, told, _arguments_of(inputs), input_ids, kwargs, output)
 
 
 def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], entries: int, length: int) -> Any:
@@ -214,9 +217,14 @@ def probe_start(backend: EagerBackend, start: Start) -> None:
     """
     model = backend.model
     root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)[:4]
-    check_training(model, lambda: _own_logits(model, start, [root])[0])
-    straight = _own_logits(model, start, [root, child, grandchild])
-    own = [straight[0], _own_logits(model, start, [root, decoy])[1], *straight[1:]]
+    try:
+        check_training(model, lambda: _own_logits(model, start, [root])[0])
+        straight = _own_logits(model, start, [root, child, grandchild])
+        own = [straight[0], _own_logits(model, start, [root, decoy])[1], *straight[1:]]
+    except UnsupportedModelError:
+        raise
+    except FAILURES as error:
+        raise _refusal(model, f"its own pass over a new token fails ({first_line(error)})") from error
     try:
         ours = _tree_logits(backend, start, (), forked([root, decoy, child, grandchild]))
     except FAILURES as error:

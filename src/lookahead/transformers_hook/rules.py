@@ -61,9 +61,12 @@ class BatchRules:
         entries: int,
         generator: torch.Generator | None,
         seed: int | None,
-        streaming: bool,
+        in_step: bool,
     ) -> BatchRules:
-        """The rules of a call. `config` is its GenerationConfig; `generate` made processors and criteria from it."""
+        """The rules of a call. `config` is its GenerationConfig; `generate` made processors and criteria from it.
+
+        `in_step`: the entries must move together whatever the processors are, as for a streamer.
+        """
         if generator is not None and seed is not None:
             raise ValueError(f"seed={seed} and a generator are two sources to draw from; leave one of them out")
         has_eos = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
@@ -93,7 +96,7 @@ class BatchRules:
             rule=rule,
             together=entries > 1
             and (
-                streaming
+                in_step
                 or (rule.draw is not None and seed is None)
                 or not all(type(p) in per_entry for p in logits_processor)
                 or not all(type(c) in (*usual, criteria.StopStringCriteria) for c in stopping_criteria)

@@ -37,7 +37,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.loading import step_cost as cost
-from lookahead.transformers_hook import caches
+from lookahead.transformers_hook import caches, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, probe_start, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
@@ -123,8 +123,11 @@ class Run:
         self.cache = model_kwargs.get("past_key_values")
         caches.check(self.cache, len(input_ids))
         check_adapters(model, len(input_ids))
+        self.watched = watch.asked(generation_config)
+        watch.check(model, self.watched)
         self.facts = self._facts()
         self.sequences: list[DecodingSequence] = []
+        self.watch: watch.Watch | None = None
         self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
         self._left: dict[DecodingSequence, Layers] = {}
         self._begin = perf_counter()
@@ -165,7 +168,7 @@ class Run:
         with _finding_out:
             if form not in self.facts.probed:
                 if usual:
-                    probe(EagerBackend(self.model, probed=False))
+                    probe(EagerBackend(self.model, probed=False, shapes=shapes))
                 else:
                     probe_start(backend, start)
                 self.facts.probed.add(form)
@@ -207,6 +210,8 @@ class Run:
             take_back(self.kwargs.get("past_key_values"), past)
             raise
         self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
+        if self.watched and isinstance(backend, EagerBackend):
+            self.watch = watch.Watch(backend, start.batch, start.output, self.watched)
         return self._decode(backend, start.logits, config, rules, streamer)
 
     def _decode(
@@ -236,7 +241,10 @@ class Run:
                 self._stream(streamer, engine.settle(self._roots(requests, first), commit=False), rules)
             # 2. Step until all have ended.
             while engine.running:
-                self._stream(streamer, engine.step(), rules)
+                events = engine.step()
+                self._stream(streamer, events, rules)
+                if self.watch is not None:
+                    self.watch.collect(events, [self.sequences.index(event.request.sequence) for event in events])
         finally:
             for id in engine.running:
                 engine.cancel(id)
@@ -251,6 +259,8 @@ class Run:
         kept: dict[str, Any] = {
             name: rules.kept(name) for name in ("scores", "logits") if getattr(self.wants, f"output_{name}")
         }
+        if self.watch is not None:
+            kept |= {name: tuple(parts) for name, parts in self.watch.kept.items()}
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
     def _default(self) -> LookaheadConfig:
@@ -287,14 +297,14 @@ class Run:
             return limit
         further = max((max(offset, default=0) for offset in self._offsets), default=0)
         most, longest = limit.positions - max(0, further), max(lengths)  # positions may run ahead of places
-        if longest > most:
-            raise ValueError(
-                f"the prompt has {longest} tokens and the model's context holds {most}; shorten the prompt"
-            )
         if limit.hard and longest + room - 1 > most:
             raise ValueError(
                 f"model type {self.model.config.model_type!r} can be decoded exactly up to {most} "
                 f"positions ({limit.reason}), and {longest + room - 1} are asked for; lower max_new_tokens"
+            )
+        if longest > most:
+            raise ValueError(
+                f"the prompt has {longest} tokens and the model's context holds {most}; shorten the prompt"
             )
         return replace(limit, positions=most)
 

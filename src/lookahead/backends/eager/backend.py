@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,27 @@ PREFILL_CHUNK = 1024
 """The most prompt tokens per forward pass. It keeps the mask of a long prompt small."""
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that was started: its slots, and for each forward pass its inputs, its logits [B, R, V] and the R places
+    of these."""
+
+    slots: list[int]
+    passes: list[tuple[list[StepInput], torch.Tensor, list[int]]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One input's part of a pass: the model's output, the input's batch entry, its trail's length, its prefix's
+    length, and where in a lane the pass wrote its K/V."""
+
+    output: Any
+    row: int
+    trail: int
+    length: int
+    start: int
+
+
 class EagerBackend:
     """Runs the model's own forward pass over a K/V buffer that is never copied.
 
@@ -52,7 +74,8 @@ class EagerBackend:
         """`shapes` are `layer_shapes(model)`, if the caller has them already. `probed=False` leaves out the probe.
 
         `arguments` are passed to every forward pass, besides our own. A 0-dimensional tensor among them stands for a
-        tensor [B, T] that holds this value for every token.
+        tensor [B, T] that holds this value for every token. If they ask for hidden states or attention weights,
+        `outputs` has each slot's part of the last pass.
         """
         check_supported(model)
         self.model = model
@@ -64,6 +87,8 @@ class EagerBackend:
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows, self._chunks = sliding_windows(config), chunks(config)
         self._arguments = dict(arguments or {})
+        self._keeps_outputs = any(self._arguments.get(f"output_{name}") for name in ("hidden_states", "attentions"))
+        self.outputs: dict[int, Seen] = {}
         self._buffer = KVBuffer(shapes or layer_shapes(model))
         self._lane: dict[int, int] = {}
         self._length: dict[int, int] = {}
@@ -102,18 +127,18 @@ class EagerBackend:
         """Nothing is captured here, so nothing has to be prepared."""
 
     @torch.inference_mode()
-    def launch(self, inputs: Sequence[StepInput]) -> list[tuple[StepInput, torch.Tensor, list[int]]]:
+    def launch(self, inputs: Sequence[StepInput]) -> Launched:
         for item in inputs:
             self._prefill(item)
-        launched = {}
-        for batch in self._neighbours(inputs):
-            logits, places = self._forward(batch)
-            launched.update({item.slot: (item, logits[i], places) for i, item in enumerate(batch)})
-        return [launched[item.slot] for item in inputs]
+        passes = [(batch, *self._forward(batch)) for batch in self._neighbours(inputs)]
+        return Launched([item.slot for item in inputs], passes)
 
     @torch.inference_mode()
-    def collect(self, launched: list[tuple[StepInput, torch.Tensor, list[int]]]) -> list[StepOutput]:
-        return [self._read(item, logits, places) for item, logits, places in launched]
+    def collect(self, launched: Launched) -> list[StepOutput]:
+        outputs: dict[int, StepOutput] = {}
+        for batch, logits, places in launched.passes:
+            outputs.update(self._read(batch, logits, places))
+        return [outputs[slot] for slot in launched.slots]
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
@@ -179,7 +204,12 @@ class EagerBackend:
             needed.update(tree.needed)
             self._last[item.slot] = start, len(item.trail), length
         places = sorted(needed)
-        return self._run(tokens, positions, seen, items, lengths, first, start, places), places
+        output = self._run(tokens, positions, seen, items, lengths, first, start, places)
+        if self._keeps_outputs:
+            pairs = enumerate(zip(items, lengths, strict=True))
+            self.outputs |= {item.slot: Seen(output, i, len(item.trail), n, start) for i, (item, n) in pairs}
+        logits: torch.Tensor = output.logits
+        return logits if self._selects_logits else logits[:, places], places
 
     def _run(
         self,
@@ -191,14 +221,17 @@ class EagerBackend:
         first: int,
         start: int,
         places: list[int],
-    ) -> torch.Tensor:
-        """tokens, positions [B, T], seen [B, T, T] -> logits [B, len(places), V]. K/V are written from `start` on."""
+    ) -> Any:
+        """tokens, positions [B, T], seen [B, T, T] -> the model's output, with logits at these places at least.
+
+        K/V are written from `start` on.
+        """
         cache = StepCache(self._buffer, first, len(tokens), start)
         kwargs = {name: self._per_token(value, tokens.shape) for name, value in self._arguments.items()}
         if self._selects_logits:
             kwargs["logits_to_keep"] = torch.tensor(places, device=self.device)
         with sdpa_kernel(KERNELS) if self.device.type == "cuda" else nullcontext():
-            output = self.model(
+            return self.model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
                 position_ids=torch.from_numpy(self._shifted(positions, items)).to(self.device),
                 attention_mask=self._masks(positions, seen, lengths, start),
@@ -206,8 +239,6 @@ class EagerBackend:
                 use_cache=True,
                 **kwargs,
             )
-        logits: torch.Tensor = output.logits
-        return logits if self._selects_logits else logits[:, places]
 
     def _per_token(self, value: Any, shape: tuple[int, ...]) -> Any:
         """An argument for a pass of this shape [B, T]: a value for every token becomes a tensor of that shape."""
@@ -262,15 +293,29 @@ class EagerBackend:
             return np.asarray(own // chunk == other // chunk)
         return None
 
-    def _read(self, item: StepInput, logits: torch.Tensor, places: list[int]) -> StepOutput:
-        """[len(places), V] logits of one input -> its targets and top tokens, in one copy to the host."""
-        needed = [len(item.trail) + node for node in item.tree.needed]
-        if needed != places:
-            row = {place: i for i, place in enumerate(places)}
-            logits = logits[[row[place] for place in needed]]
-        columns = [pick(logits, item.sampling, item.uniforms)[:, None].to(torch.int32)]
-        if item.top:
-            columns.append(top_tokens(logits, item.top))
-        packed = torch.cat(columns, dim=1).cpu().numpy()
-        top = packed[:, 1:] if item.top else None
-        return StepOutput(packed[:, 0].tolist(), top, logits if item.logits else None)
+    def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, places: list[int]) -> dict[int, StepOutput]:
+        """[B, len(places), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
+        row = {place: i for i, place in enumerate(places)}
+        rows = [[row[len(item.trail) + node] for node in item.tree.needed] for item in batch]
+        own = [logits[i] if needed == list(range(len(places))) else logits[i][needed] for i, needed in enumerate(rows)]
+        top = min(max(item.top for item in batch), self.vocab_size)
+        if all(item.sampling.greedy for item in batch):
+            targets = torch.cat(own).argmax(dim=-1)
+        else:
+            targets = torch.cat([pick(o, item.sampling, item.uniforms) for o, item in zip(own, batch, strict=True)])
+        columns = [targets[:, None].to(torch.int32), *([top_tokens(torch.cat(own), top)] if top else [])]
+        packed = np.split(torch.cat(columns, dim=1).cpu().numpy(), np.cumsum([len(needed) for needed in rows])[:-1])
+        return {
+            item.slot: StepOutput(
+                part[:, 0].tolist(),
+                best(part[:, 1:], min(item.top, top)) if item.top else None,
+                own_logits if item.logits else None,
+            )
+            for item, part, own_logits in zip(batch, packed, own, strict=True)
+        }
+
+
+def best(top: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """Top tokens and their levels [R, 2 n] -> those of the `count` best."""
+    most = top.shape[1] // 2
+    return top if count == most else top[:, [*range(count), *range(most, most + count)]]
