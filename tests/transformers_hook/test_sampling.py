@@ -8,6 +8,8 @@ import pytest
 import torch
 from pairs import decoding, output_of
 
+from lookahead.transformers_hook import draws
+
 MANY = 16
 WARPERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.3},
@@ -33,6 +35,31 @@ def test_warper(both: Any, llama: Any, inputs: dict[str, Any], warper: str) -> N
         assert pair.compression > 1 or len(inputs["input_ids"]) > 1
     else:
         assert kept.isneginf().any()
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+def test_a_whole_tree_is_drawn_at_once(
+    both: Any, llama: Any, inputs: dict[str, Any], warper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is kept, the processors see a step's nodes together, and each position's draw is stock's."""
+    drawn = []
+    draw = draws.TreeSampler._draw
+    monkeypatch.setattr(draws.TreeSampler, "_draw", lambda self: drawn.append(1) or draw(self))
+    options = {"max_new_tokens": MANY, "do_sample": True, "top_k": 0, "pad_token_id": 0, **WARPERS[warper]}
+    for seed in range(3):
+        pair = both(llama, inputs, eos_token_id=[3, 9, 27], seed=seed, **options).same()
+    assert drawn
+    assert pair.hook.stats[0].generated_tokens <= MANY
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4, 50])
+def test_draws_at_any_depths(
+    both: Any, counting: Any, count_up: dict[str, Any], levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long blocks need several draws; the tokens and the generator's state do not depend on how they are cut."""
+    monkeypatch.setattr(draws, "LEVELS", levels)
+    pair = both(counting, count_up, max_new_tokens=30, do_sample=True, temperature=0.5, seed=3).same()
+    assert pair.compression > 4
 
 
 def test_seeds(both: Any, llama: Any, inputs: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Drawing for all nodes of a tree at once what `generate` would draw for one token after the other.
 
 `torch.multinomial` of one sample divides the probabilities by exponential noise and takes the largest. The noise of an
-output position depends on the generator alone, not on the text. So the noise of all positions that a tree reaches is
-drawn first, every node's target follows from its own probabilities and its position's noise, and at the end the
-generator is set to where it would stand after the accepted tokens. A step then waits for the device once, not once per
-token. It is for processors that look at the scores alone; see `engine.processors` for the others.
+output position depends on the generator alone, not on the text. So the noise of several positions is drawn first, every
+node's target follows from its own probabilities and its position's noise, and at the end the generator is set to where
+it would stand after the accepted tokens. A step then waits for the device once or twice, not once per token. It is for
+processors that look at the scores alone; see `engine.processors` for the others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ BY_SCORES = (
     "TopPLogitsWarper", "TypicalLogitsWarper",
 )  # fmt: skip
 """transformers' processors that look at each row of scores by itself, and neither at the text nor at its length."""
+LEVELS = 4
+"""Depths of a tree whose targets are drawn at once."""
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -48,7 +50,8 @@ def generator_of(device: torch.device) -> torch.Generator:
 class TreeSampler(PathVerifier):
     """Verifies sampled sequences that move together, with `rule.processors` that look at the scores alone.
 
-    Sequences end by their own stop rules; `rule.criteria` is not asked.
+    Targets are drawn for `LEVELS` depths of the trees at a time: most steps are decided there. Sequences end by their
+    own stop rules; `rule.criteria` is not asked.
     """
 
     def __init__(
@@ -60,42 +63,52 @@ class TreeSampler(PathVerifier):
     ) -> None:
         super().__init__(sequences, ids, rule)
         self.generator = generator or generator_of(ids.device)
-        self._targets: dict[int, dict[int, int]] = {}  # entry -> node -> target
+        self._results: Sequence[StepResult] = ()
+        self._targets: dict[tuple[int, int], int] = {}  # by entry and node
         self._states: list[torch.Tensor] = []  # the generator's, before each position's draw
         self._columns: list[list[int]] = []
 
-    @torch.no_grad()
     def _begin(self, results: Sequence[StepResult]) -> None:
-        # 1. The rows that matter: the root and the guesses of every entry, with their depths.
-        nodes, depths, rows = list[tuple[int, int]](), list[int](), list[torch.Tensor]()
-        for result in results:
+        self._results, self._targets, self._states, self._columns = results, {}, [], []
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        """Draw the targets of the next depths of every tree."""
+        # 1. The nodes of these depths: the root, or guesses. Their logits' rows are the last ones of a tree's.
+        first = len(self._states)
+        nodes, rows, places, count = list[tuple[int, int]](), list[int](), list[int](), 0
+        for result in self._results:
             tree, entry = result.input.tree, self.entries[result.request.sequence]
-            nodes += [(entry, 0), *((entry, guess) for guess in range(tree.branch, len(tree)))]
-            depths += [0, *tree.depths[tree.branch :]]
-            logits = result.output.logits
-            rows += [logits[:1], logits[len(logits) - (len(tree) - tree.branch) :]]
-        logits = torch.cat(rows).to(device=self.ids.device, dtype=torch.float32)
-        ids = self.ids[:1].expand(len(nodes), -1)
-        scores = logits if self.rule.processors is None else self.rule.processors(ids, logits)
-        # 2. The noise of every position that the trees reach, as `torch.multinomial` would draw it.
-        noise, self._states = [], []
-        for _ in range(1 + max(depths)):
+            for node in (0, *range(tree.branch, len(tree))):
+                depth = tree.depths[node]
+                if first <= depth < first + LEVELS:
+                    nodes.append((entry, node))
+                    rows.append(count + tree.place(node))
+                    places.append((depth - first) * len(self.entries) + entry)
+            count += len(result.output.logits)
+        # 2. The noise of their positions, as `torch.multinomial` would draw it.
+        parts = [result.output.logits for result in self._results]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        at = torch.tensor([rows, places], device=logits.device)
+        shape = len(self.entries), logits.shape[-1]
+        noise = torch.empty(1 + max(places) // len(self.entries), *shape, device=self.ids.device)
+        for part in noise:
             self._states.append(self.generator.get_state())
-            drawn = logits.new_empty(len(self.entries), logits.shape[-1])
-            noise.append(drawn.exponential_(1, generator=self.generator))
+            part.exponential_(1, generator=self.generator)
         # 3. Every node's target.
-        at = torch.tensor([(depth, entry) for (entry, _), depth in zip(nodes, depths, strict=True)])
-        own = torch.stack(noise)[at[:, 0].to(logits.device), at[:, 1].to(logits.device)]
+        scores = logits[at[0]].to(device=self.ids.device, dtype=torch.float32)
+        if self.rule.processors is not None:
+            scores = self.rule.processors(self.ids[:1].expand(len(nodes), -1), scores)
+        own = noise.flatten(0, 1)[at[1].to(self.ids.device)]
         targets = (scores.softmax(dim=-1) / own).argmax(dim=-1).tolist()
-        self._targets = {entry: {} for entry, _ in nodes}
-        for (entry, node), target in zip(nodes, targets, strict=True):
-            self._targets[entry][node] = target
-        self._columns = []
+        self._targets |= dict(zip(nodes, targets, strict=True))
 
     def _choose(self, reached: Reached) -> list[int]:
+        if len(self._columns) == len(self._states):  # all have come to this depth
+            self._draw()
         tokens = [self.rule.pad or 0] * len(self.entries)
         for entry, (_, node) in reached.items():
-            tokens[entry] = self._targets[entry][node]
+            tokens[entry] = self._targets[entry, node]
         return tokens
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -109,3 +122,4 @@ class TreeSampler(PathVerifier):
         if len(self._columns) < len(self._states):
             self.generator.set_state(self._states[len(self._columns)])
         self.ids = torch.cat([self.ids, torch.tensor(self._columns, device=self.ids.device).T], dim=1)
+        self._results = ()
