@@ -47,7 +47,8 @@ def test_load_measures_the_cost_of_a_step_once(
     measured = []
     measure = cost.measure
 
-    def counted(backend: Any) -> cost.StepCost:
+    def counted(backend: Any, hasty: bool) -> cost.StepCost:
+        assert not hasty
         measured.append(backend)
         return measure(backend, (1, 2, 8))
 
@@ -315,6 +316,7 @@ def test_the_prompt_does_not_match_a_stop_string(lm: LookaheadModel) -> None:
     assert lm.generate("the fox", max_tokens=4, stop=["the fox", "x"]).finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_eos_at_every_offset_of_a_block(
     make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig, plain: Plain
 ) -> None:

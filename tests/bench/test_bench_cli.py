@@ -186,6 +186,7 @@ def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path
     assert "paper" in result.stdout.lower() or name == "speed"
 
 
+@pytest.mark.slow
 def test_the_scaling_law_is_that_of_tune(run: Callable[..., Any], data_dir: Path) -> None:
     where = ("--quick", "--data-dir", str(data_dir), "--sets", "humaneval", "--limit", "2", "--max-tokens", "40")
     result = run("--preset", "scaling-law", "--json", *where)
@@ -202,6 +203,7 @@ def test_the_scaling_law_is_that_of_tune(run: Callable[..., Any], data_dir: Path
         assert [float(row[column]) for row in shown["rows"]] == pytest.approx(expected, abs=0.006)
 
 
+@pytest.mark.slow
 def test_ablation_has_the_nine_rows_and_every_combination(run: Callable[..., Any], data_dir: Path) -> None:
     result = run("--preset", "ablation", "--data-dir", str(data_dir), *SMALL)
     rows = table(result.stdout, "Table 3 on mt-bench")

@@ -25,6 +25,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "prefix tuning": lambda: peft.PrefixTuningConfig(num_virtual_tokens=5, **TASK),
     "P-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=5, encoder_hidden_size=16, **TASK),
 }
+MORE = pytest.mark.parametrize(
+    "more", [{}, {"do_sample": True}, pytest.param({"repetition_penalty": 1.3}, marks=pytest.mark.slow)], ids=str
+)
 INPUTS = pytest.mark.parametrize("inputs", [PROMPT, ROWS], ids=["one row", "three rows"])
 
 
@@ -44,7 +47,7 @@ def adapted(name: str, base: str = "Llama") -> Any:
 
 
 @INPUTS
-@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+@MORE
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_as_stock(both: Any, name: str, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     model = adapted(name)

@@ -10,10 +10,8 @@ from pairs import decoding
 from pictures import FAMILIES, PICTURES, inputs_of, model_of, pair, words
 from transformers import DynamicCache
 
-ASKED = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_next", "llava_onevision", "internvl", "idefics3",
-    "smolvlm", "mistral3", "gemma3", "llama4",
-)  # fmt: skip
+QUICK = ("qwen2_vl", "qwen3_vl", "glm4v", "llava", "internvl", "idefics3", "gemma3", "llama4")
+"""The families that `make test` tries; `make test-all` tries every one."""
 REFUSED = {
     "mllama": "'cross_attention_mask' goes into every pass",
     "kosmos2": "fails on a tree of tokens",
@@ -23,7 +21,7 @@ REFUSED = {
 """Family -> what its refusal says."""
 names = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ASKED else [pytest.mark.slow]) for name in FAMILIES if name not in REFUSED],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FAMILIES if name not in REFUSED],
 )
 NEW = {"max_new_tokens": 24, "pad_token_id": 0}
 
@@ -48,6 +46,7 @@ def test_two_pictures_and_none(both: Any, name: str) -> None:
     both(model, words(), **NEW).same()
 
 
+@pytest.mark.slow
 @names
 def test_a_second_turn_on_the_returned_cache(name: str) -> None:
     """Also one that stock began and we go on with, and the other way round."""
@@ -68,6 +67,11 @@ def test_a_second_turn_on_the_returned_cache(name: str) -> None:
             pytest.skip(f"stock cannot go on with its own cache: {type(error).__name__}")
         turns.append((second.sequences.tolist(), second.past_key_values.get_seq_length()))
     assert turns == turns[:1] * 4
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "llama4"])
+def test_a_second_turn_goes_on_where_the_first_ended(name: str) -> None:
+    test_a_second_turn_on_the_returned_cache(name)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -15,6 +15,10 @@ from transformers import DynamicCache, GPT2LMHeadModel, LlamaForCausalLM
 PROMPT = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9])
 ROWS = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9], [4, 8, 4, 8], [3])
 
+MORE = pytest.mark.parametrize(
+    "more", [{}, {"do_sample": True}, pytest.param({"repetition_penalty": 1.3}, marks=pytest.mark.slow)], ids=str
+)
+
 
 def changed(change: Callable[[Any, dict[str, Any]], dict[str, Any]], base: type = LlamaForCausalLM) -> Any:
     """A tiny model whose preparation changes what goes into a pass."""
@@ -55,7 +59,7 @@ def virtual_tokens(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("inputs", [PROMPT, ROWS], ids=["one row", "three rows"])
-@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+@MORE
 @pytest.mark.parametrize("base", [LlamaForCausalLM, GPT2LMHeadModel])
 @pytest.mark.parametrize(
     "change", [add_to_positions(3), without_positions, virtual_tokens], ids=["further", "places", "virtual tokens"]

@@ -194,6 +194,7 @@ def toy_tree(folder: Path, more: str = "") -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_tree(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     assert main([str(toy_tree(tmp_path / "tree")), "--models", "toy", "--report", str(report)]) == 0

@@ -13,6 +13,10 @@ PROMPT = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9])
 ROWS = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9], [4, 8, 4, 8], [3])
 BOTH = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
 
+MORE = pytest.mark.parametrize(
+    "more", [{}, {"do_sample": True}, pytest.param({"repetition_penalty": 1.3}, marks=pytest.mark.slow)], ids=str
+)
+
 
 @pytest.fixture(params=["Llama", "GPT2"])
 def model(request: pytest.FixtureRequest) -> Any:
@@ -22,7 +26,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("inputs", [PROMPT, ROWS], ids=["one row", "three rows"])
-@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+@MORE
 def test_every_token_has_its_own(both: Any, model: Any, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     found = both(model, inputs, max_new_tokens=16, pad_token_id=0, **BOTH, **more).same()
     assert found.compression > 1 or more
