@@ -447,7 +447,8 @@ def outcome(case: Case) -> Outcome:
         except AssertionError as error:
             raise MismatchError(f"call {number + 1} of {len(case.options)}: {one_line(error)}") from error
     stats = [stats for _, ours in pairs for stats in ours.hook.stats]
-    return Outcome("same", sum(s.generated_tokens for s in stats), sum(s.steps for s in stats))
+    # The prompt's own pass gives one token and can accept no guess.
+    return Outcome("same", sum(s.generated_tokens - 1 for s in stats), sum(s.steps - 1 for s in stats))
 
 
 def compare(case: Case, stock: Turn, ours: Turn) -> None:
