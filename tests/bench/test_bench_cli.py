@@ -172,7 +172,7 @@ def test_presets_share_what_was_measured(run: Callable[..., Any], data_dir: Path
     assert len(Results(tmp_path / "out" / "results.jsonl").records) == before
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in PRESETS if name != "flash"], "ablation", "scaling"))
+@pytest.mark.parametrize("name", slow_but([name for name in PRESETS if name != "flash"], "ablation"))
 def test_every_preset_reports(name: str, run: Callable[..., Any], data_dir: Path, tmp_path: Path, rouge: None) -> None:
     result = run("--preset", name, "--quick", "--data-dir", str(data_dir), *SMALL)
     assert result.exit_code == 0, result.output
@@ -362,6 +362,7 @@ def test_backends_share_one_load(
     assert {row[2] for name, row in exact.items() if name.startswith("fp32")} == {"0"}
 
 
+@pytest.mark.slow
 def test_several_presets_on_one_model(
     run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], tmp_path: Path
 ) -> None:

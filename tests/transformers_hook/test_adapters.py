@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from pairs import decoding, ids
 from tiny import tiny
 
@@ -65,7 +66,7 @@ def test_learned_positions(both: Any, name: str) -> None:
         both(adapted(name, "GPT2"), inputs, max_new_tokens=24, pad_token_id=0).same()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but(CONFIGS, "LoRA", "prefix tuning"))
 def test_a_returned_cache(both: Any, name: str) -> None:
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True}
     found = both(adapted(name), PROMPT, **options).same()

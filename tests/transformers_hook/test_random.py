@@ -27,7 +27,7 @@ def test_random_calls(first: int) -> None:
     assert sum(n for name, n in outcomes.items() if name.startswith("refused")) <= REFUSED * CASES, outcomes
     assert sum(n for name, n in outcomes.items() if name.startswith("stock fails")) <= FAILED * CASES, outcomes
     assert outcomes["tie"] <= 1, outcomes
-    assert compression > 1.1
+    assert compression > 1.05  # guesses were accepted on the way
 
 
 def test_a_number_names_a_case() -> None:

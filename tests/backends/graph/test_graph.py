@@ -277,7 +277,7 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.parametrize("chunk", [1, 8, 29, 30])
+@pytest.mark.parametrize("chunk", slow_but([1, 8, 29, 30], 8))
 def test_chunked_prefill(
     name: str, chunk: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
