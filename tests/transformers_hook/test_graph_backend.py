@@ -21,7 +21,7 @@ from lookahead.backends import choose
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import UnsupportedModelError
-from lookahead.transformers_hook import run
+from lookahead.transformers_hook import facts, run
 
 MANY = 24
 Both = Callable[..., Pair]
@@ -40,7 +40,7 @@ def graph() -> lookahead.Decoding:
 def test_greedy(both: Both, model: Any, inputs: dict[str, Any]) -> None:
     pair = both(model, inputs, max_new_tokens=MANY, hook=graph()).same()
     assert pair.compression > 1
-    assert isinstance(run._facts_of[model].graph, GraphBackend)
+    assert isinstance(facts.known[model].graph, GraphBackend)
 
 
 def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
@@ -85,9 +85,9 @@ def test_embeddings(model: Any, prompt: dict[str, Any]) -> None:
 
 def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, Any], batch: dict[str, Any]) -> None:
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
-    kept = run._facts_of[model].graph
+    kept = facts.known[model].graph
     both(model, batch, max_new_tokens=MANY, hook=graph()).same()
-    assert run._facts_of[model].graph is kept
+    assert facts.known[model].graph is kept
     assert kept is not None
     assert not kept._lane, "every lane was given back"
 
@@ -95,17 +95,17 @@ def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, 
 def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, Any]) -> None:
     """In place they are the same memory; a weight that is another tensor now makes another backend."""
     first = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
-    kept = run._facts_of[model].graph
+    kept = facts.known[model].graph
     torch.manual_seed(3)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.normal_(std=0.3)
         model.model.layers[1].mlp.up_proj.weight.normal_(std=0.3)
     second = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
-    assert run._facts_of[model].graph is kept
+    assert facts.known[model].graph is kept
     replaced = torch.randn_like(model.model.layers[1].mlp.down_proj.weight) * 0.3
     model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(replaced)
     third = both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
-    assert run._facts_of[model].graph is not kept
+    assert facts.known[model].graph is not kept
     assert len({str(pair.tokens.tolist()) for pair in (first, second, third)}) == 3
 
 
@@ -130,11 +130,11 @@ def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any
 
     with pytest.raises(RuntimeError, match="enough"):
         model.generate(**prompt, logits_processor=LogitsProcessorList([fail]), custom_generate=graph())
-    kept = run._facts_of[model].graph
+    kept = facts.known[model].graph
     assert kept is not None
     assert not kept._lane
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
-    assert run._facts_of[model].graph is kept
+    assert facts.known[model].graph is kept
 
 
 def test_threads_take_turns(
@@ -163,7 +163,7 @@ def test_the_model_is_not_kept_alive(make_model: Any, prompt: dict[str, Any]) ->
     def used() -> list[weakref.ref[Any]]:
         model = make_model(eos_token_id=None)
         model.generate(**prompt, max_new_tokens=4, do_sample=False, custom_generate=graph())
-        return [weakref.ref(model), weakref.ref(run._facts_of[model].graph)]
+        return [weakref.ref(model), weakref.ref(facts.known[model].graph)]
 
     gone = used()
     gc.collect()
@@ -197,4 +197,4 @@ def test_auto_is_eager_on_a_cpu(
     monkeypatch.setattr(EagerBackend, "launch", lambda self, inputs: used.append("eager") or step(self, inputs))
     both(model, prompt, max_new_tokens=MANY, hook=decoding(backend="auto")).same()
     assert used
-    assert run._facts_of[model].graph is None
+    assert facts.known[model].graph is None

@@ -9,13 +9,13 @@ processors that look at the scores alone; see `engine.processors` for the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import transformers.generation.logits_process as processors
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.engine.processors import PathVerifier, Reached, Rule
+from lookahead.engine.processors import Draw, PathVerifier, Reached, Rule
 from lookahead.engine.request import StepResult
 
 BY_SCORES = (
@@ -26,7 +26,6 @@ BY_SCORES = (
 """transformers' processors that look at each row of scores by itself, and neither at the text nor at its length."""
 LEVELS = 4
 """Depths of a tree whose targets are drawn at once."""
-Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
 def by_scores(logits_processor: Sequence[object]) -> bool:

@@ -11,33 +11,20 @@ pass gets. An answer that we cannot honour is refused by name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
 
-from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import Layers, StepInput
-from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.base import Layers
 from lookahead.backends.support import (
-    FAILURES,
-    NEAR,
-    TOLERANCE_HALF,
     UnsupportedModelError,
-    check_finite,
-    check_training,
     chunks,
-    closeness,
-    first_line,
-    forked,
     kind_of,
-    probe_tokens,
-    relative,
     sliding_windows,
 )
-from lookahead.config import SamplingParams
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Batch
 
@@ -141,15 +128,15 @@ def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: di
         caches.check(cache, len(input_ids))
     length = 0 if cache is None else int(cache.get_seq_length())
     if not length:
-        raise _refusal(model, "it returns no K/V cache")
+        raise refusal(model, "it returns no K/V cache")
     # 2. What the model would pass on with the first new token.
     ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
     given = inputs.get("input_ids")
     if given is None or given.shape != (len(ids), 1) or not torch.equal(given.to(ids.device), ids[:, -1:]):
-        raise _refusal(model, "a pass over a new token gets something else than its id")
+        raise refusal(model, "a pass over a new token gets something else than its id")
     if inputs.get("past_key_values") is not cache:
-        raise _refusal(model, "a pass over a new token gets another cache than the prompt's")
+        raise refusal(model, "a pass over a new token gets another cache than the prompt's")
     # 3. Which positions hold tokens, and where the next position is.
     mask = _mask_of(model, inputs, kwargs, len(ids), length)
     batch = Batch(input_ids, mask, length)
@@ -170,7 +157,7 @@ def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], e
     if mask is None:
         return torch.ones(entries, length, dtype=torch.bool)
     if mask.shape != (entries, length + 1):
-        raise _refusal(model, f"its mask has {mask.shape[-1] - 1} places and its cache {length}")
+        raise refusal(model, f"its mask has {mask.shape[-1] - 1} places and its cache {length}")
     return mask[:, :-1].bool().cpu()
 
 
@@ -193,7 +180,7 @@ def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _refusal(model: Any, reason: str) -> UnsupportedModelError:
+def refusal(model: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: {reason}")
 
 
@@ -206,62 +193,3 @@ def check_hidden(model: Any, start: Start) -> None:
             f"model type {kind_of(model)!r} has a sliding window, which counts the places that attention_mask hides "
             "behind a token; set the tokenizer's padding_side='left'"
         )
-
-
-@torch.no_grad()
-def probe_start(backend: EagerBackend, start: Start) -> None:
-    """Run a small tree after the prompt, and compare its logits with those of `generate`'s own passes.
-
-    This is `support.probe` for a model that prepares its passes in its own way. The first pass of a call cannot be
-    wrong: it was the model's own.
-    """
-    model = backend.model
-    root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)[:4]
-    try:
-        check_training(model, lambda: _own_logits(model, start, [root])[0])
-        straight = _own_logits(model, start, [root, child, grandchild])
-        own = [straight[0], _own_logits(model, start, [root, decoy])[1], *straight[1:]]
-    except UnsupportedModelError:
-        raise
-    except FAILURES as error:
-        raise _refusal(model, f"its own pass over a new token fails ({first_line(error)})") from error
-    try:
-        ours = _tree_logits(backend, start, (), forked([root, decoy, child, grandchild]))
-    except FAILURES as error:
-        raise _refusal(model, f"its forward pass fails on a tree of tokens ({first_line(error)})") from error
-    for node, path in enumerate(([root], [root, decoy], [root, child], [root, child, grandchild])):
-        distance, close = relative(ours[:, node], own[node]), closeness(backend)
-        if close == TOLERANCE_HALF and close < distance <= NEAR:
-            alone = TokenTree(path[-1:], [-1], [0], [0])
-            distance = relative(ours[:, node], _tree_logits(backend, start, path[:-1], alone)[:, 0])
-        if not distance <= close:
-            check_finite(model, own[node])
-            reason = f"a tree of tokens gives other logits than generate's own passes (relative error {distance:.2g})"
-            raise _refusal(model, f"{reason}; it finds positions in a way of its own, or does not follow the mask")
-
-
-def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Per token, the logits [B, V] of `generate`'s own pass over it, one after the other, on a copy of the cache."""
-    ids, kwargs = start.ids, {**start.kwargs, "past_key_values": copy.deepcopy(start.cache)}
-    logits = []
-    for token in tokens:
-        ids = torch.cat([ids, ids.new_full((len(ids), 1), token)], dim=1)
-        outputs = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs), return_dict=True)
-        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
-        logits.append(outputs.logits[:, -1].float())
-    return logits
-
-
-def _tree_logits(backend: EagerBackend, start: Start, trail: Sequence[int], tree: TokenTree) -> torch.Tensor:
-    """[B, nodes, V] logits of this tree behind every entry's prompt and a trail."""
-    slots = [backend.open() for _ in start.offsets]
-    try:
-        for entry, slot in enumerate(slots):
-            backend.adopt(slot, start.batch.cached(entry), start.layers(entry), start.offsets[entry])
-        inputs = [StepInput(slot, trail, tree, SamplingParams(), (), logits=True) for slot in slots]
-        outputs = backend.step(inputs)
-        backend.commit([(slot, ()) for slot in slots])
-        return torch.stack([output.logits.float() for output in outputs if output.logits is not None])
-    finally:
-        for slot in slots:
-            backend.close(slot)

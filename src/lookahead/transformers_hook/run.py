@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from threading import RLock
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
-from weakref import WeakKeyDictionary, proxy
+from weakref import proxy
 
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput, padded
@@ -26,7 +24,6 @@ from lookahead.backends.support import (
     PositionLimit,
     UnsupportedModelError,
     cached_shapes,
-    input_device,
     kind_of,
     position_limit,
     probe,
@@ -37,74 +34,11 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.loading import step_cost as cost
-from lookahead.transformers_hook import caches, watch
+from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
-from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, probe_start, run_prompt, take_back
+from lookahead.transformers_hook.probe import probe_start
+from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
-
-
-@dataclass
-class ModelFacts:
-    """What was found out about a model. It holds as long as the model's `state` does.
-
-    `probed` has the forms of calls whose probe went well (`prompt.Start.form`). `paces` are kept by batch size. `graph`
-    is the model's graph backend, if a call could have one; its captured steps are kept for the next call. Only one call
-    at a time may use it (`turn`).
-    """
-
-    state: tuple[Any, ...]
-    probed: set[tuple[Any, ...]] = field(default_factory=set)
-    memory: SharedMemory = field(default_factory=SharedMemory)
-    default: LookaheadConfig | None = None
-    paces: dict[int, Pace] = field(default_factory=dict)
-    graph: GraphBackend | None = None
-    turn: RLock = field(default_factory=RLock)
-
-
-_facts_of: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
-"""Kept beside the model: `decoding()` is often made anew for every call, and probing a model takes a few passes."""
-_finding_out = RLock()
-"""Threads that use a model for the first time at once wait here, and share what one of them finds out."""
-
-
-def state_of(model: Any) -> tuple[Any, ...]:
-    """What decides how a model's forward pass computes: where one of these has changed, the model is probed again.
-
-    Besides the weights' device and dtype these are its modules (an adapter replaces some), their hooks, the active
-    adapters, and autocast.
-    """
-    device, weight = input_device(model), model.get_input_embeddings().weight
-    modules = tuple(
-        (type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks), adapters_of(module))
-        for module in model.modules()
-    )
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return (
-        device, weight.dtype, weight.shape, model.config._attn_implementation, model.training, autocast, hash(modules),
-    )  # fmt: skip
-
-
-def adapters_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """The adapters that a PEFT layer applies; nothing for any other module."""
-    active = getattr(module, "active_adapters", None)  # on a transformers model this is a method
-    return (*active, module.disable_adapters) if isinstance(active, list) else ()
-
-
-def check_adapters(model: Any, entries: int) -> None:
-    """Refuse adapters that PEFT applies to some rows or tokens of a pass alone: our passes have other rows."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            given = getattr(hook, "keywords", {})
-            if given.get("alora_offsets") is not None:
-                raise ValueError(
-                    "an activated LoRA adapter counts the tokens of a pass to know where it begins, and a tree of "
-                    "tokens cannot be counted; merge the adapter, or leave out custom_generate"
-                )
-            if given.get("adapter_names") is not None and entries > 1:
-                raise ValueError(
-                    f"adapter_names={list(given['adapter_names'])} gives every row an adapter, and rows leave the "
-                    "batch as they end; call generate once per adapter"
-                )
 
 
 class Run:
@@ -122,24 +56,15 @@ class Run:
         self.batch = check_prompt(input_ids, generation_config, model_kwargs)
         self.cache = model_kwargs.get("past_key_values")
         caches.check(self.cache, len(input_ids))
-        check_adapters(model, len(input_ids))
+        facts.check_adapters(model, len(input_ids))
         self.watched = watch.asked(generation_config)
         watch.check(model, self.watched)
-        self.facts = self._facts()
+        self.facts = facts.of(model)
         self.sequences: list[DecodingSequence] = []
         self.watch: watch.Watch | None = None
         self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
         self._left: dict[DecodingSequence, Layers] = {}
         self._begin = perf_counter()
-
-    def _facts(self) -> ModelFacts:
-        """The model's facts; they are found out anew when the model's state has changed."""
-        state = state_of(self.model)
-        with _finding_out:
-            facts = _facts_of.get(self.model)
-            if facts is None or facts.state != state:
-                facts = _facts_of[self.model] = ModelFacts(state)
-        return facts
 
     def _graph(self) -> GraphBackend:
         """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
@@ -165,7 +90,7 @@ class Run:
         backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
         usual = start.plain and start.told
         form = () if usual else start.form
-        with _finding_out:
+        with facts.finding_out:
             if form not in self.facts.probed:
                 if usual:
                     probe(EagerBackend(self.model, probed=False, shapes=shapes))

@@ -18,7 +18,7 @@ from lookahead.engine.request import Event
 from lookahead.transformers_hook.arguments import Batch
 
 NAMES = ("hidden_states", "attentions")
-Layers = tuple[torch.Tensor, ...]
+PerLayer = tuple[torch.Tensor, ...]
 
 
 def asked(config: Any) -> list[str]:
@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, backend: EagerBackend, batch: Batch, first: Any, names: Sequence[str]) -> None:
         """`first` is the output of the prompt's pass."""
         self.backend, self.batch = backend, batch
-        self.kept: dict[str, list[Layers]] = {name: [getattr(first, name)] for name in names}
+        self.kept: dict[str, list[PerLayer]] = {name: [getattr(first, name)] for name in names}
         self.tokens = 1  # output tokens so far
 
     def collect(self, events: Sequence[Event], entries: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class Watch:
         ended. What has ended is filled with zeros."""
         for place in range(max(len(event.tokens) for event in events)):
             for name, kept in self.kept.items():
-                rows: dict[int, Layers] = {}
+                rows: dict[int, PerLayer] = {}
                 for event, entry in zip(events, entries, strict=True):
                     if place < len(event.tokens):
                         rows[entry] = getattr(self, f"_{name}")(event, entry, place)
@@ -61,13 +61,13 @@ class Watch:
                 kept.append(tuple(torch.cat(parts) for parts in zip(*full, strict=True)))
             self.tokens += 1
 
-    def _hidden_states(self, event: Event, entry: int, place: int) -> Layers:
+    def _hidden_states(self, event: Event, entry: int, place: int) -> PerLayer:
         """One token's hidden states, [1, 1, D] per layer."""
         seen = self.backend.outputs[event.request.slot]
         row = seen.trail + [0, *event.path][place]
         return tuple(layer[seen.row : seen.row + 1, row : row + 1] for layer in seen.output.hidden_states)
 
-    def _attentions(self, event: Event, entry: int, place: int) -> Layers:
+    def _attentions(self, event: Event, entry: int, place: int) -> PerLayer:
         """One token's weights, [1, H, 1, positions] per layer, with zeros where the prompt has padding."""
         seen = self.backend.outputs[event.request.slot]
         nodes = [0, *event.path][: place + 1]

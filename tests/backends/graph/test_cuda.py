@@ -26,7 +26,7 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
-from lookahead.transformers_hook.run import _facts_of as known
+from lookahead.transformers_hook.facts import known
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
