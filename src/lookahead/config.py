@@ -14,8 +14,6 @@ SOURCES = ("jacobi", "prompt", "suffix", "recycle")
 SCOPES = ("off", "request", "model")
 FREE = 1.1
 """A larger step counts as nearly free when it takes at most this many times as long as a plain one."""
-TYPICAL = 0.32
-"""A step of n tokens usually gives about n ** 0.32: 1.3, 1.6, 2.0 and 2.4 were measured for 2, 4, 8 and 16."""
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 
 
@@ -87,8 +85,8 @@ class LookaheadConfig:
     def share(self, together: int) -> int:
         """The most tokens that each of `together` sequences may put into a step.
 
-        With a step cost this is the number that usually gives the most tokens per second. It is not weighed guess by
-        guess: a batch is padded to its longest tree, so a large tree makes the step longer for every sequence.
+        With a step cost this is as many as are nearly free: a batch is padded to its longest tree, so a large tree
+        makes the step longer for every sequence.
         """
         if together < 2 or not self.shared:
             return self.budget
@@ -96,8 +94,7 @@ class LookaheadConfig:
         if self.step_cost is None:
             return equal_part
         times = self.step_cost[together - 1 :: together][:equal_part]
-        gains = [size**TYPICAL / time for size, time in enumerate(times, start=1)]
-        return 1 + gains.index(max(gains)) if gains else 1
+        return max(1, sum(time <= FREE * times[0] for time in times))
 
     @property
     def deepest(self) -> int:
