@@ -36,6 +36,7 @@ class ToyBackend:
     """
 
     max_length: int | None = None
+    most_rows: int | None = None
     vocab_size = VOCABULARY
     model = device = dtype = None
 
@@ -44,7 +45,7 @@ class ToyBackend:
         self._last: dict[int, StepInput] = {}
         self._next = 0
 
-    def open(self) -> int:
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         self._next += 1
         self.slots[self._next] = []
         return self._next
@@ -54,6 +55,14 @@ class ToyBackend:
 
     def length(self, slot: int) -> int:
         return len(self.slots[slot])
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        return True
+
+    def holds(self) -> int | None:
+        return None
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None: ...
 
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         self._last.update({item.slot: item for item in inputs})

@@ -20,7 +20,8 @@ class StepInput:
     """One sequence's part of a forward pass.
 
     `trail` are the tokens before the tree's root that are not cached yet: on the first step the prompt without
-    its last token, later nothing; with several ranks also accepted tokens that another rank computed.
+    its last token, later nothing; with several ranks also accepted tokens that another rank computed. A piece of a long
+    prompt comes with `NO_TREE`: its tokens are cached, and there is nothing to commit.
     `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is how many top tokens to return per
     needed node. With `logits` the output has the needed nodes' logits, too. `continues_alone` is a hint: the next step
     will be a plain one-token step whose input is this step's target.
@@ -42,11 +43,16 @@ def padded(batch: int) -> int:
     return 1 << (batch - 1).bit_length()
 
 
+NO_TREE = TokenTree([], [], [], [])
+"""The tree of an input that only caches its trail."""
+
+
 class Backend(Protocol):
     """The device side: weights, K/V and the forward pass. A backend knows nothing of windows, pools or text.
 
     `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, or None if
-    there is no limit.
+    there is no limit. `most_rows` is the most tokens of a pass, trails and trees of all inputs together; None means
+    that a pass is padded to its longest input, so that a prompt should run whole and in a pass of its own.
     """
 
     model: Any
@@ -54,15 +60,35 @@ class Backend(Protocol):
     dtype: torch.dtype
     vocab_size: int
     max_length: int | None
+    most_rows: int | None
 
     # Slots
 
-    def open(self) -> int:
-        """Open a slot for a new sequence, with nothing cached."""
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        """Open a slot for a new sequence that begins with these tokens.
+
+        Its `length` is 0, unless the backend has the K/V of another sequence with the same salt that began the same:
+        then these are shared, and `length` is up to len(tokens) - 1.
+        """
         ...
 
     def close(self, slot: int) -> None:
-        """Free the slot and its K/V."""
+        """Free the slot and its K/V. What was given to `remember` may stay, as long as there is room."""
+        ...
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """Make room for so many tokens of this sequence, the nodes of its next tree included.
+
+        False if there is no memory for them, until another slot is closed.
+        """
+        ...
+
+    def holds(self) -> int | None:
+        """The most tokens that a sequence may have, its last tree included, if it is the only one. None: any number."""
+        ...
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let later sequences share the K/V of these tokens, which are the slot's cached ones."""
         ...
 
     def length(self, slot: int) -> int:

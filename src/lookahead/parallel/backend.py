@@ -92,6 +92,7 @@ class ParallelBackend:
         self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
         self.vocab_size: int = inner.vocab_size
         self.max_length: int | None = inner.max_length
+        self.most_rows: int | None = inner.most_rows
         self.reset()
         self._steps = 0
         self._slots: dict[int, Slot] = {}
@@ -103,7 +104,9 @@ class ParallelBackend:
         """Count from zero."""
         self.counters = Counters([0] * self.group.shares, [0] * self.group.shares)
 
-    def open(self) -> int:
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        """A slot of every rank's inner backend, with nothing cached: ranks that shared the K/V of an earlier sequence
+        might not all have the same tokens of it."""
         self._opened += 1
         self._slots[self._opened] = Slot(self.inner.open(), [0] * self.group.shares)
         return self._opened
@@ -115,6 +118,15 @@ class ParallelBackend:
     def length(self, slot: int) -> int:
         """The length that one rank alone would have cached. Tokens that this rank still lacks count, too."""
         return self._slots[slot].length
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        return self.inner.reserve(self._slots[slot].inner, tokens)
+
+    def holds(self) -> int | None:
+        return self.inner.holds()
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared between sequences; see `open`."""
 
     def launch(self, inputs: Sequence[StepInput]) -> SharedStep:
         """Deal every tree and start this rank's shares."""

@@ -84,6 +84,7 @@ class EagerBackend:
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
+        self.most_rows: int | None = None
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows, self._chunks = sliding_windows(config), chunks(config)
         self._arguments = dict(arguments or {})
@@ -99,7 +100,7 @@ class EagerBackend:
             probe(self)
 
     @torch.inference_mode()
-    def open(self) -> int:
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         slot = self._next_slot
         self._next_slot += 1
         self._lane[slot] = len(self._lane)
@@ -122,6 +123,16 @@ class EagerBackend:
 
     def length(self, slot: int) -> int:
         return self._length[slot]
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """The buffer grows when a step needs it."""
+        return True
+
+    def holds(self) -> int | None:
+        return None
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared between sequences here."""
 
     def prepare(self, tokens: int, budget: int) -> None:
         """Nothing is captured here, so nothing has to be prepared."""

@@ -82,6 +82,7 @@ class GraphBackend:
         self.weights = relay(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         self.max_length = context_length(model.config)
+        self.most_rows: int | None = None
         self.vocab_size: int = len(self.weights.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.kv = KVLanes(self.weights)
@@ -105,7 +106,7 @@ class GraphBackend:
     # Slots and lanes.
 
     @on_its_device
-    def open(self) -> int:
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         """A slot for a new sequence, in the first free lane."""
         slot = self._next_slot
         self._next_slot += 1
@@ -123,6 +124,16 @@ class GraphBackend:
     def length(self, slot: int) -> int:
         """How many tokens of the sequence are cached."""
         return self._length[slot]
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """The buffer grows when a step needs it."""
+        return True
+
+    def holds(self) -> int | None:
+        return None
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared between sequences here."""
 
     def check_room(self, lanes: int, tokens: int) -> None:
         """Raise UnsupportedModelError if so many sequences of so many tokens do not fit into the free memory."""
