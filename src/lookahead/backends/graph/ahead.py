@@ -12,7 +12,7 @@ overwrites that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,13 +26,14 @@ from lookahead.backends.graph.captured import CapturedStep
 class RunningStep:
     """A step that was launched.
 
-    `lengths` are the positions of its roots, `turn` the host copy that gets its results, `stream` the CUDA stream it
-    runs on (None on a CPU). `done` is set when a step ahead follows on the same stream: waiting for the stream would
-    wait for that step, too, so the host waits for this event instead.
+    `starts` are where the needed rows of each input begin, `lengths` the positions of its roots, `turn` the host copy
+    that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set when a step ahead follows
+    on the same stream: waiting for the stream would wait for that step, too, so the host waits for this event instead.
     """
 
     step: CapturedStep
     inputs: list[StepInput]
+    starts: list[int]
     lengths: list[int]
     turn: int
     stream: torch.cuda.Stream | None
@@ -61,20 +62,18 @@ class StepAhead:
         self._paused = False
         self._last_slots: list[int] = []  # those of the last step, noted while paused
 
-    def start(self, before: RunningStep, capacity: int) -> None:
-        """Start the step after `before`, if its inputs are known and a lane of `capacity` tokens has room for it.
+    def may_follow(self, before: RunningStep) -> bool:
+        """Whether the inputs of the step after `before` are known."""
+        return not self._paused and all(item.continues_alone and is_plain(item) for item in before.inputs)
 
-        It never makes the K/V buffer grow: without room, no step runs ahead.
-        """
-        if self._paused or not all(item.continues_alone and is_plain(item) for item in before.inputs):
-            return
-        if max(before.lengths) + 2 > capacity:
-            return
+    def start(self, before: RunningStep) -> None:
+        """Start the step after `before`, whose inputs are known and have pages for it."""
         if before.stream is not None:
             before.done = before.stream.record_event()
         turn, lengths = 1 - before.turn, [length + 1 for length in before.lengths]
         before.step.run_ahead(turn)
-        self._running = RunningStep(before.step, before.inputs, lengths, turn, stream_of(self._device))
+        stream = stream_of(self._device)
+        self._running = RunningStep(before.step, before.inputs, before.starts, lengths, turn, stream)
         self._before = before
 
     def collected(self, running: RunningStep, results: Sequence[StepOutput]) -> None:
@@ -82,10 +81,10 @@ class StepAhead:
         if running is self._before:
             self._roots = [list(result.targets) for result in results]
 
-    def take(self, inputs: Sequence[StepInput], cached: Mapping[int, int]) -> RunningStep | None:
+    def take(self, inputs: Sequence[StepInput], lengths: Sequence[int], open: Container[int]) -> RunningStep | None:
         """The step ahead if it is the step of these inputs. Else forget it and return None.
 
-        `cached` tells each open slot's length.
+        `lengths` are the inputs' cached tokens, `open` the slots that are open.
         """
         if self._running is None and not self._paused:
             return None
@@ -94,9 +93,9 @@ class StepAhead:
             self._paused, self._last_slots = slots != self._last_slots, slots
             return None
         if slots != [item.slot for item in running.inputs]:  # wasted: pause, unless one of its sequences has ended
-            self._paused, self._last_slots = all(item.slot in cached for item in running.inputs), slots
+            self._paused, self._last_slots = all(item.slot in open for item in running.inputs), slots
             return None
-        if not all(map(is_plain, inputs)) or [cached[slot] for slot in slots] != running.lengths:
+        if not all(map(is_plain, inputs)) or list(lengths) != running.lengths:
             return None
         if [list(item.tree.tokens) for item in inputs] != roots:
             return None

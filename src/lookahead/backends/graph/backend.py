@@ -1,10 +1,11 @@
-"""The graph backend: Llama-like models, with a static K/V buffer, fused layers, and each step as one CUDA graph.
+"""The graph backend: Llama-like models, with K/V in pages, fused layers, and each step as one CUDA graph.
 
-To run a step, the host writes one packet of integers into pinned memory, replays the graph that was captured for the
-step's size (batch, K), and reads one array of results back. The graph (`captured.CapturedStep`) copies the packet to
-the device, moves the K/V of the tokens accepted last, runs the layers, computes targets and top tokens, and copies them
-to the host. It reads lengths and positions on the device, so that one graph serves every context length. A plain
-one-token step can even start before the host asks for it: see `ahead`.
+A step is a flat list of rows: the tokens of all its sequences, one sequence after the other, without padding between
+them. To run a step, the host writes one packet of numbers into pinned memory, replays the graph that was captured for
+the number of rows, and reads one array of results back. The graph (`captured.CapturedStep`) copies the packet to the
+device, moves the K/V of the tokens accepted last, runs the layers, computes targets and top tokens, and copies them to
+the host. It reads lengths, pages and positions on the device, so that one graph serves every context length and every
+division of the rows among sequences. A plain one-token step can even start before the host asks for it: see `ahead`.
 
 On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for tests, not for speed.
 """
@@ -19,35 +20,57 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from lookahead.algorithm.sampling import pick
-from lookahead.algorithm.tree import StepOutput, TokenTree, below_trail
-from lookahead.backends.base import Layers, StepInput, padded
+from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
-from lookahead.backends.graph.captured import CapturedStep, DeviceState
-from lookahead.backends.graph.lanes import KVLanes
+from lookahead.backends.graph.captured import SMALL_TILE, Buffers, CapturedStep, DeviceState, StepKind
+from lookahead.backends.graph.kv import PagedKV, bytes_per_page
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.packet import LONGEST_PATH
+from lookahead.backends.graph.packet import MOST_ENTRIES
+from lookahead.backends.graph.pages import PagePool, PageTable
 from lookahead.backends.graph.products import products_of
-from lookahead.backends.graph.sizes import bucket, sizes_to
+from lookahead.backends.graph.sizes import (
+    INVARIANT_ROWS,
+    MOST_NEEDED,
+    PAGE,
+    ROW_SIZES,
+    bucket,
+    needed_bucket,
+    sizes_to,
+)
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
 
-PREFILL_TOKENS = 512
-"""The most prompt tokens per forward pass."""
-LONGEST_TRAIL = 32
-"""The longest trail that runs in the same pass as its tree. In lookahead parallelism a rank has such short trails: the
-few tokens that another rank computed. Longer trails, and prompts, run in passes of their own."""
-
+KV_SEQUENCES, KV_SHARE = 16, 0.5
+"""Without a `kv_tokens` the pages hold this many sequences of the whole context, if these take no more than this share
+of the free memory."""
+CPU_TOKENS = 1 << 14
+"""What the pages hold on a CPU, where the backend is only tested."""
+LONGEST_TEXT = 1 << 17
+"""The longest text where the model's context has no limit: tables and rotary factors are made for so many positions."""
 SPARE_BYTES = 1 << 30
-"""What captured steps and their logits may need besides the K/V buffer."""
+"""What captured steps may need besides the pages."""
 
 
 @dataclass(slots=True)
-class Pending:
-    """A commit whose K/V has not moved yet: the accepted nodes `path` of a step whose root stands at `length`."""
+class Slot:
+    """A sequence: its `line` in the device's tables, its pages, and how many of its tokens are cached.
 
+    `told` pages are in the device's table. `pending` is a commit whose K/V has not moved yet: the accepted nodes of a
+    tree whose root stands at `root`.
+    """
+
+    line: int
+    table: PageTable
     length: int
-    path: list[int]
+    told: int = 0
+    root: int = 0
+    pending: list[int] | None = None
+
+    def place(self, position: int) -> int:
+        """Where a token stands in all pages. The pool's page 0 is the device's page 1."""
+        return (self.table.pages[position // PAGE] + 1) * PAGE + position % PAGE
 
 
 P = ParamSpec("P")
@@ -70,104 +93,139 @@ def on_its_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[C
 class GraphBackend:
     """A `Backend` for the models that `check_graph` accepts.
 
-    With `invariant`, a row's result in half precision depends neither on K nor on the other rows, bit for bit, in steps
-    of up to 128 rows: attention adds up each row in the order of its positions (see `kernels.attention`), and the
-    matrix products add in one order, too (see `products`). `capture=False` runs the steps uncaptured.
+    With `invariant`, a row's result in half precision does not depend on the other rows of its step, bit for bit:
+    attention adds up each row in the order of its positions (see `kernels.attention`), and the matrix products add in
+    one order, too (see `products`). So it does not matter either whether K/V came from a prompt's pass or from steps.
+    `kv_tokens` is how many tokens the pages hold. `most_rows` is the most rows of a pass. `capture=False` runs the
+    steps uncaptured.
     """
 
-    def __init__(self, model: Any, *, invariant: bool = True, capture: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        invariant: bool = True,
+        capture: bool | None = None,
+        kv_tokens: int | None = None,
+        most_rows: int = ROW_SIZES[-1],
+    ) -> None:
         check_supported(model)
         check_graph(model)
-        self.model, self.invariant = model, invariant
+        self.model = model
         self.weights = relay(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
+        self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
         self.max_length = context_length(model.config)
-        self.most_rows: int | None = None
+        self.most_rows: int | None = bucket(most_rows)
+        self._most_rows = bucket(most_rows)
         self.vocab_size: int = len(self.weights.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
-        self.kv = KVLanes(self.weights)
+        ops = Ops(self.device)
+        buffers = Buffers(self.weights, ops, self._most_rows)
         self.state = DeviceState(
             weights=self.weights,
-            ops=Ops(self.device),
+            ops=ops,
             products=products_of(self.device, self.dtype, invariant),
-            kv=self.kv,
-            invariant=invariant,
+            kv=self._new_kv(kv_tokens),
+            buffers=buffers,
             capture=self.capture,
-            pool=self._new_pool(),
+            pool=torch.cuda.graph_pool_handle() if self.capture else None,
             stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
         )
-        self._steps: dict[tuple[int, int, bool], CapturedStep] = {}  # by batch, K, and whether it has a head
-        self._lane: dict[int, int] = {}  # these three by slot
-        self._length: dict[int, int] = {}
-        self._pending: dict[int, Pending] = {}
+        self.pool = PagePool(self.kv.pages, PAGE)
+        self._steps: dict[StepKind, CapturedStep] = {}
+        self._slots: dict[int, Slot] = {}
+        self._lines = list(range(MOST_ENTRIES - 1, -1, -1))  # those of the device's tables that no slot has
         self._next_slot = 0
         self._ahead = StepAhead(self.device)
 
-    # Slots and lanes.
+    @property
+    def kv(self) -> PagedKV:
+        return self.state.kv
+
+    # Memory.
+
+    def _new_kv(self, tokens: int | None) -> PagedKV:
+        """Pages for so many tokens, or as many as are useful and leave enough memory."""
+        positions = min(self.max_length or LONGEST_TEXT, LONGEST_TEXT) + INVARIANT_ROWS
+        each, free = bytes_per_page(self.weights), self._free_bytes()
+        if tokens is None:
+            useful = KV_SEQUENCES * -(-positions // PAGE)
+            pages = CPU_TOKENS // PAGE if free is None else min(useful, int(KV_SHARE * free) // each)
+        else:
+            pages = -(-tokens // PAGE)
+        least = -(-INVARIANT_ROWS // PAGE) + 1
+        if pages < least or (free is not None and pages * each > free):
+            room = "" if free is None else f", and {free / 2**30:.2f} GiB are free"
+            raise UnsupportedModelError(
+                f"the graph backend's K/V pages for {tokens if tokens is not None else least * PAGE} tokens need "
+                f"{max(pages, least) * each / 2**30:.2f} GiB{room}; give it another number of kv_tokens (at least "
+                f"{least * PAGE}), or free some memory"
+            )
+        return PagedKV(self.weights, pages, min(positions, pages * PAGE))
+
+    def _free_bytes(self) -> int | None:
+        """The free memory of the GPU, what torch keeps for itself included; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return max(0, int(torch.cuda.mem_get_info(self.device)[0]) + int(kept) - SPARE_BYTES)
 
     @on_its_device
-    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        """A slot for a new sequence, in the first free lane."""
-        slot = self._next_slot
-        self._next_slot += 1
-        taken = set(self._lane.values())
-        self._lane[slot] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
-        self._length[slot] = 0
-        self._reserve(self._lane[slot] + 1, 1)
-        return slot
+    def check_room(self, sequences: int, tokens: int) -> None:
+        """Make sure that so many sequences of so many tokens each fit into the pages, all of them at once.
 
-    def close(self, slot: int) -> None:
-        """Give the slot and its lane back. A commit that has not moved is dropped."""
-        del self._lane[slot], self._length[slot]
-        self._pending.pop(slot, None)
-
-    def length(self, slot: int) -> int:
-        """How many tokens of the sequence are cached."""
-        return self._length[slot]
-
-    def reserve(self, slot: int, tokens: int) -> bool:
-        """The buffer grows when a step needs it."""
-        return True
-
-    def holds(self) -> int | None:
-        return None
-
-    def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Nothing is shared between sequences here."""
-
-    def check_room(self, lanes: int, tokens: int) -> None:
-        """Raise UnsupportedModelError if so many sequences of so many tokens do not fit into the free memory."""
-        if self.device.type != "cuda" or self.kv.has_room(lanes, tokens):
+        If they do not, and no slot is open, larger pages replace these. UnsupportedModelError if that cannot be.
+        """
+        each = -(-(tokens + INVARIANT_ROWS) // PAGE)
+        if sequences * each <= self.kv.pages and each <= self.kv.tables.shape[1]:
             return
-        free = torch.cuda.mem_get_info(self.device)[0] + (
-            torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        )
-        needed = self.kv.bytes_of(lanes, tokens) + SPARE_BYTES
-        if needed > free:
-            raise UnsupportedModelError(
-                f"the graph backend's K/V buffer for {lanes} x {tokens} tokens needs {needed / 2**30:.1f} GiB, and "
-                f"{free / 2**30:.1f} GiB are free"
-            )
-
-    def _reserve(self, lanes: int, tokens: int) -> None:
-        """Make sure that there are this many lanes, with room for this many tokens each."""
-        if not self.kv.has_room(lanes, tokens):
-            self._grow(lanes, tokens)
-
-    @torch.inference_mode()
-    def _grow(self, lanes: int, tokens: int) -> None:
-        """Make the K/V buffer larger, and drop the captured steps: they hold the old buffer's address."""
+        if self._slots:
+            raise UnsupportedModelError(f"the graph backend's pages hold {self.kv.pages * PAGE} tokens and are in use")
         self._ahead.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a forgotten step ahead may still use what is freed here
-        self._flush()
-        self.kv.grow(lanes, tokens)
         self._steps.clear()
-        self.state.pool = self._new_pool()  # the old pool ends with the last graph that used it
+        least = PagedKV(self.weights, 1, PAGE)
+        self.state.kv = least  # the old pages are freed before the new ones are made
+        self.state.kv = self._new_kv(sequences * each * PAGE)
+        self.pool = PagePool(self.kv.pages, PAGE)
 
-    def _new_pool(self) -> Any:
-        """Memory that all captured graphs share: they never run at the same time."""
-        return torch.cuda.graph_pool_handle() if self.capture else None
+    # Slots.
+
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        """A slot for a new sequence, with the pages of an earlier one that began the same, if there is one."""
+        if not self._lines:
+            raise RuntimeError(f"{MOST_ENTRIES} sequences are open; close one before you open another")
+        slot, table = self._next_slot, self.pool.open(tokens, salt)
+        self._next_slot += 1
+        self._slots[slot] = Slot(self._lines.pop(), table, table.cached)
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Give the slot and its pages back. A commit that has not moved is dropped."""
+        closed = self._slots.pop(slot)
+        self._lines.append(closed.line)
+        self.pool.close(closed.table)
+
+    def length(self, slot: int) -> int:
+        """How many tokens of the sequence are cached."""
+        return self._slots[slot].length
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """Take pages for so many tokens of the sequence. False if there are too few."""
+        return self.pool.reserve(self._slots[slot].table, tokens)
+
+    def holds(self) -> int | None:
+        """All pages, as far as a sequence's table has room for them."""
+        return min(self.kv.pages, self.kv.tables.shape[1]) * PAGE
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let later sequences share the full pages of these tokens, which are the slot's cached ones."""
+        state = self._slots[slot]
+        if state.pending:
+            self._flush([state])
+        self.pool.remember(state.table, tokens[: state.length])
 
     @on_its_device
     def prepare(self, tokens: int, budget: int) -> None:
@@ -176,13 +234,12 @@ class GraphBackend:
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
         self._ahead.forget()
-        self._reserve(1, tokens + bucket(budget))
         slot = self.open()
         try:
-            for size in sizes_to(min(tokens, PREFILL_TOKENS)):
-                self._prefill(StepInput(slot, [0] * size, chain([0]), SamplingParams(), ()))
-                self._length[slot] = 0
-            for size in sizes_to(budget):
+            for size in sizes_to(min(tokens, self._most_rows)):
+                self._run_alone(StepInput(slot, [0] * size, NO_TREE, SamplingParams(), ()))
+                self._slots[slot].length = 0
+            for size in sizes_to(min(budget, MOST_NEEDED)):
                 continues_alone = size == 1  # so that its step ahead is captured, too
                 self.step(
                     [StepInput(slot, (), chain([0] * size), SamplingParams(), (), continues_alone=continues_alone)]
@@ -196,132 +253,135 @@ class GraphBackend:
     @on_its_device
     def launch(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step, unless it runs ahead already; then start the next one ahead, if it is known."""
-        running = self._ahead.take(inputs, self._length)
+        lengths = [self._slots[item.slot].length for item in inputs]
+        running = self._ahead.take(inputs, lengths, self._slots)
         if running is None:
             running = self._start(inputs)
-        self._ahead.start(running, self.kv.capacity)
+        if self._ahead.may_follow(running) and all(map(self._has_page_ahead, running.inputs)):
+            self._ahead.start(running)
         return running
+
+    def _has_page_ahead(self, item: StepInput) -> bool:
+        """Whether the sequence has a page for the token after its next one; if need be, it gets one."""
+        slot = self._slots[item.slot]
+        if slot.length + 2 > self.kv.tables.shape[1] * PAGE or not self.pool.reserve(slot.table, slot.length + 2):
+            return False
+        self._tell_pages(slot)
+        return True
 
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
-        # 1. Run long trails by themselves; hang the trees below short ones.
-        items: list[StepInput] = []
-        longest, most = 0, 1
-        for item in inputs:
-            if len(item.trail) > LONGEST_TRAIL or not self._length[item.slot]:
-                self._prefill(item)
-            if item.trail:
-                item = replace(item, tree=below_trail(item.trail, item.tree))
-            items.append(item)
-            longest, most = max(longest, self._length[item.slot]), max(most, len(item.tree))
-        # 2. Choose the captured step, and make room. Entries that pad the batch write to a lane that no slot has.
-        batch = padded(len(items))
-        count = bucket(most, batch)
-        spare_lane = max(self._lane.values()) + 1 if batch > len(items) else 0
-        self._reserve(spare_lane + 1, longest + count)
-        step = self._captured_step(batch, count, head=True)
-        # 3. Fill the packet and go.
-        for entry, item in enumerate(items):
-            self._fill(step, entry, item)
-            self._length[item.slot] += len(item.trail)  # now it is the root's position, where `commit` starts
-        for entry in range(len(items), batch):
-            self._fill_padding(step, entry, spare_lane)
+        # 1. A pass has so many rows at most: run the rest of the trails in passes before it.
+        items = list(inputs)
+        while sum(len(item.trail) + len(item.tree) for item in items) > self._most_rows:
+            place = max(range(len(items)), key=lambda i: len(items[i].trail))
+            trail = items[place].trail
+            if not trail:
+                raise ValueError(
+                    f"trees of {sum(len(item.tree) for item in items)} tokens in a pass of {self.most_rows}"
+                )
+            self._run_alone(replace(items[place], trail=trail[: self._most_rows], tree=NO_TREE))
+            items[place] = replace(items[place], trail=trail[self._most_rows :])
+        # 2. Choose the captured step.
+        step = self._captured_step(items)
+        # 3. Fill the packet, and go.
+        packet, starts, lengths = step.packet, [], []
+        commits, moves = self._commits(packet.entries_room, packet.moves_room)
+        packet.begin()
+        for item in items:
+            slot = self._slots[item.slot]
+            end = slot.length + len(item.trail) + len(item.tree)
+            if not self.pool.reserve(slot.table, end):
+                raise MemoryError(f"no pages for a sequence of {end} tokens; {self.kv.pages} pages are in use")
+            self._tell_pages(slot)
+            starts.append(packet.put(slot.line, slot.length, item.trail, item.tree, step.queries))
+            slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
+            lengths.append(slot.length)
+        packet.end(commits, moves)
         step.run()
-        lengths = [self._length[item.slot] for item in items]
-        return RunningStep(step, items, lengths, 0, stream_of(self.device))
+        return RunningStep(step, items, starts, lengths, 0, stream_of(self.device))
+
+    def _run_alone(self, item: StepInput) -> None:
+        """Run a pass of one trail, and wait for it: its packet may be written again then."""
+        self._start([item]).wait()
+
+    def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
+        """The captured step for these inputs; it is captured when it runs first."""
+        rows = bucket(sum(len(item.trail) + len(item.tree) for item in items))
+        needed = needed_bucket(rows, sum(len(item.tree.needed) for item in items))
+        group = self.weights.heads // self.weights.kv_heads
+        most = max(max(len(item.trail), len(item.tree)) for item in items)
+        largest = max(len(item.tree) for item in items)
+        small = most * group <= 2 * SMALL_TILE
+        kind = StepKind(rows, needed, small, self.invariant and largest <= INVARIANT_ROWS)
+        step = self._steps.get(kind)
+        if step is None:
+            step = self._steps[kind] = CapturedStep(self.state, kind)
+        return step
+
+    def _tell_pages(self, slot: Slot) -> None:
+        """Tell the device which pages the sequence has got since it was told last."""
+        pages = slot.table.pages
+        if slot.told < len(pages):
+            self.kv.set_table(slot.line, [page + 1 for page in pages], slot.told)
+            slot.told = len(pages)
+
+    def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
+        """The commits that the next packet carries, and their moves; see `Packet`. The commits are then done."""
+        pending = [slot for slot in self._slots.values() if slot.pending]
+        if len(pending) > most or sum(len(slot.pending or ()) for slot in pending) > most_moves:
+            self._flush(pending)
+            return [], []
+        return _moves(pending)
+
+    @on_its_device
+    @torch.inference_mode()
+    def _flush(self, pending: Sequence[Slot]) -> None:
+        """Move the accepted K/V of these pending commits now, without a step."""
+        self._ahead.forget()
+        commits, moves = (torch.tensor(part, dtype=torch.int32).view(-1, 2) for part in _moves(pending))
+        counts = torch.tensor([0, len(commits)], dtype=torch.int32)
+        self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
 
     @on_its_device
     def collect(self, running: RunningStep) -> list[StepOutput]:
-        """Wait for a step, and read the targets and top tokens of its needed nodes.
+        """Wait for a step, and read the targets and top tokens of its needed rows.
 
         Later steps overwrite all of the step's memory, so what is handed out are copies.
         """
         running.wait()
         step, outputs = running.step, []
-        assert step.top is not None
         results = step.top.arrays[running.turn]
-        for entry, item in enumerate(running.inputs):
-            start = entry * step.count
+        for start, item in zip(running.starts, running.inputs, strict=True):
             end = start + len(item.tree.needed)
             output = StepOutput(results[start:end, 0].tolist())
             if item.top:
                 output.top = step.top.best(results[start:end], item.top)
-            if item.logits or not item.sampling.greedy:
-                self._read_logits(step, start, end, item, output)
+            if end > start and (item.logits or not item.sampling.greedy):
+                self._read_logits(start, end, item, output)
             outputs.append(output)
         self._ahead.collected(running, outputs)
         return outputs
 
     @torch.inference_mode()
-    def _read_logits(self, step: CapturedStep, start: int, end: int, item: StepInput, output: StepOutput) -> None:
+    def _read_logits(self, start: int, end: int, item: StepInput, output: StepOutput) -> None:
         """Draw an input's targets from its rows of the logits [rows, V], or copy those rows, as it asks for."""
-        assert step.logits is not None
+        logits = self.state.buffers.logits[start:end]
         if not item.sampling.greedy:
-            output.targets = pick(step.logits[start:end], item.sampling, item.uniforms).tolist()
+            output.targets = pick(logits, item.sampling, item.uniforms).tolist()
         if item.logits:
-            output.logits = step.logits[start:end].clone()
+            output.logits = logits.clone()
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         """Launch and collect."""
         return self.collect(self.launch(inputs))
 
-    @on_its_device
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the root and these nodes. The root's K/V is in place; that of the nodes is moved by the next step."""
-        for slot, path in accepted:
-            self._pending[slot] = Pending(self._length[slot], list(path))
-            self._length[slot] += 1 + len(path)
-            if len(path) > LONGEST_PATH:
-                self._flush()
-
-    def _captured_step(self, batch: int, count: int, head: bool) -> CapturedStep:
-        """The step for `batch` trees of `count` nodes, made when it is first needed."""
-        key = (batch, count, head)
-        if key not in self._steps:
-            with torch.inference_mode():
-                self._steps[key] = CapturedStep(self.state, *key)
-        return self._steps[key]
-
-    def _fill(self, step: CapturedStep, entry: int, item: StepInput) -> None:
-        """Write one input's entry of the packet: its lane, its pending commit and its tree."""
-        fields, length, pending = step.packet.fields, self._length[item.slot], self._pending.pop(item.slot, None)
-        fields["lanes"][entry] = self._lane[item.slot]
-        fields["lengths"][entry] = length
-        fields["commit_lengths"][entry] = pending.length if pending else 0
-        fields["commit_counts"][entry] = len(pending.path) if pending else 0
-        if pending and pending.path:
-            fields["commit_paths"][entry, : len(pending.path)] = pending.path
-        step.packet.put_tree(entry, item.tree)
-
-    def _fill_padding(self, step: CapturedStep, entry: int, lane: int) -> None:
-        """Write an entry that pads the batch: a tree of one node, at the start of a lane that no slot has."""
-        fields = step.packet.fields
-        fields["lanes"][entry] = lane
-        for name in ("lengths", "commit_lengths", "commit_counts"):
-            fields[name][entry] = 0
-        step.packet.put_tree(entry, chain([0]))
-
-    def _prefill(self, item: StepInput) -> None:
-        """Run an input's trail, in passes without a head. Then the input has no trail any more."""
-        while item.trail:
-            chunk, item.trail = item.trail[:PREFILL_TOKENS], item.trail[PREFILL_TOKENS:]
-            self._reserve(1, self._length[item.slot] + bucket(len(chunk)))
-            step = self._captured_step(1, bucket(len(chunk)), head=False)
-            self._fill(step, 0, StepInput(item.slot, (), chain(chunk), item.sampling, ()))
-            step.run()
-            self._length[item.slot] += len(chunk)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()  # the device has read the packet, so that the next chunk may be written there
-
-    @torch.inference_mode()
-    def _flush(self) -> None:
-        """Move the accepted K/V of all pending commits now, without a step."""
-        for slot, pending in self._pending.items():
-            numbers = [[self._lane[slot]], [pending.length], [len(pending.path)]]
-            lanes, lengths, counts = torch.tensor(numbers, dtype=torch.int32, device=self.device)
-            paths = torch.tensor([pending.path or [0]], dtype=torch.int32, device=self.device)
-            self.state.ops.move_accepted(self.kv.cache, lanes, lengths, paths, counts)
-        self._pending.clear()
+        for number, path in accepted:
+            slot = self._slots[number]
+            slot.root, slot.pending = slot.length, list(path)
+            slot.length += 1 + len(path)
 
     # K/V from and for elsewhere.
 
@@ -331,19 +391,37 @@ class GraphBackend:
         """Take over a sequence's K/V: per layer, keys and values [Hkv, n, D] of the last n of `length` tokens."""
         if any(offset):
             raise ValueError(f"the graph backend's positions are places, and cannot be moved by {tuple(offset)}")
-        self._ahead.forget()  # it has read the slot's old K/V, or uses its lane for padding
-        self._reserve(1, length)
-        self.kv.write(self._lane[slot], length, layers)
-        self._length[slot] = length
+        self._ahead.forget()  # it has read the slot's old K/V
+        state = self._slots[slot]
+        if not self.pool.reserve(state.table, length):
+            raise MemoryError(f"no pages for a sequence of {length} tokens; {self.kv.pages} pages are in use")
+        self.kv.write([page + 1 for page in state.table.pages], length, layers)
+        state.length = length
 
     @on_its_device
+    @torch.inference_mode()
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]."""
-        self._flush()
-        return self.kv.read(self._lane[slot], self._length[slot])
+        state = self._slots[slot]
+        if state.pending:
+            self._flush([state])
+        return self.kv.read([page + 1 for page in state.table.pages], state.length)
 
 
 def chain(tokens: Sequence[int]) -> TokenTree:
     """A tree that is a single chain of these tokens, none of whose logits are needed."""
     size = len(tokens)
     return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), [])
+
+
+def _moves(pending: Sequence[Slot]) -> tuple[list[int], list[int]]:
+    """The commits and moves of these slots, flat, as the packet has them. The commits then count as done."""
+    commits: list[int] = []
+    moves: list[int] = []
+    for slot in pending:
+        path = slot.pending or []
+        commits += len(moves) // 2, len(path)
+        for number, node in enumerate(path, start=1):
+            moves += slot.place(slot.root + node), slot.place(slot.root + number)
+        slot.pending = None
+    return commits, moves

@@ -1,4 +1,4 @@
-"""A step of one size (batch, K): its packet, its activations, and all of its device work as one CUDA graph.
+"""A step of one size: its packet, and all of its device work as one CUDA graph.
 
 `CapturedStep._step` is what the device does in a step, from the packet in to the results out. `_step_ahead` is a step
 of one token per sequence that needs nothing from the host. Both run `_forward`, the forward pass.
@@ -13,36 +13,53 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from threading import Lock
 from typing import Any
 
 import torch
 
-from lookahead.backends.graph.lanes import KVLanes
+from lookahead.backends.graph.kernels.rows import new_rows
+from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.ops import Ops, TopTokens
-from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.products import Products
-from lookahead.backends.graph.sizes import INVARIANT_ROWS
+from lookahead.backends.graph.packet import MOST_ENTRIES, Packet
+from lookahead.backends.graph.products import Product, Products
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, sizes_to
 from lookahead.backends.graph.weights import Weights
 
 TOP_TOKENS = 8
-"""How many likely next tokens a step returns for each needed node: as many as the `recycle` source keeps."""
+"""How many likely next tokens a step returns for each needed row: as many as the `recycle` source keeps."""
+SMALL_TILE, LARGE_TILE = 16, 64
+"""Queries per tile of attention; see `kernels.tiles`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
+
+    `small`: all of its sequences have few rows each, so that attention uses small tiles. `invariant`: a row's result
+    does not depend on the other rows, bit for bit.
+    """
+
+    rows: int
+    needed: int
+    small: bool
+    invariant: bool
 
 
 @dataclass(slots=True)
 class DeviceState:
     """What all captured steps of a backend share.
 
-    `invariant`: see `GraphBackend`. `capture` is false where steps run uncaptured. `pool` is the graphs' memory, which
-    they may share because they never run at the same time, and `stream` the one they are recorded on. When the K/V
-    buffer grows, its tensors and `pool` are replaced, and the backend drops its captured steps.
+    `capture` is false where steps run uncaptured. `pool` is the graphs' memory, which they may share because they never
+    run at the same time, and `stream` the one they are recorded on.
     """
 
     weights: Weights
     ops: Ops
     products: Products
-    kv: KVLanes
-    invariant: bool
+    kv: PagedKV
+    buffers: Buffers
     capture: bool
     pool: Any
     stream: torch.cuda.Stream | None
@@ -51,53 +68,64 @@ class DeviceState:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.embedding.dtype
 
+class Buffers:
+    """The activations of a step, [rows, width] each, for the largest step. Smaller steps use their first rows.
 
-class CapturedStep:
-    """The step for `batch` trees of `count` nodes each: its packet, its activations and, once captured, its graph.
-
-    With `head` it computes logits, targets and top tokens of the needed nodes. A pass over a prompt has no head.
-    The step's rows are the nodes of all trees, one tree after the other.
+    All captured steps share them, because they never run at the same time.
     """
 
-    def __init__(self, state: DeviceState, batch: int, count: int, head: bool) -> None:
-        self.state, self.batch, self.count, self.head = state, batch, count, head
-        w, device = state.weights, state.device
-        size = batch * count
-        # Plan the matrix products. Some need more rows than the step has to be invariant.
-        matrices = {name: [getattr(layer, name) for layer in w.layers] for name in ("qkv", "out", "gate_up", "down")}
-        if head:
-            matrices["head"] = [w.head]
-        self.products = {name: state.products.plan(weights, size) for name, weights in matrices.items()}
-        rows = max(product.rows for product in self.products.values())
-        # Plan attention. A prompt's passes need no invariance: they are the same for every decoding method.
-        half = state.dtype in (torch.float16, torch.bfloat16)
-        invariant = state.invariant and head and half and size <= INVARIANT_ROWS
-        self.tiles = state.ops.tiles(batch, count, w.heads, w.kv_heads, w.dim, invariant=invariant)
-        self.order = state.ops.new_order(batch, count, self.tiles, w.heads // w.kv_heads) if invariant else None
-        self.work = state.ops.workspace()
-        # The packet on the host, and its copy on the device.
-        self.packet = Packet(batch, count, device.type == "cuda")
-        self.memory = torch.zeros_like(self.packet.host, device=device)
-        self.views = self.packet.views(self.memory)
-        # Where the nodes of the trees stand, and whom they see: `Ops.place_nodes` finds it from their parents.
-        self.positions = torch.zeros(batch, count, dtype=torch.int32, device=device)
-        self.bits = torch.zeros(batch, count, (count + 31) // 32, dtype=torch.int32, device=device)
+    def __init__(self, weights: Weights, ops: Ops, most_rows: int) -> None:
+        w, like = weights, weights.embedding
+        rows = max(most_rows, INVARIANT_ROWS)  # a product may be given so many
+        hidden, inner = like.shape[1], w.layers[0].down.shape[1]
 
-        def new(width: int) -> torch.Tensor:
-            return torch.zeros(rows, width, dtype=state.dtype, device=device)
+        def new(width: int, count: int = rows) -> torch.Tensor:
+            return like.new_zeros(count, width)
 
-        # The activations, [rows, width] each.
-        hidden, inner = w.embedding.shape[1], w.layers[0].down.shape[1]
         self.residual, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
         self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
         self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
         self.gate_up, self.active = new(2 * inner), new(inner)
-        self.logits = new(len(w.head)) if head else None
-        self.top = TopTokens(rows, len(w.head), min(TOP_TOKENS, len(w.head)), device) if head else None
+        self.logits = new(len(w.head), min(rows, MOST_NEEDED))
+        self.work = ops.workspace()
+        group = w.heads // w.kv_heads
+        for size in sizes_to(most_rows) if self.work is not None else ():
+            for small, invariant in product((False, True), repeat=2):
+                tiles = ops.tiles(size, w.heads, w.kv_heads, w.dim, small=small, invariant=invariant)
+                count = most_tiles(size, group, tiles.block_m)
+                self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
+
+
+def most_tiles(rows: int, group: int, block: int) -> int:
+    """The most tiles that a step of so many rows can have."""
+    return min(rows, 2 * MOST_ENTRIES) + -(-rows * group // block)
+
+
+class CapturedStep:
+    """All steps of one kind: their packet and, once captured, their graph."""
+
+    def __init__(self, state: DeviceState, kind: StepKind) -> None:
+        self.state, self.kind = state, kind
+        w, device = state.weights, state.device
+        group = w.heads // w.kv_heads
+        # Plan the matrix products. Some are given more rows than the step has.
+        matrices = {name: [getattr(layer, name) for layer in w.layers] for name in ("qkv", "out", "gate_up", "down")}
+        self.products: dict[str, Product] = {
+            name: state.products.plan(weights, kind.rows) for name, weights in matrices.items()
+        }
+        self.products["head"] = state.products.plan([w.head], kind.needed)
+        # Plan attention.
+        self.tiles = state.ops.tiles(kind.rows, w.heads, w.kv_heads, w.dim, small=kind.small, invariant=kind.invariant)
+        block = SMALL_TILE if self.tiles is None else self.tiles.block_m
+        self.queries = group, block
+        tiles = most_tiles(kind.rows, group, block)
+        # The packet on the host, and its copy on the device.
+        self.packet = Packet(kind.rows, kind.needed, tiles, device.type == "cuda")
+        self.memory = torch.zeros_like(self.packet.host, device=device)
+        self.views = self.packet.views(self.memory)
+        self.rows = new_rows(self.views, state.kv.tables, min(kind.rows, MOST_NEEDED))
+        self.top = TopTokens(kind.needed, len(w.head), min(TOP_TOKENS, len(w.head)), device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None
 
@@ -117,7 +145,7 @@ class CapturedStep:
         # replayed once, to leave its results where later replays leave them. The replay repeats the K/V writes. It must
         # not move the accepted K/V a second time: the places it would read have new contents.
         self.graph = self._capture(self._step)
-        self.packet.fields["commit_counts"][:] = 0
+        self.packet.fields["counts"][1] = 0
         self.graph.replay()
 
     @torch.inference_mode()
@@ -128,8 +156,6 @@ class CapturedStep:
         the host is not part of the graph, for two reasons: it can go to either host copy, and torch then keeps the
         pinned memory alive until the copy is done, even if the backend is deleted while nobody waits for this step.
         """
-        assert self.count == 1
-        assert self.top is not None
         if self.graph_ahead is not None:
             self.graph_ahead.replay()
         else:
@@ -153,63 +179,53 @@ class CapturedStep:
         # 1. Copy the packet to the device.
         ops.copy_pinned(self.packet.host, self.memory)
         # 2. Commit the previous step: move the K/V of its accepted nodes next to their prefix.
-        commits = views["commit_lengths"], views["commit_paths"], views["commit_counts"]
-        ops.move_accepted(self.state.kv.cache, views["lanes"], *commits)
-        # 3. The attention mask of the trees, as bits, and the forward pass.
-        ops.place_nodes(views["parents"], views["lengths"], self.positions, self.bits)
+        ops.move_accepted(self.state.kv.cache, views["counts"], views["commits"], views["moves"])
+        # 3. The forward pass.
         self._forward()
         # 4. Copy targets and top tokens to the host.
-        if self.top is not None:
-            ops.copy_pinned(self.top.out, self.top.host_copies[0])
+        ops.copy_pinned(self.top.out, self.top.host_copies[0])
 
     def _step_ahead(self) -> None:
-        """One token further in every lane: the tokens are the last targets, and no accepted K/V has to move."""
-        assert self.top is not None
+        """One token further in every sequence: the tokens are the last targets, and no accepted K/V has to move."""
         views, last = self.views, len(self.state.weights.embedding) - 1
-        # A batch's padding takes part. Its logits may be NaN and its target outside of the vocabulary: hence the clamp.
-        torch.clamp(self.top.out[: self.batch, :1], max=last, out=views["tokens"])
-        views["lengths"].add_(1)
-        self.positions.add_(1)
+        count = min(self.kind.rows, self.kind.needed)
+        # Rows that pad the step take part. Their targets may be outside of the vocabulary: hence the clamp.
+        torch.clamp(self.top.out[:count, 0], min=0, max=last, out=views["tokens"][:count])
+        views["entries"][:, 1].add_(1)
         self._forward()
 
     def _forward(self) -> None:
         """The forward pass: from the packet's copy on the device to targets and top tokens there."""
-        w, ops, kv, views, products = self.state.weights, self.state.ops, self.state.kv, self.views, self.products
-        lanes, lengths, positions, bits = views["lanes"], views["lengths"], self.positions, self.bits
-        size = self.batch * self.count
-        residual, normed = self.residual[:size], self.normed[:size]
-        q = self.q[:size].view(self.batch, self.count, w.heads, w.dim)
-        mixed = self.mixed[:size].view_as(q)
-        # 1. An invariant step's attention adds the nodes of a tree by depth: sort them, once for all layers.
-        if self.order is not None:
-            ops.order_by_depth(positions, lengths, bits, self.order, self.tiles, w.heads // w.kv_heads)
+        w, ops, kv, rows = self.state.weights, self.state.ops, self.state.kv, self.rows
+        buffers, products, views, size = self.state.buffers, self.products, self.views, self.kind.rows
+        residual, normed = buffers.residual[:size], buffers.normed[:size]
+        q, mixed = (part[:size].view(size, w.heads, w.dim) for part in (buffers.q, buffers.mixed))
+        # 1. Where the rows stand and whom they see. An invariant step's attention adds the nodes of a tree by depth:
+        # they are sorted once for all layers.
+        ops.place_nodes(rows)
+        ops.order_by_depth(rows, buffers.work, self.tiles, w.heads // w.kv_heads)
         # 2. Embeddings. `delta` is the last block's output; the next `add_norm` adds it to the residual stream.
-        ops.embed(w.embedding, views["tokens"].view(-1), residual)
+        ops.embed(w.embedding, views["tokens"], residual)
         delta: torch.Tensor | None = None
         for number, layer in enumerate(w.layers):
             keys, values = kv.cache[number]
-            # 3. Attention: write the step's K/V behind each prefix, then attend to prefix and tree.
+            # 3. Attention: write the step's K/V to their places, then attend to the text and the tree.
             ops.add_norm(residual, delta, layer.before, normed, w.eps)
-            products["qkv"](self.normed, layer.qkv, self.qkv)
-            ops.rotate_write(
-                self.qkv, layer.bias, layer.norms, kv.cosine, kv.sine, lanes, lengths, positions, q, keys, values, w.eps
-            )
-            ops.attend(
-                q, keys, values, lanes, lengths, positions, bits, mixed, self.work,
-                scale=w.scale, window=layer.window, tiles=self.tiles, order=self.order,
-            )  # fmt: skip
-            products["out"](self.mixed, layer.out, self.delta)
-            delta = self.delta[:size]
+            products["qkv"](buffers.normed, layer.qkv, buffers.qkv)
+            ops.rotate_write(buffers.qkv, layer.bias, layer.norms, kv.cosine, kv.sine, rows, q, keys, values, w.eps)
+            ops.attend(q, keys, values, rows, mixed, buffers.work, self.tiles, scale=w.scale, window=layer.window)
+            products["out"](buffers.mixed, layer.out, buffers.delta)
+            delta = buffers.delta[:size]
             # 4. The MLP.
             ops.add_norm(residual, delta, layer.after, normed, w.eps)
-            products["gate_up"](self.normed, layer.gate_up, self.gate_up)
-            ops.gate(self.gate_up, self.active[:size])
-            products["down"](self.active, layer.down, self.delta)
-        # 5. Of the needed nodes alone: logits, targets and top tokens.
-        if self.logits is not None and self.top is not None:
-            ops.add_norm(residual, delta, w.norm, normed, w.eps, views["needed"].view(-1))
-            products["head"](self.normed, w.head, self.logits)
-            self.top.fill(self.logits)
+            products["gate_up"](buffers.normed, layer.gate_up, buffers.gate_up)
+            ops.gate(buffers.gate_up, buffers.active[:size])
+            products["down"](buffers.active, layer.down, buffers.delta)
+        # 5. Of the needed rows alone: logits, targets and top tokens.
+        needed = self.kind.needed
+        ops.add_norm(residual, delta, w.norm, buffers.normed[:needed], w.eps, views["needed"])
+        products["head"](buffers.normed, w.head, buffers.logits)
+        self.top.fill(buffers.logits[:needed])
 
 
 _capturing = Lock()

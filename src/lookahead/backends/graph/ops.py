@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lookahead.backends.graph.kernels import reference
+from lookahead.backends.graph.kernels.rows import Rows
 
 
 class Ops:
@@ -39,40 +40,24 @@ class Ops:
         self.place_nodes = source.place_nodes
 
     def workspace(self) -> Any:
-        """Memory for `attend`'s partial results, one for all layers of a captured step.
-
-        Two captured steps must not share one: it is replaced when it has to grow, while a captured graph goes on
-        writing to the memory that it was captured with.
-        """
+        """Memory for `attend`'s partial results, which all captured steps share; see `kernels.attention`."""
         return self._attention.Workspace(self._device) if self.compiled else None
 
-    def new_order(self, batch: int, count: int, tiles: Any, group: int) -> torch.Tensor:
-        """Memory for the result of `order_by_depth`; see `kernels.depths.new_order`."""
-        return self._depths.new_order(batch, count, tiles, group, self._device) if self.compiled else torch.empty(0)
-
-    def order_by_depth(
-        self,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        bits: torch.Tensor,
-        order: torch.Tensor,
-        tiles: Any,
-        group: int,
-    ) -> None:
+    def order_by_depth(self, rows: Rows, work: Any, tiles: Any, group: int) -> None:
         """Sort the nodes of an invariant step's trees by depth, as `attend` wants them; see `kernels.depths`.
 
-        positions [B, K], lengths [B], bits [B, K, ceil(K/32)], all int32. The slow twin of `attend` needs no order.
+        The slow twin of `attend` needs no order.
         """
-        if self.compiled:
-            self._depths.order_by_depth(positions, lengths, bits, order, tiles, group)
+        if self.compiled and tiles.reach:
+            self._depths.order_by_depth(rows, work.order, tiles, group)
 
-    def tiles(self, batch: int, count: int, heads: int, kv_heads: int, dim: int, *, invariant: bool) -> Any:
-        """How `attend` cuts a step of this size into programs; see `kernels.tiles`."""
+    def tiles(self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, invariant: bool) -> Any:
+        """How `attend` cuts a step of so many rows into programs; see `kernels.tiles`."""
         if not self.compiled:
             return None
-        if invariant:
-            return self._tiles.invariant_tiles(count, heads, kv_heads, dim, processors=self._processors)
-        return self._tiles.tiles_for(batch, count, heads, kv_heads, dim, processors=self._processors)
+        return self._tiles.tiles_for(
+            rows, heads, kv_heads, dim, small=small, invariant=invariant, processors=self._processors
+        )
 
 
 class TopTokens:

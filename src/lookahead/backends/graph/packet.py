@@ -1,66 +1,134 @@
-"""The packet: all integers that the host sends the device for one step, in one piece of memory that is copied once."""
+"""The packet: all numbers that the host sends the device for one step, in one piece of memory that is copied once."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from lookahead.algorithm.tree import TokenTree
 
-LONGEST_PATH = 64
-"""The longest accepted path that a packet has room for. The K/V of a longer one is moved before the next step."""
+MOST_ENTRIES = 256
+"""The most sequences of a step."""
+SPARE_MOVES = 64
+"""A packet has room for this many moves of accepted K/V more than the step has rows. If the step before accepted more
+tokens, they are moved by a launch of their own."""
+ENTRY = 5
+"""Numbers per entry: the sequence's slot, its cached tokens, its first row, its trail's rows and its tree's rows."""
 
 
 class Packet:
-    """The integers of one step, for B trees of K nodes each, as named int32 fields.
+    """The numbers of one step of R rows, as named fields, int32 unless noted.
 
-    lanes [B]             each sequence's lane of the K/V buffer
-    lengths [B]           how many tokens it has cached: the root's position
-    commit_lengths [B]    for the commit of the step before: the position of that step's root,
-    commit_counts [B]     how many of that step's nodes below the root were accepted,
-    commit_paths [B, 64]  and which ones
-    tokens [B, K]         the nodes' tokens
-    parents [B, K]        the nodes' parents, -1 for a root, from which the device finds positions and who sees whom
-    needed [B, K]         the needed nodes, as rows of the whole step, B x K rows
+    An *entry* is one sequence's part of the step. Its rows are its trail (tokens to be cached, in the text's order) and
+    then the nodes of its tree. A *tile* is a block of queries of one entry, all of its trail or all of its tree, which
+    one program of attention works on.
+
+    counts [2]         how many tiles and commits there are
+    tokens [R]         the rows' tokens
+    entry_of [R]       the rows' entries, -1 for a row that pads the step
+    parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
+    entries [E, 5]     see `ENTRY`
+    tiles [T, 2]       twice the entry (plus 1 for its tree, plus 0 for its trail), and the number of the block in it
+    commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
+    moves [M, 2]       from where to where, as places in the pool of pages
+    needed [N]         the rows whose logits are needed
+    draws [N, 5]       float64: how each needed row's target is drawn (see `kernels.draw`)
+    next_uniforms [N]  float64: the uniforms of the step ahead
 
     `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
     """
 
-    def __init__(self, batch: int, count: int, pinned: bool) -> None:
-        parts = {
-            "lanes": (batch,),
-            "lengths": (batch,),
-            "commit_lengths": (batch,),
-            "commit_counts": (batch,),
-            "commit_paths": (batch, LONGEST_PATH),
-            "tokens": (batch, count),
-            "parents": (batch, count),
-            "needed": (batch, count),
+    def __init__(self, rows: int, needed: int, tiles: int, pinned: bool) -> None:
+        entries = min(rows, MOST_ENTRIES)
+        parts: dict[str, tuple[tuple[int, ...], int]] = {
+            "draws": ((needed, 5), 2),
+            "next_uniforms": ((needed,), 2),
+            "counts": ((2,), 1),
+            "tokens": ((rows,), 1),
+            "entry_of": ((rows,), 1),
+            "parents": ((rows,), 1),
+            "entries": ((entries, ENTRY), 1),
+            "tiles": ((tiles, 2), 1),
+            "commits": ((entries, 2), 1),
+            "moves": ((rows + SPARE_MOVES, 2), 1),
+            "needed": ((needed,), 1),
         }
-        sizes = [int(np.prod(shape)) for shape in parts.values()]
-        self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        self._places = {}
+        self._places: dict[str, tuple[int, int, tuple[int, ...], bool]] = {}
         start = 0
-        for (name, shape), size in zip(parts.items(), sizes, strict=True):
-            self._places[name] = (start, start + size, shape)
-            start += size
+        for name, (shape, words) in parts.items():
+            end = start + words * int(np.prod(shape))
+            self._places[name] = start, end, shape, words == 2
+            start = end
+        self.host = torch.zeros(start, dtype=torch.int32, pin_memory=pinned)
         numbers = self.host.numpy()
-        self.fields = {name: numbers[a:b].reshape(shape) for name, (a, b, shape) in self._places.items()}
-        self._count = count
-        self._trees = list(zip(*(self.fields[name] for name in ("tokens", "parents", "needed")), strict=True))
+        self.fields: dict[str, np.ndarray[Any, Any]] = {
+            name: (numbers[a:b].view(np.float64) if wide else numbers[a:b]).reshape(shape)
+            for name, (a, b, shape, wide) in self._places.items()
+        }
+        self.entries_room, self.moves_room = entries, rows + SPARE_MOVES
+        self._rows = [self.fields[name] for name in ("tokens", "entry_of", "parents")]
+        self._needed, self._entries = self.fields["needed"], self.fields["entries"]
 
-    def put_tree(self, entry: int, tree: TokenTree) -> None:
-        """Write a tree. What it leaves over of the K nodes becomes roots, which see themselves alone."""
-        size, needed_count = len(tree), len(tree.needed)
-        tokens, parents, needed = self._trees[entry]
-        tokens[:size], parents[:size], needed[:needed_count] = tree.tokens, tree.parents, tree.needed
-        if size < self._count:
-            tokens[size:], parents[size:] = 0, -1
-        if needed_count < self._count:
-            needed[needed_count:] = 0
-        if entry:
-            needed += entry * self._count
+    def begin(self) -> None:
+        """Start a new step: no entries yet."""
+        self._next_entry = self._next_row = self._next_needed = 0
+        self._tiles: list[int] = []
+
+    def put(self, slot: int, length: int, trail: Sequence[int], tree: TokenTree, queries: tuple[int, int]) -> int:
+        """Write an entry. Returns where its needed rows begin.
+
+        `queries` are how many queries a row has per K/V head, and how many a tile has.
+        """
+        tokens, entry_of, parents = self._rows
+        entry, first, nodes = self._next_entry, self._next_row, len(tree)
+        root = first + len(trail)
+        end = root + nodes
+        if trail:
+            tokens[first:root], parents[first:root] = trail, -1
+            self._add_tiles(2 * entry, len(trail), queries)
+        if nodes:
+            tokens[root:end], parents[root:end] = tree.tokens, tree.parents
+            self._add_tiles(2 * entry + 1, nodes, queries)
+        entry_of[first:end] = entry
+        self._entries[entry] = slot, length, first, len(trail), nodes
+        start, count = self._next_needed, len(tree.needed)
+        if count:
+            self._needed[start : start + count] = tree.needed
+            if root:
+                self._needed[start : start + count] += root
+        self._next_entry, self._next_row, self._next_needed = entry + 1, end, start + count
+        return start
+
+    def _add_tiles(self, which: int, rows: int, queries: tuple[int, int]) -> None:
+        group, block = queries
+        for number in range(-(-rows * group // block)):
+            self._tiles += which, number
+
+    def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
+        """Fill what the entries have left of the step, and write the moves of accepted K/V, flat as in the fields."""
+        fields, row, needed = self.fields, self._next_row, self._next_needed
+        fields["entry_of"][row:] = -1
+        fields["tokens"][row:] = 0
+        fields["parents"][row:] = -1
+        self._needed[needed:] = 0
+        _fill(fields["tiles"], self._tiles)
+        _fill(fields["commits"], commits)
+        _fill(fields["moves"], moves)
+        fields["counts"][:] = len(self._tiles) // 2, len(commits) // 2
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields as views of `memory`, a copy of `host` on the device."""
-        return {name: memory[a:b].view(shape) for name, (a, b, shape) in self._places.items()}
+        return {
+            name: (memory[a:b].view(torch.float64) if wide else memory[a:b]).view(shape)
+            for name, (a, b, shape, wide) in self._places.items()
+        }
+
+
+def _fill(field: np.ndarray[Any, Any], numbers: Sequence[int]) -> None:
+    """Write numbers to the beginning of a field."""
+    if numbers:
+        field.reshape(-1)[: len(numbers)] = array("i", numbers)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.graph import cublaslt
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, STEP_SIZES
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, ROW_SIZES
 
 TIMED_CALLS = 8
 """Calls per timing. Each uses another layer's weights, so that large ones are read from memory and not from a cache."""
@@ -55,6 +55,16 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=out)
 
 
+def by_pieces(run: Run) -> Run:
+    """Run a product INVARIANT_ROWS rows at a time: for GPUs where a product of more rows adds in another order."""
+
+    def run_pieces(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        for start in range(0, len(x), INVARIANT_ROWS):
+            run(x[start : start + INVARIANT_ROWS], weight, out[start : start + INVARIANT_ROWS])
+
+    return run_pieces
+
+
 @cache
 def products_of(device: torch.device, dtype: torch.dtype, invariant: bool) -> Products:
     """The `Products` that all models share: what was found for a matrix shape holds for every model that has it."""
@@ -77,14 +87,22 @@ class Products:
 
     def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
         """How to multiply `size` rows with any of these matrices [outer, inner]: the layers' matrices of one kind."""
-        if size > INVARIANT_ROWS or self.device.type != "cuda":
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        if self.device.type != "cuda" or (size > INVARIANT_ROWS and not (self.invariant and half)):
             return Product(size, by_torch)
         if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
             for rows in tried(size):
                 kernel = self._fastest_of(weights, rows)
                 if kernel is not None:
                     return Product(rows, kernel)
-        return Product(self._torch_rows(weights[0], size) if self.invariant else size, by_torch)
+        if not self.invariant:
+            return Product(size, by_torch)
+        if size <= INVARIANT_ROWS:
+            return Product(self._torch_rows(weights[0], size), by_torch)
+        piece = self.plan(weights, INVARIANT_ROWS).run
+        if piece is by_torch and same_bits(by_torch, *self._expected(weights[0], by_torch), size):
+            return Product(size, by_torch)
+        return Product(size, by_pieces(piece))
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
         """How many rows to give torch's product, so that each row gets the bits that it gets among INVARIANT_ROWS.
@@ -94,11 +112,16 @@ class Products:
         """
         key = weight.shape, size
         if key not in self._rows:
-            x, other = cancelling(weight)
-            whole = x.new_empty(INVARIANT_ROWS, len(weight))
-            by_torch(x, other, whole)
+            x, other, whole = self._expected(weight, by_torch)
             self._rows[key] = next(rows for rows in tried(size) if same_bits(by_torch, x, other, whole, rows))
         return self._rows[key]
+
+    def _expected(self, weight: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x and a matrix whose products cancel (see `cancelling`), and what `run` makes of INVARIANT_ROWS rows."""
+        x, other = cancelling(weight)
+        whole = x.new_empty(INVARIANT_ROWS, len(weight))
+        run(x, other, whole)
+        return x, other, whole
 
     def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
         """The fastest kernel for so many rows that gives the right bits, or None; see `_same_bits`."""
@@ -113,11 +136,9 @@ class Products:
 
     def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
         """The kernels for so many rows that give the bits of cuBLASLt's first kernel for INVARIANT_ROWS rows."""
-        x, other = cancelling(weight)
-        whole = x.new_empty(INVARIANT_ROWS, len(weight))
         for first in self._kernels(weight, INVARIANT_ROWS):
             try:
-                first(x, other, whole)
+                x, other, whole = self._expected(weight, first)
             except RuntimeError:
                 continue
             yield from (run for run in self._kernels(weight, rows) if same_bits(run, x, other, whole, rows))
@@ -150,7 +171,7 @@ class Products:
 
 def tried(size: int) -> list[int]:
     """The numbers of rows to try for a step of `size` rows: its own, then the larger captured sizes."""
-    return [size, *(rows for rows in STEP_SIZES if size < rows <= INVARIANT_ROWS)]
+    return [size, *(rows for rows in ROW_SIZES if size < rows <= INVARIANT_ROWS)]
 
 
 def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,9 +195,13 @@ def cancelling(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def same_bits(run: Run, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
     """Whether `run` on `rows` rows of x at a time, from several places, gives the bits of `whole`.
 
-    x [INVARIANT_ROWS, inner], weight [outer, inner], whole [INVARIANT_ROWS, outer].
+    x [INVARIANT_ROWS, inner], weight [outer, inner], whole [INVARIANT_ROWS, outer]. For more rows than x has, x is
+    repeated.
     """
-    for start in range(0, INVARIANT_ROWS - rows + 1, max(rows, INVARIANT_ROWS // 4)):
+    times = -(-rows // INVARIANT_ROWS)
+    if times > 1:
+        x, whole = x.repeat(times, 1), whole.repeat(times, 1)
+    for start in range(0, len(x) - rows + 1, max(rows, INVARIANT_ROWS // 4)):
         out = whole.new_full((rows, len(weight)), torch.nan)
         try:
             run(x[start : start + rows].clone(), weight, out)

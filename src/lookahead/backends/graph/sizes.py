@@ -1,27 +1,39 @@
-"""The sizes that steps are captured in: a step is padded to the next size, so that few graphs serve every tree."""
+"""The sizes that steps are captured in: a step is padded to the next size, so that few graphs serve every step."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-STEP_SIZES = (1, 16, 32, 64, 128, 256, 512)
-"""Captured tree sizes K of a single sequence. Padding costs little: a GPU waits for the weights to be read anyway."""
-BATCH_SIZES = (1, 4, 8, *STEP_SIZES[1:])
-"""Captured tree sizes K in a batch. Every tree of a batch is padded to K, so small ones are worth having: 16 trees of
-8 nodes are 128 rows, 16 trees of 16 nodes are 256."""
+PAGE = 64
+"""Tokens per page of the K/V. Attention reads keys in blocks of 64, so that a block lies in one page."""
+ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Captured numbers of rows, of all sequences together. Padding costs little up to about 128 rows, because a GPU waits
+for the weights to be read anyway; beyond that every row costs."""
+MOST_NEEDED = 512
+"""The most needed rows of a step: logits are computed for so many at most."""
+FEW_NEEDED = 64
+"""A larger step that needs no more rows than this computes no more logits: it is mostly a prompt."""
 INVARIANT_ROWS = 128
-"""In half precision, a step of at most this many rows (all trees together) gives each row bits that depend neither on K
-nor on the other rows."""
+"""The number of rows whose matrix products give the bits that all other sizes must give (see `products`). An invariant
+step's trees have at most so many nodes each."""
 
 
-def bucket(size: int, batch: int = 1) -> int:
-    """The captured size K for a tree of `size` nodes; in a batch, for the largest of its trees."""
-    sizes = STEP_SIZES if batch == 1 else BATCH_SIZES
-    place = bisect_left(sizes, size)
-    return sizes[place] if place < len(sizes) else -(-size // 512) * 512
+def bucket(rows: int) -> int:
+    """The captured size of a step of so many rows."""
+    place = bisect_left(ROW_SIZES, rows)
+    if place == len(ROW_SIZES):
+        raise ValueError(f"a step of {rows} rows; at most {ROW_SIZES[-1]} are captured")
+    return ROW_SIZES[place]
+
+
+def needed_bucket(rows: int, needed: int) -> int:
+    """For how many rows a captured step of `rows` rows computes logits, if `needed` are needed."""
+    if needed > MOST_NEEDED:
+        raise ValueError(f"a step that needs {needed} rows of logits; at most {MOST_NEEDED} are computed")
+    return min(rows, FEW_NEEDED if needed <= FEW_NEEDED else MOST_NEEDED)
 
 
 def sizes_to(most: int) -> list[int]:
-    """All captured sizes that a single sequence needs for trees of up to `most` nodes."""
-    last = bucket(most)
-    return [*(size for size in STEP_SIZES if size < last), last]
+    """All captured sizes that are needed for steps of up to `most` rows."""
+    last = bucket(min(most, ROW_SIZES[-1]))
+    return [size for size in ROW_SIZES if size <= last]

@@ -10,81 +10,93 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import Tiles
+from lookahead.backends.graph.sizes import INVARIANT_ROWS
+
+MOST_PROGRAMS = 264
+"""Programs of the launch: two per multiprocessor of an H200. Each works on every so many-th tile."""
 
 
 @triton.jit
 def _order_by_depth(
-    positions, lengths, bits, order, count, words, size,
+    counts, entries, tiles, positions, bits, order, words, size, most_nodes,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch, blocks of queries as in `attention._attend`). See `order_by_depth` for the tensors.
+    """Grid: (tiles at a time). See `order_by_depth` for the tensors.
 
-    Only nodes that some token of the block sees get a place: behind all groups of lesser depths, and behind the earlier
-    nodes of the same depth.
+    Only nodes that some token of the tile sees get a place: behind all groups of lesser depths, and behind the earlier
+    nodes of the same depth. A trail's tile has no nodes.
     """
-    batch, block = tl.program_id(0), tl.program_id(1)
-    order += (batch * tl.num_programs(1) + block) * size
     node = tl.arange(0, BLOCK)
-    there = node < count
     local = tl.arange(0, TOKENS)
-    token = block * BLOCK_M // GROUP + local
-    inside = (token < count) & (token <= (block * BLOCK_M + BLOCK_M - 1) // GROUP)
-    at = (batch * count + token)[:, None] * words + (node // 32)[None, :]
-    its_bits = tl.load(bits + at, mask=inside[:, None] & there[None, :], other=0)
-    seen = (its_bits >> (node % 32)[None, :]) & 1
-    seen_here = tl.max(seen, 0) != 0
-    depth = tl.load(positions + batch * count + node, mask=there, other=0) - tl.load(lengths + batch)
-    depth = tl.where(seen_here, tl.minimum(tl.maximum(depth, 0), count - 1), BLOCK)
-    same = depth[:, None] == depth[None, :]
-    rank = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), 1)
-    # Nodes per depth. `node` counts depths here: like nodes, they are below BLOCK.
-    sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)
-    sixteens = (sizes + 15) // 16
-    before = tl.cumsum(sixteens, 0) - sixteens
-    place = 16 * tl.sum(tl.where(depth[:, None] == node[None, :], before[None, :], 0), 1) + rank
-    used = 16 * tl.sum(sixteens, 0)
-    for i in range(0, tl.cdiv(used, BLOCK)):
-        tl.store(order + 1 + i * BLOCK + node, -1, mask=i * BLOCK + node < used)
-    tl.debug_barrier()
-    tl.store(order + 1 + place, node, mask=seen_here)
-    tl.store(order, used)
-    sights = order + 1 + 16 * count + local * (count // 4 + 1)
-    place = tl.where(seen_here, place, -64)
-    sight = (place % 16 + 1) << (8 * (place % 64 // 16))
-    for word in range(0, tl.cdiv(used, 64)):
-        here = tl.where((place // 64 == word)[None, :], seen * sight[None, :], 0)
-        tl.store(sights + word, tl.sum(here, 1), mask=inside)
+    for tile in range(tl.program_id(0), tl.load(counts), tl.num_programs(0)):
+        which, block = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+        entry = entries + which // 2 * 5
+        trail = tl.load(entry + 3)
+        end = tl.load(entry + 1) + trail
+        root = tl.load(entry + 2) + trail
+        count = tl.load(entry + 4) * (which % 2)
+        own = order + tile * size
+        there = node < count
+        token = block * BLOCK_M // GROUP + local
+        inside = (token < count) & (token <= (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+        at = (root + token)[:, None] * words + (node // 32)[None, :]
+        its_bits = tl.load(bits + at, mask=inside[:, None] & there[None, :], other=0)
+        seen = (its_bits >> (node % 32)[None, :]) & 1
+        seen_here = tl.max(seen, 0) != 0
+        depth = tl.load(positions + root + node, mask=there, other=0) - end
+        depth = tl.where(seen_here, tl.minimum(tl.maximum(depth, 0), BLOCK - 1), BLOCK)
+        same = depth[:, None] == depth[None, :]
+        rank = tl.sum((same & (node[None, :] < node[:, None])).to(tl.int32), 1)
+        # Nodes per depth. `node` counts depths here: like nodes, they are below BLOCK.
+        sizes = tl.sum((depth[None, :] == node[:, None]).to(tl.int32), 1)
+        sixteens = (sizes + 15) // 16
+        before = tl.cumsum(sixteens, 0) - sixteens
+        place = 16 * tl.sum(tl.where(depth[:, None] == node[None, :], before[None, :], 0), 1) + rank
+        used = 16 * tl.sum(sixteens, 0)
+        for i in range(0, tl.cdiv(used, BLOCK)):
+            tl.store(own + 1 + i * BLOCK + node, -1, mask=i * BLOCK + node < used)
+        tl.debug_barrier()
+        tl.store(own + 1 + place, node, mask=seen_here)
+        tl.store(own, used)
+        sights = own + 1 + 16 * most_nodes + local * (most_nodes // 4 + 1)
+        place = tl.where(seen_here, place, -64)
+        sight = (place % 16 + 1) << (8 * (place % 64 // 16))
+        for word in range(0, tl.cdiv(used, 64)):
+            here = tl.where((place // 64 == word)[None, :], seen * sight[None, :], 0)
+            tl.store(sights + word, tl.sum(here, 1), mask=inside)
 
 
-def new_order(batch: int, count: int, tiles: Tiles, group: int, device: torch.device) -> torch.Tensor:
-    """Memory for `order_by_depth`: int32 [B, blocks of queries, 1 + 16 K + tokens per block x (K / 4 + 1) + 1]."""
-    blocks = triton.cdiv(count * group, tiles.block_m)
-    size = 1 + 16 * count + _tokens(tiles, group) * (count // 4 + 1) + 1
-    return torch.zeros(batch, blocks, size, dtype=torch.int32, device=device)
+def order_size(most_nodes: int, tiles: Tiles, group: int) -> int:
+    """How many numbers `order_by_depth` has for each tile."""
+    return 1 + 16 * most_nodes + _tokens(tiles, group) * (most_nodes // 4 + 1) + 1
+
+
+def most_nodes_of(rows: int) -> int:
+    """The most nodes that a tree of an invariant step of so many rows may have: a power of two from 16 on."""
+    return max(16, triton.next_power_of_2(min(rows, INVARIANT_ROWS)))
 
 
 def _tokens(tiles: Tiles, group: int) -> int:
-    """Room for the tokens of a block of queries, a power of two. Its first and last token may be only partly in it."""
+    """Room for the tokens of a tile, a power of two. Its first and last token may be only partly in it."""
     return triton.next_power_of_2(tiles.block_m // group + 2 * (tiles.block_m % group > 0))
 
 
-def order_by_depth(
-    positions: torch.Tensor, lengths: torch.Tensor, bits: torch.Tensor, order: torch.Tensor, tiles: Tiles, group: int
-) -> torch.Tensor:
-    """For each block of queries, sort the nodes that it sees into groups of 16 nodes of one depth.
+def order_by_depth(rows: Rows, order: torch.Tensor, tiles: Tiles, group: int) -> torch.Tensor:
+    """For each tile of a tree, sort the nodes that it sees into groups of 16 nodes of one depth.
 
-    positions [B, K], lengths [B], bits [B, K, ceil(K/32)], all int32, as for `attention.attend`. `group`: how many
-    query heads share a K/V head. order, made by `new_order`, gets for each block:
+    `group`: how many query heads share a K/V head. order [at least T x order_size] gets for each tile:
 
     - one number: how many places are used, a multiple of 16
-    - 16 K places: a node, or -1 where a group is not full
-    - for each token of the block K / 4 + 1 words, one byte per group: the place within the group of the node that the
+    - 16 places per node that a tree may have: a node, or -1 where a group is not full
+    - for each token of the tile a byte per group, in words of four: the place within the group of the node that the
       token sees, plus 1, or 0 if it sees none
     """
-    batch, count = positions.shape
-    _order_by_depth[(batch, order.shape[1])](
-        positions, lengths, bits, order, count, bits.shape[2], order.shape[2], GROUP=group, BLOCK_M=tiles.block_m,
-        BLOCK=max(16, triton.next_power_of_2(count)), TOKENS=_tokens(tiles, group), num_warps=8,
+    size, most = len(rows.positions), most_nodes_of(len(rows.positions))
+    _order_by_depth[(min(MOST_PROGRAMS, len(rows.tiles)),)](
+        rows.counts, rows.entries, rows.tiles, rows.positions, rows.bits, order, rows.bits.shape[1],
+        order_size(most, tiles, group), most,
+        GROUP=group, BLOCK_M=tiles.block_m, BLOCK=most, TOKENS=_tokens(tiles, group), num_warps=8 if size > 32 else 4,
     )  # fmt: skip
     return order

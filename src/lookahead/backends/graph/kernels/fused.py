@@ -1,5 +1,6 @@
 """The operations between the matrix products, one launch each: embedding, norm, rotary positions with K/V write, gate.
-And those of a step's beginning and end: copies from and to pinned memory, the move of accepted K/V, and who sees whom.
+And those of a step's beginning and end: copies from and to pinned memory, moves of accepted K/V, and where rows
+stand.
 
 Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. A row's result
 depends on that row alone: not on K, not on the batch.
@@ -10,6 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.sizes import PAGE
 
 
 @triton.jit
@@ -29,37 +33,47 @@ def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @triton.jit
 def _place_nodes(
-    parents, lengths, positions, bits, count, words, BLOCK: tl.constexpr, WORDS: tl.constexpr
+    entry_of, parents, entries, tables, positions, places, bits, rows, words, longest,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch, blocks of nodes). Every node climbs to its root and notes whom it meets."""
-    entry = tl.program_id(0)
-    node = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = node < count
+    """Grid: (blocks of rows). Every node of a tree climbs to its root and notes whom it meets."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    entry = tl.load(entry_of + row, mask=inside, other=-1)
+    used = entry >= 0
+    its = entries + tl.maximum(entry, 0) * 5
+    slot = tl.load(its, mask=used, other=0)
+    length = tl.load(its + 1, mask=used, other=0)
+    trail = tl.load(its + 3, mask=used, other=0)
+    root = tl.load(its + 2, mask=used, other=0) + trail
+    node = row - root  # below 0 in a trail
     word = tl.arange(0, WORDS)
     seen = tl.zeros((BLOCK, WORDS), tl.int32)
     depth = tl.zeros((BLOCK,), tl.int32) - 1
-    at = tl.where(inside, node, -1)
+    at = tl.where(used & (node >= 0), node, -1)
     while tl.max(at, 0) >= 0:
         climbing = at >= 0
         bit = tl.where(climbing, 1 << (tl.maximum(at, 0) % 32), 0)
         seen |= tl.where((tl.maximum(at, 0) // 32)[:, None] == word[None, :], bit[:, None], 0)
         depth += climbing.to(tl.int32)
-        at = tl.load(parents + entry * count + at, mask=climbing, other=-1)
-    row = entry * count + node
-    tl.store(positions + row, tl.load(lengths + entry) + depth, mask=inside)
+        at = tl.load(parents + root + at, mask=climbing, other=-1)
+    position = length + trail + tl.where(node >= 0, depth, node)
+    # A row that pads the step writes to page 0, which nobody reads.
+    place = length + trail + node
+    page = tl.load(tables + slot * longest + place // PAGE, mask=used, other=0)
+    tl.store(positions + row, tl.where(used, position, 0), mask=inside)
+    tl.store(places + row, tl.where(used, page * PAGE + place % PAGE, row % PAGE), mask=inside)
     tl.store(bits + row[:, None] * words + word[None, :], seen, mask=inside[:, None] & (word < words)[None, :])
 
 
-def place_nodes(parents: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
-    """From a tree's parents to its nodes' positions, and to who sees whom.
-
-    parents [B, K] int32, -1 for a root; lengths [B] int32 are the roots' positions. positions [B, K] int32: a node's is
-    its root's plus its depth. bits [B, K, words] int32: see `tree.packed_visibility`.
-    """
-    batch, count, words = bits.shape
-    grid = (batch, triton.cdiv(count, 32))
-    size = triton.next_power_of_2(words)
-    _place_nodes[grid](parents, lengths, positions, bits, count, words, BLOCK=32, WORDS=size, num_warps=1)
+def place_nodes(rows: Rows) -> None:
+    """Find the rows' positions, places and sights from whose they are and from their parents; see `Rows`."""
+    size, words = rows.bits.shape
+    _place_nodes[(triton.cdiv(size, 32),)](
+        rows.entry_of, rows.parents, rows.entries, rows.tables, rows.positions, rows.places, rows.bits,
+        size, words, rows.tables.shape[1],
+        PAGE=PAGE, BLOCK=32, WORDS=triton.next_power_of_2(words), num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -129,13 +143,12 @@ def add_norm(
 
 @triton.jit
 def _rotate_write(
-    qkv, bias, norms, cosine, sine, lanes, lengths, positions, q, keys, values, count, capacity, eps,
+    qkv, bias, norms, cosine, sine, positions, places, q, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch x count, blocks of all heads). See `rotate_write`."""
+    """Grid: (rows, blocks of all heads). See `rotate_write`."""
     token = tl.program_id(0).to(tl.int64)
-    batch = token // count
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total: tl.constexpr = HEADS + 2 * KV_HEADS
     there = head < total
@@ -147,8 +160,8 @@ def _rotate_write(
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
     sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
-    place = tl.load(lengths + batch) + token % count
-    base = tl.load(lanes + batch).to(tl.int64) * KV_HEADS
+    place = tl.load(places + token).to(tl.int64)
+    base = place // PAGE * KV_HEADS
     a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
     b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
     if HAS_BIAS:
@@ -168,17 +181,17 @@ def _rotate_write(
     sin = tl.where(turned[:, None], sin, 0.0)
     a = (first * cos - second * sin).to(a.dtype)
     b = (second * cos + first * sin).to(b.dtype)
-    # Queries stay in the step's order; keys and values go behind their lane's prefix.
+    # Queries stay in the step's order; keys and values go to their places.
     is_q = inside & (head < HEADS)[:, None]
     at = token * HEADS * DIM + low
     tl.store(q + at, a, mask=is_q)
     tl.store(q + at + half, b, mask=is_q)
     is_k = inside & ((head >= HEADS) & turned)[:, None]
-    at = ((base + head - HEADS) * capacity + place)[:, None] * DIM + column[None, :]
+    at = ((base + head - HEADS) * PAGE + place % PAGE)[:, None] * DIM + column[None, :]
     tl.store(keys + at, a, mask=is_k)
     tl.store(keys + at + half, b, mask=is_k)
     is_v = inside & (head >= HEADS + KV_HEADS)[:, None]
-    at = ((base + head - HEADS - KV_HEADS) * capacity + place)[:, None] * DIM + column[None, :]
+    at = ((base + head - HEADS - KV_HEADS) * PAGE + place % PAGE)[:, None] * DIM + column[None, :]
     tl.store(values + at, a, mask=is_v)
     tl.store(values + at + half, b, mask=is_v)
 
@@ -189,29 +202,26 @@ def rotate_write(
     norms: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    lanes: torch.Tensor,
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
+    rows: Rows,
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
-    """Rotate queries and keys by their positions; write the queries to q, and keys and values behind each prefix.
+    """Rotate queries and keys by their positions; write the queries to q, and keys and values to their places.
 
-    qkv [M, (H + 2 Hkv) D], M at least B x K, is the fused projections' result. q [B, K, H, D].
-    cosine, sine [positions, D / 2] fp32; lanes, lengths [B] int32; positions [B, K] int32; keys, values
-    [lanes, Hkv, capacity, D]. bias [(H + 2 Hkv) D] if the projections have one; norms [2, D] are the weights of the
-    queries' and the keys' own RMSNorm (Qwen3).
+    qkv [M, (H + 2 Hkv) D], M at least R, is the fused projections' result. q [R, H, D].
+    cosine, sine [positions, D / 2] fp32; keys, values [pages, Hkv, PAGE, D]. bias [(H + 2 Hkv) D] if the projections
+    have one; norms [2, D] are the weights of the queries' and the keys' own RMSNorm (Qwen3).
     """
-    batch, count, heads, dim = q.shape
-    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    size, heads, dim = q.shape
+    kv_heads = keys.shape[1]
     block = min(32, triton.next_power_of_2(heads + 2 * kv_heads))
-    _rotate_write[(batch * count, triton.cdiv(heads + 2 * kv_heads, block))](
-        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, lanes, lengths, positions,
-        q, keys, values, count, capacity, eps,
+    _rotate_write[(size, triton.cdiv(heads + 2 * kv_heads, block))](
+        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, rows.positions, rows.places,
+        q, keys, values, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
-        HAS_BIAS=bias is not None, HAS_NORM=norms is not None, num_warps=4,
+        HAS_BIAS=bias is not None, HAS_NORM=norms is not None, PAGE=PAGE, num_warps=4,
     )  # fmt: skip
 
 
@@ -238,31 +248,32 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _move_accepted(
-    cache, lanes, lengths, paths, counts, all_lanes, capacity, longest, DIM: tl.constexpr, BLOCK: tl.constexpr
+    cache, counts, commits, moves, pages, width, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid: (layers x 2, batch, kv heads). A path's nodes rise, so no place is read after it was written."""
-    layer, batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    count = tl.load(counts + batch)
-    length = tl.load(lengths + batch)
-    lane = tl.load(lanes + batch)
-    base = cache + ((layer * all_lanes + lane) * tl.num_programs(2) + head) * capacity * DIM
-    column = tl.arange(0, BLOCK)
-    for i in range(0, count):
-        source = length + tl.load(paths + batch * longest + i)
-        value = tl.load(base + source * DIM + column, mask=column < DIM)
-        tl.store(base + (length + 1 + i) * DIM + column, value, mask=column < DIM)
+    """Grid: (layers x 2, sequences at a time, blocks of heads and columns). A sequence's moves are made one after the
+    other: each reads a place that only later moves write."""
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = column // DIM * PAGE * DIM + column % DIM
+    base = cache + tl.program_id(0).to(tl.int64) * pages * width * PAGE
+    for commit in range(tl.program_id(1), tl.load(counts + 1), tl.num_programs(1)):
+        first = tl.load(commits + 2 * commit)
+        for i in range(first, first + tl.load(commits + 2 * commit + 1)):
+            source = tl.load(moves + 2 * i).to(tl.int64)
+            target = tl.load(moves + 2 * i + 1).to(tl.int64)
+            value = tl.load(base + source // PAGE * width * PAGE + source % PAGE * DIM + at, mask=inside)
+            tl.store(base + target // PAGE * width * PAGE + target % PAGE * DIM + at, value, mask=inside)
 
 
-def move_accepted(
-    cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
-) -> None:
-    """Commit: move the accepted nodes' K/V next to the root, in place. The root stands behind its prefix already.
+def move_accepted(cache: torch.Tensor, counts: torch.Tensor, commits: torch.Tensor, moves: torch.Tensor) -> None:
+    """Commit: move the accepted nodes' K/V next to their prefix, in place. The roots stand there already.
 
-    cache [layers, 2, lanes, Hkv, capacity, D]. Per entry, int32: lanes [B], lengths [B] of the prefixes, paths
-    [B, longest] the accepted nodes in rising order, counts [B] how many they are.
+    cache [layers, 2, pages, Hkv, PAGE, D]. int32: counts [2], of which the second says how many commits there are,
+    commits [E, 2] each one's first move and how many it has, moves [M, 2] from which place to which.
     """
-    layers, two, all_lanes, heads, capacity, dim = cache.shape
-    _move_accepted[(layers * two, len(lanes), heads)](
-        cache, lanes, lengths, paths, counts, all_lanes, capacity, paths.shape[1],
-        DIM=dim, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+    layers, two, pages, heads, page, dim = cache.shape
+    width = heads * dim
+    block = min(2048, triton.next_power_of_2(width))
+    _move_accepted[(layers * two, min(8, len(commits)), triton.cdiv(width, block))](
+        cache, counts, commits, moves, pages, width, DIM=dim, PAGE=page, BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -5,41 +5,43 @@ from __future__ import annotations
 import torch
 
 from lookahead.algorithm import sampling
+from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.sizes import PAGE
 
 
 def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    lanes: torch.Tensor,
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
-    bits: torch.Tensor,
-    out: torch.Tensor | None = None,
+    rows: Rows,
+    out: torch.Tensor,
     work: object = None,
+    tiles: object = None,
     *,
     scale: float,
     window: int = 0,
-    tiles: object = None,
-    order: object = None,
 ) -> torch.Tensor:
-    """As `attention.attend`, with a dense mask, in the dtype of `q`. `work`, `tiles` and `order` are ignored."""
-    batch, count, heads, _ = q.shape
-    group = heads // keys.shape[1]
-    out = torch.empty_like(q) if out is None else out
-    for b in range(batch):
-        length = int(lengths[b])
-        k = keys[lanes[b], :, : length + count].repeat_interleave(group, dim=0)
-        v = values[lanes[b], :, : length + count].repeat_interleave(group, dim=0)
-        node = torch.arange(count, device=q.device)
-        seen = (bits[b][:, node // 32] >> (node % 32)) & 1 == 1
-        seen = torch.cat([torch.ones(count, length, dtype=torch.bool, device=q.device), seen], dim=1)
+    """As `attention.attend`, with a dense mask, in the dtype of `q`. `work` and `tiles` are ignored."""
+    heads, kv_heads, page = q.shape[1], keys.shape[1], keys.shape[2]
+    for entry, (slot, length, first, trail, nodes) in enumerate(rows.entries.tolist()):
+        if not (rows.entry_of == entry).any():
+            continue
+        end, root, last = length + trail, first + trail, first + trail + nodes
+        pages = rows.tables[slot, : -(-(end + nodes) // page)].long()
+        k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
+        k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
+        position = rows.positions[first:last].long()
+        key_position = torch.cat([torch.arange(end, device=q.device), rows.positions[root:last].long()])
+        seen = torch.arange(end, device=q.device) <= position[:, None]
+        node = torch.arange(nodes, device=q.device)
+        bits = (rows.bits[first:last, node // 32] >> (node % 32)) & 1 == 1
+        bits[:trail] = False
+        seen = torch.cat([seen, bits], dim=1)
         if window:
-            places = torch.cat([torch.arange(length, device=q.device), positions[b].long()])
-            seen &= positions[b].long()[:, None] - places[None, :] < window
-        scores = torch.einsum("khd,hnd->hkn", q[b], k) * scale
+            seen &= position[:, None] - key_position[None, :] < window
+        scores = torch.einsum("khd,hnd->hkn", q[first:last], k) * scale
         scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        out[b] = torch.einsum("hkn,hnd->khd", scores, v)
+        out[first:last] = torch.einsum("hkn,hnd->khd", scores, v)
     return out
 
 
@@ -48,20 +50,29 @@ def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def place_nodes(parents: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
-    """See `fused`."""
-    batch, count, words = bits.shape
-    seen = torch.zeros(batch, count, 32 * words, dtype=torch.int64, device=bits.device)
-    depth = torch.full_like(parents, -1)
-    at = torch.arange(count, device=bits.device).expand(batch, count)
+def place_nodes(rows: Rows) -> None:
+    """As `fused.place_nodes`."""
+    page, like = PAGE, rows.positions
+    size, words = rows.bits.shape
+    row = torch.arange(size, device=like.device)
+    used = rows.entry_of >= 0
+    slot, length, first, trail, _ = rows.entries[rows.entry_of.clamp_min(0).long()].long().unbind(1)
+    root = first + trail
+    node = row - root
+    seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)
+    depth = torch.full_like(row, -1)
+    at = torch.where(used & (node >= 0), node, -1)
     while (climbing := at >= 0).any():
         above = at.clamp_min(0)
-        seen.scatter_add_(2, above[..., None], climbing.long()[..., None])
+        seen.scatter_add_(1, above[:, None], climbing.long()[:, None])
         depth += climbing
-        at = parents.long().gather(1, above).where(climbing, -1)
-    positions.copy_(lengths[:, None] + depth)
-    weights = 1 << torch.arange(32, device=bits.device)
-    bits.copy_((seen.view(batch, count, words, 32) * weights).sum(-1).to(torch.int32))
+        at = rows.parents.long()[torch.where(climbing, root + above, 0)].where(climbing, -1)
+    place = length + trail + node
+    pages = rows.tables[slot, torch.where(used, place // page, 0)].long()
+    rows.positions.copy_(torch.where(used, length + trail + torch.where(node >= 0, depth, node), 0))
+    rows.places.copy_(torch.where(used, pages * page + place % page, row % page))
+    weights = 1 << torch.arange(32, device=like.device)
+    rows.bits.copy_((seen.view(size, words, 32) * weights).sum(-1).to(torch.int32))
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -97,21 +108,18 @@ def rotate_write(
     norms: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
-    lanes: torch.Tensor,
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
+    rows: Rows,
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     eps: float = 1e-6,
 ) -> None:
     """As `fused.rotate_write`."""
-    batch, count, heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    x = qkv[: batch * count] if bias is None else qkv[: batch * count] + bias
-    x = x.view(batch, count, heads + 2 * kv_heads, dim)
-    parts = list(x.split([heads, kv_heads, kv_heads], dim=2))
-    cos, sin = cosine[positions.long()][:, :, None], sine[positions.long()][:, :, None]
+    size, heads, dim = q.shape
+    kv_heads, page = keys.shape[1], keys.shape[2]
+    x = qkv[:size] if bias is None else qkv[:size] + bias
+    parts = list(x.view(size, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1))
+    cos, sin = (table[rows.positions.long()][:, None] for table in (cosine, sine))
     for i in (0, 1):
         part = parts[i].float()
         if norms is not None:
@@ -120,10 +128,9 @@ def rotate_write(
         first, second = part.chunk(2, dim=-1)
         parts[i] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
     q.copy_(parts[0])
-    for b in range(batch):
-        place = slice(int(lengths[b]), int(lengths[b]) + count)
-        keys[lanes[b], :, place] = parts[1][b].transpose(0, 1)
-        values[lanes[b], :, place] = parts[2][b].transpose(0, 1)
+    places = rows.places.long()
+    keys[places // page, :, places % page] = parts[1]
+    values[places // page, :, places % page] = parts[2]
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -132,13 +139,12 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(torch.nn.functional.silu(first) * up)
 
 
-def move_accepted(
-    cache: torch.Tensor, lanes: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor, counts: torch.Tensor
-) -> None:
+def move_accepted(cache: torch.Tensor, counts: torch.Tensor, commits: torch.Tensor, moves: torch.Tensor) -> None:
     """As `fused.move_accepted`."""
-    for lane, length, path, count in zip(lanes.tolist(), lengths.tolist(), paths, counts.tolist(), strict=True):
-        source = length + path[:count].long()
-        cache[:, :, lane, :, length + 1 : length + 1 + count] = cache[:, :, lane].index_select(3, source)
+    page = cache.shape[4]
+    for first, count in commits[: int(counts[1])].tolist():
+        for source, target in moves[first : first + count].tolist():
+            cache[:, :, target // page, :, target % page] = cache[:, :, source // page, :, source % page]
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
