@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from flat import Part, random_parents, rows_of, tables_of
 from marks import slow_interpreted
 
-from lookahead.algorithm.tree import packed_visibility
 from lookahead.backends.graph.kernels import reference
 from lookahead.backends.graph.kernels.attention import Workspace, attend
-from lookahead.backends.graph.kernels.depths import new_order, order_by_depth
-from lookahead.backends.graph.kernels.tiles import FAR, Tiles, invariant_tiles, tiles_for
+from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
+from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.kernels.tiles import FAR, Tiles, tiles_for
+from lookahead.backends.graph.sizes import PAGE
 
 DTYPES = [
     torch.float32,
@@ -27,105 +29,121 @@ DTYPES = [
 UNITS = pytest.mark.skipif(not torch.cuda.is_available(), reason="is about how the matrix units of a GPU add")
 
 
-def step(
-    device: torch.device,
-    dtype: torch.dtype,
-    lengths: list[int],
-    count: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    capacity: int | None = None,
-) -> dict[str, Any]:
-    """Random trees behind prefixes of these lengths. K/V that no node may see is huge, so that it would show."""
-    rng = random.Random(repr((lengths, count, heads, kv_heads, dim)))
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    batch = len(lengths)
-    capacity = capacity or max(lengths) + count + 7
-    lanes = rng.sample(range(batch + 2), batch)
+class Step:
+    """Random queries, keys and values of a step. K/V that no row may see is huge, so that it would show."""
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        parts: Sequence[Part],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        padding: int = 0,
+    ) -> None:
+        self.device, self.parts, self.heads, self.kv_heads = device, parts, heads, kv_heads
+        self.padding, self.scale = padding, dim**-0.5
+        generator = torch.Generator().manual_seed(len(parts) + 31 * parts[0].end)
+        self.tables, pages = tables_of(parts, device)
 
-    keys, values = normal(batch + 2, kv_heads, capacity, dim), normal(batch + 2, kv_heads, capacity, dim)
-    positions, bits = [], []
-    for lane, length in zip(lanes, lengths, strict=True):
-        parents = [-1, *(rng.randrange(max(0, i - 9), i) for i in range(1, count))]
-        depths = [0]
-        for parent in parents[1:]:
-            depths.append(depths[parent] + 1)
-        positions.append([length + depth for depth in depths])
-        bits.append(torch.from_numpy(packed_visibility(parents).view("<i4").copy()))
-        keys[lane, :, length + count :] = 1e4
-        values[lane, :, length + count :] = 1e4
-    whole = {"dtype": torch.int32, "device": device}
-    return {
-        "q": normal(batch, count, heads, dim),
-        "keys": keys,
-        "values": values,
-        "lanes": torch.tensor(lanes, **whole),
-        "lengths": torch.tensor(lengths, **whole),
-        "positions": torch.tensor(positions, **whole),
-        "bits": torch.stack(bits).to(device),
-    }
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        rows = self.rows((heads // kv_heads, 16))
+        self.q = normal(len(rows.positions), heads, dim)
+        self.keys, self.values = (normal(pages, kv_heads, PAGE, dim) for _ in range(2))
+        own = torch.zeros(pages, PAGE, dtype=torch.bool, device=device)
+        for line, part in enumerate(parts):
+            at = torch.arange(part.end, device=device)
+            own[self.tables[line, at // PAGE].long(), at % PAGE] = True
+        for cache in (self.keys, self.values):
+            cache.transpose(1, 2)[~own] = 1e4
+
+    def rows(self, queries: tuple[int, int]) -> Rows:
+        return rows_of(self.parts, self.tables, queries, padding=self.padding)
+
+    def run(self, tiles: Tiles, window: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows, group = self.rows((self.heads // self.kv_heads, tiles.block_m)), self.heads // self.kv_heads
+        work = Workspace(self.device)
+        work.reserve(len(self.q), len(rows.tiles), tiles, self.heads, self.kv_heads, self.q.shape[-1])
+        if tiles.reach:
+            order_by_depth(rows, work.order, tiles, group)
+        out = torch.full_like(self.q, float("nan")) if out is None else out
+        return attend(self.q, self.keys, self.values, rows, out, work, tiles, scale=self.scale, window=window)
+
+    def errors(self, tiles: Tiles, window: int = 0) -> tuple[float, float]:
+        """Relative errors against fp64: of the kernel, and of PyTorch's operations in the same dtype."""
+        rows = self.rows((1, 16))
+        used = rows.entry_of >= 0
+
+        def plain(dtype: torch.dtype) -> torch.Tensor:
+            parts = [part.to(dtype) for part in (self.q, self.keys, self.values)]
+            return reference.attend(*parts, rows, torch.zeros_like(parts[0]), scale=self.scale, window=window)[used]
+
+        exact = plain(torch.float64)
+        found = self.run(tiles, window)[used], plain(self.q.dtype)
+        ours, its = (float((x.double() - exact).norm() / exact.norm()) for x in found)
+        return ours, its
 
 
-def errors(inputs: dict[str, Any], window: int = 0, **options: Any) -> tuple[float, float]:
-    """Relative errors against fp64: of the kernel, and of PyTorch's operations in the same dtype."""
-    scale = inputs["q"].shape[-1] ** -0.5
-    wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    exact = reference.attend(**wide, scale=scale, window=window)
-    plain = reference.attend(**inputs, scale=scale, window=window)
-    out = torch.full_like(inputs["q"], float("nan"))
-    attend(**inputs, out=out, work=Workspace(out.device), scale=scale, window=window, **options)
-
-    def error(found: torch.Tensor) -> float:
-        return float((found.double() - exact).norm() / exact.norm())
-
-    return error(out), error(plain)
+def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
+    """Parts of (length, trail, nodes), with random trees."""
+    rng = random.Random(repr(shapes))
+    return [
+        Part(length, trail, random_parents(nodes, rng)) if nodes else Part(length, trail, ())
+        for length, trail, nodes in shapes
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("lengths", "count", "heads", "kv_heads", "dim"),
+    ("shapes", "heads", "kv_heads", "dim"),
     [
-        ([0], 1, 4, 4, 64),  # the very first token
-        slow_interpreted([1], 1, 4, 2, 64),
-        ([300], 1, 3, 1, 128),
-        slow_interpreted([127], 33, 2, 2, 64),
-        slow_interpreted([128], 32, 6, 2, 64),  # a block and a word, just full
-        slow_interpreted([129], 31, 4, 1, 96),
-        ([260, 3, 0], 17, 4, 2, 80),  # ragged
-        slow_interpreted([257], 70, 2, 1, 256),
-        slow_interpreted([40], 121, 9, 3, 64),  # the embedded model's heads
+        ([(0, 0, 1)], 4, 4, 64),  # the very first token
+        slow_interpreted([(1, 0, 1)], 4, 2, 64),
+        ([(300, 0, 1)], 3, 1, 128),
+        slow_interpreted([(127, 0, 33)], 2, 2, 64),
+        slow_interpreted([(128, 0, 32)], 6, 2, 64),  # a block and a word, just full
+        slow_interpreted([(129, 0, 31)], 4, 1, 96),
+        ([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 2, 80),  # ragged, with trails
+        ([(0, 70, 0), (64, 1, 1)], 2, 1, 64),  # a prompt, and a token that was computed elsewhere
+        slow_interpreted([(100, 90, 3)], 2, 1, 64),
+        slow_interpreted([(257, 0, 70)], 2, 1, 256),
+        slow_interpreted([(40, 0, 121)], 9, 3, 64),  # the embedded model's heads
     ],
 )
 def test_error_at_most_twice_pytorchs(
-    device: torch.device, dtype: torch.dtype, lengths: list[int], count: int, heads: int, kv_heads: int, dim: int
+    device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int, int]], heads: int, kv_heads: int, dim: int
 ) -> None:
-    inputs = step(device, dtype, lengths, count, heads, kv_heads, dim)
-    ours, plain = errors(inputs)
-    assert ours <= 2 * plain + 1e-7
-    if dtype != torch.float32:
-        ours, plain = errors(inputs, tiles=invariant_tiles(count, heads, kv_heads, dim, processors=11))
+    step = Step(device, dtype, parts_of(*shapes), heads, kv_heads, dim, padding=3)
+    for small in (True, False):
+        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, invariant=False, processors=11)
+        ours, plain = step.errors(tiles)
         assert ours <= 2 * plain + 1e-7
+        if dtype != torch.float32:
+            tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, invariant=True, processors=11)
+            ours, plain = step.errors(tiles)
+            assert ours <= 2 * plain + 1e-7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, slow_interpreted(2), 3, slow_interpreted(7)])
 @pytest.mark.parametrize("block_m", [16, 64])
-def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int) -> None:
-    inputs = step(device, torch.float32, [517, 5], 21, 4, 2, 64)
-    ours, plain = errors(inputs, tiles=Tiles(block_m, 64, splits))
+@pytest.mark.parametrize("programs", [1, 2, 99])
+def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int, programs: int) -> None:
+    """Also if several tiles share a program."""
+    step = Step(device, torch.float32, parts_of((517, 0, 21), (5, 3, 9), (0, 40, 0)), 4, 2, 64)
+    ours, plain = step.errors(Tiles(block_m, 64, splits, programs=programs))
     assert ours <= 2 * plain + 1e-7
 
 
-@pytest.mark.parametrize("length", [64 * FAR - 3, 64 * FAR + 70, 64 * FAR + 1000])
+@pytest.mark.parametrize("length", [64 * FAR - 3, slow_interpreted(64 * FAR + 70), 64 * FAR + 1000])
 @pytest.mark.parametrize("near_splits", [1, 3])
 def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
     """Every block is read once, before the block from which all splits take part and after it."""
-    inputs = step(device, torch.float32, [length, 40], 3, 2, 1, 64)
-    ours, plain = errors(inputs, tiles=Tiles(16, 64, 5, near_splits=near_splits))
+    step = Step(device, torch.float32, parts_of((length, 0, 3), (40, 0, 3)), 2, 1, 64)
+    ours, plain = step.errors(Tiles(16, 64, 5, near_splits=near_splits, programs=1))
     assert ours <= 2 * plain + 1e-7
 
 
@@ -133,20 +151,21 @@ def test_more_splits_far_away(device: torch.device, length: int, near_splits: in
 def test_a_sliding_window(device: torch.device, window: int) -> None:
     """A window of one sees the token itself and nothing else; blocks may be wholly out of sight."""
     for dtype, reach in ((torch.float32, 0), (torch.float16, 16)):
-        inputs = step(device, dtype, [301, 20], 40, 4, 2, 64)
-        ours, plain = errors(inputs, window, tiles=Tiles(64, 64, 3, reach=reach))
+        step = Step(device, dtype, parts_of((301, 0, 40), (20, 30, 4)), 4, 2, 64)
+        ours, plain = step.errors(Tiles(64, 64, 3, reach=reach), window)
         assert ours <= 2 * plain + 1e-7
 
 
 @pytest.mark.parametrize("count", [slow_interpreted(512)])
-def test_the_largest_step(device: torch.device, count: int) -> None:
-    ours, plain = errors(step(device, torch.float32, [100], count, 2, 1, 64))
+def test_the_largest_tree(device: torch.device, count: int) -> None:
+    step = Step(device, torch.float32, parts_of((100, 0, count)), 2, 1, 64)
+    ours, plain = step.errors(tiles_for(count, 2, 1, 64, small=False, invariant=False))
     assert ours <= 2 * plain + 1e-7
 
 
 @pytest.mark.parametrize(("count", "heads", "kv_heads"), [(1, 64, 64), (121, 64, 64), (121, 9, 3), (512, 32, 8)])
 def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
-    tiles = tiles_for(1, count, heads, kv_heads, 64)
+    tiles = tiles_for(count, heads, kv_heads, 64, small=count == 1, invariant=False)
     programs = kv_heads * -(-count * heads // kv_heads // tiles.block_m) * tiles.splits
     assert programs >= 132 // 2 or tiles.splits == 64
     assert tiles.block_m >= 16
@@ -168,7 +187,7 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
         pytest.param(2, 1, 128, 90, 0, 5, marks=UNITS),
     ],
 )
-def test_a_row_is_the_same_alone_and_in_a_tree(
+def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     device: torch.device,
     dtype: torch.dtype,
     heads: int,
@@ -178,72 +197,80 @@ def test_a_row_is_the_same_alone_and_in_a_tree(
     window: int,
     spread: float,
 ) -> None:
-    """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree.
+    """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree, and against the
+    same tokens as part of a prompt. Other sequences run in the same steps, or not.
 
     A large `spread` is as in a trained model: few keys have nearly all of the weight, the others next to none.
     """
-    ahead, count, scale = 16, 70, dim**-0.5
+    ahead, count = 16, 70
     if device.type == "cuda":  # the interpreter would take minutes
         heads, kv_heads = 16 * heads, 16 * kv_heads
     rng = random.Random(length)
-    inputs = step(device, dtype, [length], count, heads, kv_heads, dim)
-    inputs["q"] *= spread
-    lane = int(inputs["lanes"][0])
-
-    def run(**changed: Any) -> torch.Tensor:
-        given = {**inputs, **changed}
-        tiles = invariant_tiles(given["q"].shape[1], heads, kv_heads, dim)
-        tiles = replace(tiles, splits=5, near_splits=3)
-        out = torch.full_like(given["q"], float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
-        return attend(**given, out=out, work=Workspace(device), scale=scale, window=window, tiles=tiles)
-
     # The tree: node 0 and `ahead` more form the text, the other nodes hang somewhere.
     text = [0, *sorted(rng.sample(range(1, count), ahead))]
     parents = [-1, *(rng.randrange(i) for i in range(1, count))]
-    depths = [0] * count
     for before, node in pairwise(text):
         parents[node] = before
-    for node in range(1, count):
-        depths[node] = depths[parents[node]] + 1
-    whole = {"dtype": torch.int32, "device": device}
-    bits = torch.from_numpy(packed_visibility(parents).view("<i4").copy())[None].to(device)
-    positions = torch.tensor([[length + depth for depth in depths]], **whole)
-    tree = run(bits=bits, positions=positions)
-    # One by one: the text's tokens next to each other behind the prefix.
-    lined = {}
-    for name in ("keys", "values"):
-        lined[name] = inputs[name].clone()
-        lined[name][lane, :, length : length + ahead + 1] = inputs[name][lane][:, [length + node for node in text]]
+    tree = Step(device, dtype, [Part(length, 0, parents), Part(33, 0, (-1, 0))], heads, kv_heads, dim)
+    tree.q *= spread
+
+    def run(step: Step, small: bool) -> torch.Tensor:
+        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, invariant=True)
+        tiles = replace(tiles, splits=5, near_splits=3)
+        out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
+        return step.run(tiles, window, out)
+
+    in_tree = run(tree, False)
+    # The same K/V with the text's tokens next to each other behind the prefix.
+    keys, values = tree.keys.clone(), tree.values.clone()
+    table = tree.tables[0].long()
+
+    def at(place: int) -> tuple[torch.Tensor, slice, int]:
+        return table[place // PAGE], slice(None), place % PAGE
+
+    for depth, node in enumerate(text):
+        keys[at(length + depth)], values[at(length + depth)] = (
+            tree.keys[at(length + node)],
+            tree.values[at(length + node)],
+        )
+
+    def lined(part: Part, q: torch.Tensor, small: bool) -> torch.Tensor:
+        step = Step(device, dtype, [part], heads, kv_heads, dim)
+        step.tables, step.keys, step.values, step.q = tree.tables, keys, values, q.contiguous()
+        return run(step, small)
+
     for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
-        alone = run(
-            **lined,
-            q=inputs["q"][:, node : node + 1].contiguous(),
-            lengths=torch.tensor([length + depth], **whole),
-            positions=torch.tensor([[length + depth]], **whole),
-            bits=torch.ones(1, 1, 1, **whole),
-        )
-        assert torch.equal(alone[0, 0], tree[0, node]), depth
+        alone = lined(Part(length + depth), tree.q[node : node + 1], True)
+        assert torch.equal(alone[0], in_tree[node]), depth
+    for small in (True, False):
+        prompt = lined(Part(length, ahead + 1, ()), tree.q[text], small)
+        assert torch.equal(prompt, in_tree[text])
+        prompt = lined(Part(length + 3, 5, ()), tree.q[text[3:8]], small)
+        assert torch.equal(prompt, in_tree[text[3:8]])
 
 
 def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
-    """Two blocks of queries, of eight tokens each. The first sees no later node, the second few earlier ones."""
+    """Two tiles, of eight tokens each. The first sees no later node, the second few earlier ones. A trail's tile has no
+    nodes."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
-    depths = [0, 1, 1, 2, 1, 3, 2, 1, 1, 1, 2, 2, 2, 3, 1]
     count, tiles = len(parents), Tiles(16, 64, 1, reach=16)
-    whole = {"dtype": torch.int32, "device": device}
-    bits = torch.from_numpy(packed_visibility(parents).view("<i4").copy())[None].to(device)
-    positions = torch.tensor([[70 + depth for depth in depths]], **whole)
-    order = new_order(1, count, tiles, 2, device).fill_(99)
-    order_by_depth(positions, torch.tensor([70], **whole), bits, order, tiles, 2)
+    parts = [Part(65, 5, parents)]
+    rows = rows_of(parts, tables_of(parts, device)[0], (2, 16))
+    most = most_nodes_of(len(rows.positions))
+    size = order_size(most, tiles, 2)
+    order = torch.full((3, size), 99, dtype=torch.int32, device=device)
+    order_by_depth(rows, order, tiles, 2)
+    assert rows.counts[0] == 3
+    assert order[0, 0] == 0
     expected = [[[0], [1, 2, 4, 7], [3, 6], [5]], [[0], [8, 9, 14], [10, 11, 12], [13]]]
-    for block, (used, *places) in enumerate(order[0].tolist()):
+    for block, (used, *places) in enumerate(order[1:].tolist()):
         assert used == 64
         assert places[:64] == [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
         # A token's sights are the places of its own path.
-        words = places[16 * count :]
+        words = places[16 * most :]
         for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
-            sight = words[local * (count // 4 + 1)].to_bytes(4, "little", signed=True)
+            sight = words[local * (most // 4 + 1)].to_bytes(4, "little", signed=True)
             seen = {places[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}
             path = [token]
             while parents[path[-1]] >= 0:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from flat import Part, random_parents, rows_of, tables_of, tree_of
 from marks import slow_interpreted
 
 from lookahead.algorithm.tree import visibility
@@ -25,34 +27,37 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=2 * eps, atol=4 * eps)
 
 
-@pytest.mark.parametrize(("batch", "count"), [(1, 1), (1, 33), (3, 16), (2, 64), (1, 130)])
-def test_place_nodes(device: torch.device, batch: int, count: int) -> None:
-    """Random trees, chains and nodes that are left over, against `tree.packed_visibility`."""
-    rng = random.Random(count)
-    trees = [[-1, *(rng.randrange(max(0, i - 9), i) for i in range(1, count))] for _ in range(batch)]
-    trees[-1] = [*range(-1, count // 2 - 1), *[-1] * (count - count // 2)]
-    parents = torch.tensor(trees, dtype=torch.int32, device=device)
-    lengths = torch.tensor([7 + 100 * entry for entry in range(batch)], dtype=torch.int32, device=device)
-    words = (count + 31) // 32
-    found = []
-    for module in (fused, reference):
-        positions, bits = (
-            torch.full((batch, count, *rest), -77, dtype=torch.int32, device=device) for rest in ((), (words,))
-        )
-        module.place_nodes(parents, lengths, positions, bits)
-        found.append((positions.cpu(), bits.cpu()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    for entry, tree in enumerate(trees):
-        depths: list[int] = []
-        for parent in tree:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        assert found[0][0][entry].tolist() == [int(lengths[entry]) + depth for depth in depths]
+@pytest.mark.parametrize(
+    "shapes", [[(0, 0, 1)], [(7, 0, 33)], [(61, 5, 16), (107, 70, 0), (64, 0, 2)], [(3, 0, 130)], [(190, 2, 64)] * 3]
+)
+def test_place_nodes(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
+    """Random trees, trails and rows that are left over, against `tree.visibility`."""
+    rng = random.Random(repr(shapes))
+    parts = [Part(length, trail, random_parents(nodes, rng)) for length, trail, nodes in shapes]
+    tables, _ = tables_of(parts, device)
+    rows = rows_of(parts, tables, (1, 16), padding=5)  # placed by the twin
+    found = replace(
+        rows, **{name: torch.full_like(getattr(rows, name), -77) for name in ("positions", "places", "bits")}
+    )
+    fused.place_nodes(found)
+    for name in ("positions", "places", "bits"):
+        assert torch.equal(getattr(found, name), getattr(rows, name)), name
+    start = 0
+    for line, part in enumerate(parts):
+        depths = tree_of(part.parents).depths
+        end = start + part.trail + len(part.parents)
+        first_node = part.length + part.trail
+        positions = [*range(part.length, first_node), *[first_node + depth for depth in depths]]
+        assert found.positions[start:end].tolist() == positions
+        places = range(part.length, part.end)
+        assert found.places[start:end].tolist() == [64 * int(tables[line, at // 64]) + at % 64 for at in places]
         seen = [
-            sum((int(word) & 0xFFFFFFFF) << 32 * place for place, word in enumerate(line))
-            for line in found[0][1][entry]
+            sum((int(word) & 0xFFFFFFFF) << 32 * place for place, word in enumerate(words))
+            for words in found.bits[start + part.trail : end]
         ]
-        assert seen == visibility(tree)
+        assert seen == visibility(part.parents)
+        start = end
+    assert (found.places[start:] < 64).all()  # page 0 belongs to nobody
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,30 +95,32 @@ def test_rotate_write(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, extras: str
 ) -> None:
     torch.manual_seed(0)
-    batch, count, capacity, lanes = 2, 5, 40, 3
-    whole = {"dtype": torch.int32, "device": device}
-    angle = torch.rand(64, dim // 2, device=device) * 6
+    parts = [Part(30, 4, (-1, 0, 0)), Part(62, 0, (-1, 0, 1))]
+    tables, pages = tables_of(parts, device)
+    rows = rows_of(parts, tables, (1, 16), padding=2)
+    angle = torch.rand(80, dim // 2, device=device) * 6
     options: dict[str, Any] = {
         "qkv": torch.randn(16, (heads + 2 * kv_heads) * dim).to(device, dtype),
         "bias": torch.randn((heads + 2 * kv_heads) * dim).to(device, dtype) if extras == "bias" else None,
         "norms": torch.randn(2, dim).to(device, dtype) if extras == "norms" else None,
         "cosine": angle.cos(),
         "sine": angle.sin(),
-        "lanes": torch.tensor([2, 0], **whole),
-        "lengths": torch.tensor([7, 30], **whole),
-        "positions": torch.randint(0, 60, (batch, count)).to(**whole),
+        "rows": rows,
     }
     results = []
     for module in (fused, reference):
-        q = torch.zeros(batch, count, heads, dim, dtype=dtype, device=device)
-        keys = torch.zeros(lanes, kv_heads, capacity, dim, dtype=dtype, device=device)
+        q = torch.zeros(len(rows.positions), heads, dim, dtype=dtype, device=device)
+        keys = torch.zeros(pages, kv_heads, 64, dim, dtype=dtype, device=device)
         values = torch.zeros_like(keys)
         module.rotate_write(**options, q=q, keys=keys, values=values)
         results.append((q, keys, values))
     for found, expected in zip(*results, strict=True):
         assert close(found, expected)
         assert bool((expected != 0).any())
-    assert not results[0][1][1].any()  # the lane between belongs to someone else
+    written = (results[0][1] != 0).any(3).any(1).sum(1)  # per page
+    used = [int(tables[0, 0]), *tables[1, :2].tolist()]
+    assert written[used].tolist() == [7, 2, 1]
+    assert written[1:].sum() == 10  # the others belong to someone else; padding writes to page 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,20 +131,29 @@ def test_gate(device: torch.device, dtype: torch.dtype) -> None:
     assert close(*outs)
 
 
-def test_move_accepted_moves_the_path_next_to_the_prefix(device: torch.device) -> None:
+@pytest.mark.parametrize("sequences", [1, 3, 20])
+def test_move_accepted(device: torch.device, sequences: int) -> None:
+    """Each sequence's moves are made in their order, within pages and across them; what is not counted stays."""
     torch.manual_seed(0)
-    cache = torch.randn(2, 2, 4, 3, 50, 16, device=device)
+    pages = 2 * sequences + 1
+    cache = torch.randn(2, 2, pages, 3, 64, 16, device=device)
+    expected, commits, moves = cache.clone(), list[int](), list[int]()
+    for number in range(sequences):
+        path, root = [1, 2, 5, 9][: 4 - number % 3], 55 + number % 8
+        first = 1 + 2 * number
+        commits += [len(moves) // 2, len(path)]
+        for place, node in enumerate(path, start=1):
+            source, target = (64 * (first + at // 64) + at % 64 for at in (root + node, root + place))
+            moves += [source, target]
+            expected[:, :, target // 64, :, target % 64] = cache[:, :, source // 64, :, source % 64]
+    assert not torch.equal(expected, cache)
     whole = {"dtype": torch.int32, "device": device}
-    paths = torch.tensor([[1, 2, 5, 9], [3, 0, 0, 0], [0, 0, 0, 0]], **whole)
-    places = [torch.tensor(x, **whole) for x in ([3, 0, 2], [20, 7, 11])]
-    counts = torch.tensor([4, 1, 0], **whole)
-    caches = [cache.clone(), cache.clone()]
-    for module, x in zip((fused, reference), caches, strict=True):
-        module.move_accepted(x, *places, paths, counts)
-    assert torch.equal(*caches)
-    assert torch.equal(caches[0][:, :, 3, :, 21:25], cache[:, :, 3, :, [21, 22, 25, 29]])
-    assert torch.equal(caches[0][:, :, 0, :, 8], cache[:, :, 0, :, 10])
-    assert torch.equal(caches[0][:, :, 2], cache[:, :, 2])
+    counts = torch.tensor([7, sequences], **whole)
+    lists = [torch.tensor([*numbers, *[3] * 20], **whole).view(-1, 2) for numbers in (commits, moves)]
+    for module in (fused, reference):
+        found = cache.clone()
+        module.move_accepted(found, counts, *lists)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,73 @@
+"""Flat steps for kernel tests: sequences with random pages, trails and trees, described as a packet describes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.graph.kernels import reference
+from lookahead.backends.graph.kernels.rows import Rows, new_rows
+from lookahead.backends.graph.packet import Packet
+from lookahead.backends.graph.sizes import PAGE
+
+
+@dataclass
+class Part:
+    """One sequence of a step: its cached tokens, its trail's length, and its tree's parents."""
+
+    length: int
+    trail: int = 0
+    parents: Sequence[int] = (-1,)
+
+    @property
+    def end(self) -> int:
+        return self.length + self.trail + len(self.parents)
+
+
+def tree_of(parents: Sequence[int]) -> TokenTree:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return TokenTree([1] * len(parents), parents, depths, range(len(parents)))
+
+
+def random_parents(count: int, rng: random.Random, reach: int = 9) -> list[int]:
+    return [-1, *(rng.randrange(max(0, i - reach), i) for i in range(1, count))][:count]
+
+
+def tables_of(parts: Sequence[Part], device: torch.device, seed: int = 0) -> tuple[torch.Tensor, int]:
+    """Page tables [sequences + 1, longest] with pages in random order, and how many there are. Page 0 is spare."""
+    counts = [-(-part.end // PAGE) for part in parts]
+    pages = list(range(1, sum(counts) + 3))
+    random.Random(seed).shuffle(pages)
+    table = torch.zeros(len(parts) + 1, max(counts), dtype=torch.int32)
+    for line, count in enumerate(counts):
+        table[line, :count] = torch.tensor([pages.pop() for _ in range(count)])
+    return table.to(device), sum(counts) + 3
+
+
+def rows_of(
+    parts: Sequence[Part],
+    tables: torch.Tensor,
+    queries: tuple[int, int],
+    *,
+    padding: int = 0,
+    lines: Sequence[int] | None = None,
+) -> Rows:
+    """The rows of a step of these parts, placed. `padding` rows are left over. Part i has line lines[i] of the table."""
+    size = sum(part.trail + len(part.parents) for part in parts) + padding
+    group, block = queries
+    packet = Packet(size, size, 2 * len(parts) + -(-size * group // block), False)
+    packet.begin()
+    for number, part in enumerate(parts):
+        line = number if lines is None else lines[number]
+        packet.put(line, part.length, [1] * part.trail, tree_of(part.parents), queries)
+    packet.end((), ())
+    most = max(len(part.parents) for part in parts)
+    rows = new_rows(packet.views(packet.host.to(tables.device)), tables, max(32, most))
+    reference.place_nodes(rows)
+    return rows
