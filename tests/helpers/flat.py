@@ -58,7 +58,7 @@ def rows_of(
     padding: int = 0,
     lines: Sequence[int] | None = None,
 ) -> Rows:
-    """The rows of a step of these parts, placed. `padding` rows are left over. Part i has line lines[i] of the table."""
+    """The rows of a step of these parts, placed. `padding` rows are left over. Part i uses line lines[i]."""
     size = sum(part.trail + len(part.parents) for part in parts) + padding
     group, block = queries
     packet = Packet(size, size, 2 * len(parts) + -(-size * group // block), False)
