@@ -37,13 +37,14 @@ SMALL_TILE, LARGE_TILE = 16, 64
 class StepKind:
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
-    `small`: all of its sequences have few rows each, so that attention uses small tiles. `invariant`: a row's result
-    does not depend on the other rows, bit for bit.
+    `small` and `alone`: how attention is cut (see `kernels.tiles`); small tiles for sequences with few rows each, done by
+    one program each if there are many. `invariant`: a row's result does not depend on the other rows, bit for bit.
     """
 
     rows: int
     needed: int
     small: bool
+    alone: bool
     invariant: bool
 
 
@@ -91,8 +92,8 @@ class Buffers:
         self.work = ops.workspace()
         group = w.heads // w.kv_heads
         for size in sizes_to(most_rows) if self.work is not None else ():
-            for small, invariant in product((False, True), repeat=2):
-                tiles = ops.tiles(size, w.heads, w.kv_heads, w.dim, small=small, invariant=invariant)
+            for small, alone, invariant in product((False, True), repeat=3):
+                tiles = ops.tiles(size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, invariant=invariant)
                 count = most_tiles(size, group, tiles.block_m)
                 self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
 
@@ -116,7 +117,9 @@ class CapturedStep:
         }
         self.products["head"] = state.products.plan([w.head], kind.needed)
         # Plan attention.
-        self.tiles = state.ops.tiles(kind.rows, w.heads, w.kv_heads, w.dim, small=kind.small, invariant=kind.invariant)
+        self.tiles = state.ops.tiles(
+            kind.rows, w.heads, w.kv_heads, w.dim, small=kind.small, alone=kind.alone, invariant=kind.invariant
+        )
         block = SMALL_TILE if self.tiles is None else self.tiles.block_m
         self.queries = group, block
         tiles = most_tiles(kind.rows, group, block)

@@ -51,12 +51,19 @@ class Ops:
         if self.compiled and tiles.reach:
             self._depths.order_by_depth(rows, work.order, tiles, group)
 
-    def tiles(self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, invariant: bool) -> Any:
+    @property
+    def processors(self) -> int:
+        """How many multiprocessors the device has; 1 on a CPU."""
+        return self._processors if self.compiled else 1
+
+    def tiles(
+        self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, alone: bool, invariant: bool
+    ) -> Any:
         """How `attend` cuts a step of so many rows into programs; see `kernels.tiles`."""
         if not self.compiled:
             return None
         return self._tiles.tiles_for(
-            rows, heads, kv_heads, dim, small=small, invariant=invariant, processors=self._processors
+            rows, heads, kv_heads, dim, small=small, alone=alone, invariant=invariant, processors=self._processors
         )
 
 

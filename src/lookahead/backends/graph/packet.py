@@ -17,7 +17,12 @@ SPARE_MOVES = 64
 """A packet has room for this many moves of accepted K/V more than the step has rows. If the step before accepted more
 tokens, they are moved by a launch of their own."""
 ENTRY = 5
-"""Numbers per entry: the sequence's slot, its cached tokens, its first row, its trail's rows and its tree's rows."""
+"""Numbers per entry: its line in the page tables, its cached tokens, its first row, its trail's rows and its tree's
+rows."""
+TILE = 6
+"""Numbers per tile: its sequence's line in the page tables, the tokens before its tree (those of its trail included),
+the first row of the trail or tree that it is part of, how many rows that has, which block of queries the tile is, and 1
+for a tree. A tile repeats what its entry says, because a program that has to look up one after the other waits."""
 
 
 class Packet:
@@ -32,7 +37,7 @@ class Packet:
     entry_of [R]       the rows' entries, -1 for a row that pads the step
     parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
     entries [E, 5]     see `ENTRY`
-    tiles [T, 2]       twice the entry (plus 1 for its tree, plus 0 for its trail), and the number of the block in it
+    tiles [T, 6]       see `TILE`
     commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
     moves [M, 2]       from where to where, as places in the pool of pages
     needed [N]         the rows whose logits are needed
@@ -52,7 +57,7 @@ class Packet:
             "entry_of": ((rows,), 1),
             "parents": ((rows,), 1),
             "entries": ((entries, ENTRY), 1),
-            "tiles": ((tiles, 2), 1),
+            "tiles": ((tiles, TILE), 1),
             "commits": ((entries, 2), 1),
             "moves": ((rows + SPARE_MOVES, 2), 1),
             "needed": ((needed,), 1),
@@ -78,7 +83,7 @@ class Packet:
         self._next_entry = self._next_row = self._next_needed = 0
         self._tiles: list[int] = []
 
-    def put(self, slot: int, length: int, trail: Sequence[int], tree: TokenTree, queries: tuple[int, int]) -> int:
+    def put(self, line: int, length: int, trail: Sequence[int], tree: TokenTree, queries: tuple[int, int]) -> int:
         """Write an entry. Returns where its needed rows begin.
 
         `queries` are how many queries a row has per K/V head, and how many a tile has.
@@ -89,12 +94,12 @@ class Packet:
         end = root + nodes
         if trail:
             tokens[first:root], parents[first:root] = trail, -1
-            self._add_tiles(2 * entry, len(trail), queries)
+            self._add_tiles(line, length + len(trail), first, len(trail), queries, 0)
         if nodes:
             tokens[root:end], parents[root:end] = tree.tokens, tree.parents
-            self._add_tiles(2 * entry + 1, nodes, queries)
+            self._add_tiles(line, length + len(trail), root, nodes, queries, 1)
         entry_of[first:end] = entry
-        self._entries[entry] = slot, length, first, len(trail), nodes
+        self._entries[entry] = line, length, first, len(trail), nodes
         start, count = self._next_needed, len(tree.needed)
         if count:
             self._needed[start : start + count] = tree.needed
@@ -103,10 +108,10 @@ class Packet:
         self._next_entry, self._next_row, self._next_needed = entry + 1, end, start + count
         return start
 
-    def _add_tiles(self, which: int, rows: int, queries: tuple[int, int]) -> None:
+    def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
         group, block = queries
         for number in range(-(-rows * group // block)):
-            self._tiles += which, number
+            self._tiles += line, end, first, rows, number, is_tree
 
     def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
         """Fill what the entries have left of the step, and write the moves of accepted K/V, flat as in the fields."""
@@ -118,7 +123,7 @@ class Packet:
         _fill(fields["tiles"], self._tiles)
         _fill(fields["commits"], commits)
         _fill(fields["moves"], moves)
-        fields["counts"][:] = len(self._tiles) // 2, len(commits) // 2
+        fields["counts"][:] = len(self._tiles) // TILE, len(commits) // 2
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields as views of `memory`, a copy of `host` on the device."""

@@ -118,11 +118,10 @@ def test_error_at_most_twice_pytorchs(
 ) -> None:
     step = Step(device, dtype, parts_of(*shapes), heads, kv_heads, dim, padding=3)
     for small in (True, False):
-        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, invariant=False, processors=11)
-        ours, plain = step.errors(tiles)
-        assert ours <= 2 * plain + 1e-7
-        if dtype != torch.float32:
-            tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, invariant=True, processors=11)
+        for invariant in (False, dtype != torch.float32):
+            tiles = tiles_for(
+                len(step.q), heads, kv_heads, dim, small=small, alone=small, invariant=invariant, processors=11
+            )
             ours, plain = step.errors(tiles)
             assert ours <= 2 * plain + 1e-7
 
@@ -159,13 +158,13 @@ def test_a_sliding_window(device: torch.device, window: int) -> None:
 @pytest.mark.parametrize("count", [slow_interpreted(512)])
 def test_the_largest_tree(device: torch.device, count: int) -> None:
     step = Step(device, torch.float32, parts_of((100, 0, count)), 2, 1, 64)
-    ours, plain = step.errors(tiles_for(count, 2, 1, 64, small=False, invariant=False))
+    ours, plain = step.errors(tiles_for(count, 2, 1, 64, small=False, alone=False, invariant=False))
     assert ours <= 2 * plain + 1e-7
 
 
 @pytest.mark.parametrize(("count", "heads", "kv_heads"), [(1, 64, 64), (121, 64, 64), (121, 9, 3), (512, 32, 8)])
 def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
-    tiles = tiles_for(count, heads, kv_heads, 64, small=count == 1, invariant=False)
+    tiles = tiles_for(count, heads, kv_heads, 64, small=count == 1, alone=False, invariant=False)
     programs = kv_heads * -(-count * heads // kv_heads // tiles.block_m) * tiles.splits
     assert programs >= 132 // 2 or tiles.splits == 64
     assert tiles.block_m >= 16
@@ -214,8 +213,8 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     tree = Step(device, dtype, [Part(length, 0, parents), Part(33, 0, (-1, 0))], heads, kv_heads, dim)
     tree.q *= spread
 
-    def run(step: Step, small: bool) -> torch.Tensor:
-        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, invariant=True)
+    def run(step: Step, small: bool, alone: bool = False) -> torch.Tensor:
+        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, alone=alone, invariant=True)
         tiles = replace(tiles, splits=5, near_splits=3)
         out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return step.run(tiles, window, out)
@@ -237,7 +236,7 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     def lined(part: Part, q: torch.Tensor, small: bool) -> torch.Tensor:
         step = Step(device, dtype, [part], heads, kv_heads, dim)
         step.tables, step.keys, step.values, step.q = tree.tables, keys, values, q.contiguous()
-        return run(step, small)
+        return run(step, small, alone=small)
 
     for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
@@ -266,12 +265,14 @@ def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
     expected = [[[0], [1, 2, 4, 7], [3, 6], [5]], [[0], [8, 9, 14], [10, 11, 12], [13]]]
     for block, (used, *places) in enumerate(order[1:].tolist()):
         assert used == 64
-        assert places[:64] == [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
+        nodes = [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
+        assert places[:64] == [int(rows.places[5 + node]) if node >= 0 else -1 for node in nodes]
+        assert places[16 * most : 16 * most + 4] == [0, 1, 2, 3]
         # A token's sights are the places of its own path.
-        words = places[16 * most :]
+        words = places[17 * most :]
         for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
             sight = words[local * (most // 4 + 1)].to_bytes(4, "little", signed=True)
-            seen = {places[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}
+            seen = {nodes[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}
             path = [token]
             while parents[path[-1]] >= 0:
                 path.append(parents[path[-1]])

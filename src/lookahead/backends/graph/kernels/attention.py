@@ -132,18 +132,143 @@ def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
     return tl.minimum(tl.cdiv(tl.maximum(end - split, 0), near_splits), near) + far
 
 
+@triton.jit
+def _add_prefix(
+    query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits, near_splits,
+    scale, ones,
+    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    EXACT: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of one split: its blocks of keys before the border. `table` are the sequence's pages.
+
+    A block that lies whole before the border needs no mask, unless there is a sliding window.
+    """
+    dim = tl.arange(0, DIM)
+    whole = dim < HEAD
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M, 8], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    near = tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
+    whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
+    first = _blocks_below(whole_blocks, split, near, splits, near_splits, FAR)
+    at = tl.arange(0, BLOCK_N)[:, None] * HEAD + dim[None, :]
+    # A block's page is looked up while the block before it is added. (Looked up when it is needed, nothing else would
+    # be loaded in the meantime.)
+    key0 = _block(0, split, near, splits, near_splits, FAR) * BLOCK_N
+    page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
+    for i in range(0, first):
+        base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
+        key0 = _block(i + 1, split, near, splits, near_splits, FAR) * BLOCK_N
+        page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
+        if HEAD == DIM:
+            k = tl.load(keys + base + at)
+            v = tl.load(values + base + at)
+        else:
+            k = tl.load(keys + base + at, mask=whole[None, :], other=0.0)
+            v = tl.load(values + base + at, mask=whole[None, :], other=0.0)
+        top, total, acc = _add(query, k, v, ones, scale, True, top, total, acc, False, EXACT)
+    for i in range(first, _blocks_below(blocks, split, near, splits, near_splits, FAR)):
+        base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
+        key = key0 + tl.arange(0, BLOCK_N)
+        key0 = _block(i + 1, split, near, splits, near_splits, FAR) * BLOCK_N
+        page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
+        k = tl.load(keys + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
+        v = tl.load(values + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
+        seen = key[None, :] < border[:, None]
+        if WINDOW > 0:
+            seen = seen & (position[:, None] - key[None, :] < WINDOW)
+        top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, EXACT)
+    return top, total, acc
+
+
+@triton.jit
+def _add_tree(
+    query, keys, values, places, positions, bits, words, head, kv_heads, root, row, count, position, scale, top, total,
+    acc, HEAD: tl.constexpr, DIM: tl.constexpr, TREE_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Add a tree's nodes, a word of bits at a time, in a step that need not be invariant."""
+    dim = tl.arange(0, DIM)
+    whole = dim < HEAD
+    ones = tl.full([TREE_N, 8], 1.0, values.dtype.element_ty)
+    for word in range(0, tl.cdiv(count, TREE_N)):
+        node = word * TREE_N + tl.arange(0, TREE_N)
+        there = node < count
+        where = tl.load(places + root + node, mask=there, other=0).to(tl.int64)
+        at = ((where // PAGE * kv_heads + head) * PAGE + where % PAGE)[:, None] * HEAD + dim[None, :]
+        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+        its_bits = tl.load(bits + row * words + word)
+        seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
+        if WINDOW > 0:
+            other = tl.load(positions + root + node, mask=there, other=0)
+            seen = seen & (position[:, None] - other[None, :] < WINDOW)
+        top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, False)
+    return top, total, acc
+
+
+@triton.jit
+def _add_near(
+    query, keys, values, table, order, most_nodes, head, kv_heads, end, token, first_token, position, border, scale,
+    ones, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of an invariant step's near keys, added one by one: first those from the border on, up to the
+    row itself in a trail and up to the tree in a tree; then the tree's nodes by depth, in groups of 16 nodes of one
+    depth (see `depths`). `order` is the tile's own."""
+    dim = tl.arange(0, DIM)
+    whole = dim < HEAD
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M, 8], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    column = tl.arange(0, BLOCK_N)
+    used = tl.load(order)
+    # A token sees at most one node of a group. Its sights hold a byte per group: that node's place plus 1, or 0.
+    sights = order + 1 + 17 * most_nodes + (token - first_token) * (most_nodes // 4 + 1)
+    next_sight = tl.load(sights)
+    for key0 in range(tl.min(border, 0), tl.minimum(end, tl.max(position, 0) + 1), 16):
+        base = ((tl.load(table + key0 // PAGE).to(tl.int64) * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
+        key = key0 + tl.arange(0, 16)
+        there = key < end
+        at = tl.arange(0, 16)[:, None] * HEAD + dim[None, :]
+        k = tl.load(keys + base + at, mask=there[:, None] & whole[None, :], other=0.0)
+        at = (column % 16)[:, None] * HEAD + dim[None, :]
+        v = tl.load(values + base + at, mask=(key0 + column % 16 < end)[:, None] & whole[None, :], other=0.0)
+        seen = there[None, :] & (key[None, :] >= border[:, None]) & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (position[:, None] - key[None, :] < WINDOW)
+        top, total, acc = _add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
+    turn, place_there = 8 * (column // 16), column % 16 + 1
+    for first_place in range(0, used, BLOCK_N):
+        sight = next_sight >> (first_place % 64 // 2)
+        next_sight = tl.load(sights + (first_place + BLOCK_N) // 64)
+        there = first_place + column < used
+        where = tl.load(order + 1 + first_place + column, mask=there, other=-1).to(tl.int64)
+        there = where >= 0
+        at = ((where // PAGE * kv_heads + head) * PAGE + where % PAGE)[:, None] * HEAD + dim[None, :]
+        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
+        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+        seen = ((sight[:, None] >> turn[None, :]) & 255) == place_there[None, :]
+        if WINDOW > 0:
+            depth = tl.load(order + 1 + 16 * most_nodes + (first_place + column) // 16, mask=there, other=0)
+            seen = seen & (position[:, None] - end - depth[None, :] < WINDOW)
+        top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, True)
+    return top, total, acc
+
+
 # One kernel serves all numbers of rows. Compiled for particular numbers it would hardly be faster (4% for one token,
 # nothing for 128), and each would take seconds to compile, 13 in fp32.
 @triton.jit(do_not_specialize=["longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes"])
 def _attend(
-    q, keys, values, counts, entries, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
+    q, keys, values, counts, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
     scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (kv_heads, tiles at a time, splits; with REACH one more).
+    """Grid: (kv_heads, tiles at a time, splits; with REACH one more; with ALONE one).
 
-    A query is a pair of row and head: each K/V head has GROUP of them per row. See `attend` for the tensors.
+    A query is a pair of row and head: each K/V head has GROUP of them per row. ALONE: a program does all of a tile by
+    itself, one split after the other. See `attend` for the tensors.
     """
     head, split = tl.program_id(0), tl.program_id(2)
     dim = tl.arange(0, DIM)
@@ -152,20 +277,15 @@ def _attend(
     for tile in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
         # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
         # shares these keys. All its rows see the keys before `end` that do not come after them.
-        which = tl.load(tiles + 2 * tile)
-        entry = entries + which // 2 * 5
-        is_tree = which % 2
-        trail = tl.load(entry + 3)
-        end = tl.load(entry + 1) + trail
-        root = tl.load(entry + 2) + trail
-        table = tables + tl.load(entry) * longest
-        count = tl.where(is_tree == 1, tl.load(entry + 4), trail)
-        first_pair = tl.load(tiles + 2 * tile + 1) * BLOCK_M
+        record = tiles + 6 * tile
+        end, first_row, count = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+        first_pair, is_tree = tl.load(record + 4) * BLOCK_M, tl.load(record + 5)
+        table = tables + tl.load(record) * longest
         pair = first_pair + tl.arange(0, BLOCK_M)
         token = pair // GROUP
         real = token < count
         token = tl.minimum(token, count - 1)
-        row = root + token - tl.where(is_tree == 1, 0, trail)
+        row = first_row + token
         position = tl.load(positions + row)
         # Keys before `border` are added in blocks, keys from it on one by one. It depends on the row's position alone.
         border = tl.minimum(position + 1, end)
@@ -175,104 +295,31 @@ def _attend(
         live = tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
         if REACH == 0:
             live = tl.maximum(live, 1)
-        if (split < live) | (split >= splits):
+        if ALONE or (split < live) | (split >= splits):
             place = (row * kv_heads + head) * GROUP + pair % GROUP
             query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
+            # 2. The splits of the prefix that are this program's, joined in their order. The last split of a step that
+            # need not be invariant takes the tree as well.
+            begin = 0 if ALONE else split
             top = tl.full([BLOCK_M], LOWEST, tl.float32)
-            total = tl.zeros([BLOCK_M, 8], tl.float32)
+            mass = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-            if split < splits:
-                # 2. This split's blocks of the prefix. A block that lies whole before the border needs no mask, unless
-                # there is a sliding window.
-                near = tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
-                whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
-                first = _blocks_below(whole_blocks, split, near, splits, near_splits, FAR)
-                for i in range(0, first):
-                    key0 = _block(i, split, near, splits, near_splits, FAR) * BLOCK_N
-                    page = tl.load(table + key0 // PAGE).to(tl.int64)
-                    base = (page * kv_heads + head) * PAGE + key0 % PAGE
-                    at = (base + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
-                    if HEAD == DIM:
-                        k = tl.load(keys + at)
-                        v = tl.load(values + at)
-                    else:
-                        k = tl.load(keys + at, mask=whole[None, :], other=0.0)
-                        v = tl.load(values + at, mask=whole[None, :], other=0.0)
-                    top, total, acc = _add(query, k, v, ones, scale, True, top, total, acc, False, REACH > 0)
-                for i in range(first, _blocks_below(blocks, split, near, splits, near_splits, FAR)):
-                    key0 = _block(i, split, near, splits, near_splits, FAR) * BLOCK_N
-                    page = tl.load(table + key0 // PAGE).to(tl.int64)
-                    base = (page * kv_heads + head) * PAGE + key0 % PAGE
-                    key = key0 + tl.arange(0, BLOCK_N)
-                    at = (base + tl.arange(0, BLOCK_N))[:, None] * HEAD + dim[None, :]
-                    k = tl.load(keys + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
-                    v = tl.load(values + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
-                    seen = key[None, :] < border[:, None]
-                    if WINDOW > 0:
-                        seen = seen & (position[:, None] - key[None, :] < WINDOW)
-                    top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, REACH > 0)
-            # 3. The tree: its bits say who sees whom. Without REACH, a word at a time.
-            if REACH == 0:
-                if (split == live - 1) & (is_tree == 1):
-                    word_ones = tl.full([TREE_N, 8], 1.0, values.dtype.element_ty)
-                    for word in range(0, tl.cdiv(count, TREE_N)):
-                        node = word * TREE_N + tl.arange(0, TREE_N)
-                        there = node < count
-                        where = tl.load(places + root + node, mask=there, other=0).to(tl.int64)
-                        base = (where // PAGE * kv_heads + head) * PAGE + where % PAGE
-                        at = base[:, None] * HEAD + dim[None, :]
-                        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-                        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-                        its_bits = tl.load(bits + row * words + word)
-                        seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
-                        if WINDOW > 0:
-                            other = tl.load(positions + root + node, mask=there, other=0)
-                            seen = seen & (position[:, None] - other[None, :] < WINDOW)
-                        top, total, acc = _add(query, k, v, word_ones, scale, seen, top, total, acc, True, False)
-            elif split == splits:
-                # With REACH: first the keys from the border on, up to the row itself in a trail and up to the tree in a
-                # tree. Then the tree's nodes by depth, in groups of 16 nodes of one depth (see `depths`).
-                column = tl.arange(0, BLOCK_N)
-                for key0 in range(tl.min(border, 0), tl.minimum(end, tl.max(position, 0) + 1), 16):
-                    page = tl.load(table + key0 // PAGE).to(tl.int64)
-                    base = (page * kv_heads + head) * PAGE + key0 % PAGE
-                    key = key0 + tl.arange(0, 16)
-                    there = key < end
-                    at = (base + tl.arange(0, 16))[:, None] * HEAD + dim[None, :]
-                    k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-                    at = (base + column % 16)[:, None] * HEAD + dim[None, :]
-                    v = tl.load(values + at, mask=(key0 + column % 16 < end)[:, None] & whole[None, :], other=0.0)
-                    seen = there[None, :] & (key[None, :] >= border[:, None]) & (key[None, :] <= position[:, None])
-                    if WINDOW > 0:
-                        seen = seen & (position[:, None] - key[None, :] < WINDOW)
-                    top, total, acc = _add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
-                # A token sees at most one node of a group. Its sights hold a byte per group: that node's place plus 1,
-                # or 0.
-                own_order = order + tile * order_size
-                used = tl.load(own_order)
-                sights = own_order + 1 + 16 * most_nodes + (token - first_pair // GROUP) * (most_nodes // 4 + 1)
-                turn, place_there = 8 * (column // 16), column % 16 + 1
-                next_sight = tl.load(sights)
-                for first_place in range(0, used, BLOCK_N):
-                    sight = next_sight >> (first_place % 64 // 2)
-                    next_sight = tl.load(sights + (first_place + BLOCK_N) // 64)
-                    node = tl.load(own_order + 1 + first_place + column, mask=first_place + column < used, other=-1)
-                    there = node >= 0
-                    where = tl.load(places + root + node, mask=there, other=0).to(tl.int64)
-                    base = (where // PAGE * kv_heads + head) * PAGE + where % PAGE
-                    at = base[:, None] * HEAD + dim[None, :]
-                    k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-                    v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
-                    seen = ((sight[:, None] >> turn[None, :]) & 255) == place_there[None, :]
-                    if WINDOW > 0:
-                        other = tl.load(positions + root + node, mask=there, other=0)
-                        seen = seen & (position[:, None] - other[None, :] < WINDOW)
-                    top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, True)
-            mass = tl.max(total, 1)
-            # 4. All splits but the last store their partial sums. The last one waits for them and joins them, in the
-            # splits' order. It must be the last to start: if waiting programs filled the device, they would wait for
-            # ever. (A split's program never waits, and works through its tiles in the same order as the last one.)
-            others = live if REACH > 0 else live - 1
+            for its_split in range(begin, live if ALONE else tl.minimum(split + 1, live)):
+                its_top, its_total, its_acc = _add_prefix(
+                    query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, its_split,
+                    splits, near_splits, scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, REACH > 0, FAR, PAGE,
+                )  # fmt: skip
+                if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
+                    if (its_split == live - 1) & (is_tree == 1):
+                        its_top, its_total, its_acc = _add_tree(
+                            query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count,
+                            position, scale, its_top, its_total, its_acc, HEAD, DIM, TREE_N, WINDOW, PAGE,
+                        )  # fmt: skip
+                top, mass, acc = _join(top, mass, acc, its_top, tl.max(its_total, 1), its_acc)
+            # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
+            # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
+            # would wait for ever. (A split's program never waits, and works through its tiles in the same order.)
+            others = 0 if ALONE else (live if REACH > 0 else live - 1)
             first_part = place * tl.num_programs(2)
             counter = arrived + tile * kv_heads + head
             if split < others:
@@ -282,25 +329,31 @@ def _attend(
                 tl.debug_barrier()
                 tl.atomic_add(counter, 1, sem="release")
             else:
-                if others > 0:
-                    while tl.atomic_add(counter, 0, sem="acquire") < others:
-                        pass
-                    tl.store(counter, 0)
-                    all_top = tl.full([BLOCK_M], LOWEST, tl.float32)
-                    all_mass = tl.zeros([BLOCK_M], tl.float32)
-                    all_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-                    for i in tl.range(0, others, loop_unroll_factor=2):
-                        # `.cg` reads past the first-level cache, which may hold old contents of this memory.
-                        its_top = tl.load(
-                            part_top + (first_part + i) * 2, mask=real, other=LOWEST, cache_modifier=".cg"
-                        )
-                        its_mass = tl.load(
-                            part_top + (first_part + i) * 2 + 1, mask=real, other=0.0, cache_modifier=".cg"
-                        )
-                        at = (first_part + i)[:, None] * DIM + dim[None, :]
-                        its_acc = tl.load(part + at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                        all_top, all_mass, all_acc = _join(all_top, all_mass, all_acc, its_top, its_mass, its_acc)
-                    top, mass, acc = _join(all_top, all_mass, all_acc, top, mass, acc)
+                own_top, own_mass, own_acc = top, mass, acc
+                if REACH > 0:
+                    own_top, own_total, own_acc = _add_near(
+                        query, keys, values, table, order + tile * order_size, most_nodes, head, kv_heads, end, token,
+                        first_pair // GROUP, position, border, scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, PAGE,
+                    )  # fmt: skip
+                    own_mass = tl.max(own_total, 1)
+                if not ALONE:
+                    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+                    mass = tl.zeros([BLOCK_M], tl.float32)
+                    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+                    if others > 0:
+                        while tl.atomic_add(counter, 0, sem="acquire") < others:
+                            pass
+                        tl.store(counter, 0)
+                        for i in tl.range(0, others, loop_unroll_factor=2):
+                            # `.cg` reads past the first-level cache, which may hold old contents of this memory.
+                            at = part_top + (first_part + i) * 2
+                            its_top = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
+                            its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
+                            at = part + (first_part + i)[:, None] * DIM + dim[None, :]
+                            its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+                            top, mass, acc = _join(top, mass, acc, its_top, its_mass, its_acc)
+                if (REACH > 0) or not ALONE:
+                    top, mass, acc = _join(top, mass, acc, own_top, own_mass, own_acc)
                 acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
                 inside = real[:, None] & whole[None, :]
                 tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
@@ -322,7 +375,7 @@ class Workspace:
 
     def reserve(self, rows: int, most_tiles: int, tiles: Tiles, heads: int, kv_heads: int, dim: int) -> None:
         """Make room for steps of so many rows and tiles."""
-        parts = tiles.splits + (tiles.reach > 0)
+        parts = tiles.parts
         queries = rows * heads
         if parts > 1 and self.part.numel() < queries * parts * padded_dim(dim):
             self.part = self.part.new_empty(queries * parts * padded_dim(dim))
@@ -361,14 +414,13 @@ def attend(
     size, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, most_nodes = heads // kv_heads, most_nodes_of(size)
-    parts = tiles.splits + (tiles.reach > 0)
-    _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), parts)](
-        q, keys, values, rows.counts, rows.entries, rows.tiles, rows.tables, rows.positions, rows.places, rows.bits,
+    _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), tiles.parts)](
+        q, keys, values, rows.counts, rows.tiles, rows.tables, rows.positions, rows.places, rows.bits,
         work.order, out, work.part, work.top, work.arrived,
         scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
         rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page,
+        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

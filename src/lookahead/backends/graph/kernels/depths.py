@@ -20,7 +20,7 @@ MOST_PROGRAMS = 264
 
 @triton.jit
 def _order_by_depth(
-    counts, entries, tiles, positions, bits, order, words, size, most_nodes,
+    counts, tiles, positions, places, bits, order, words, size, most_nodes,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles at a time). See `order_by_depth` for the tensors.
@@ -31,12 +31,9 @@ def _order_by_depth(
     node = tl.arange(0, BLOCK)
     local = tl.arange(0, TOKENS)
     for tile in range(tl.program_id(0), tl.load(counts), tl.num_programs(0)):
-        which, block = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-        entry = entries + which // 2 * 5
-        trail = tl.load(entry + 3)
-        end = tl.load(entry + 1) + trail
-        root = tl.load(entry + 2) + trail
-        count = tl.load(entry + 4) * (which % 2)
+        end, root = tl.load(tiles + 6 * tile + 1), tl.load(tiles + 6 * tile + 2)
+        count, block = tl.load(tiles + 6 * tile + 3), tl.load(tiles + 6 * tile + 4)
+        count *= tl.load(tiles + 6 * tile + 5)
         own = order + tile * size
         there = node < count
         token = block * BLOCK_M // GROUP + local
@@ -58,9 +55,11 @@ def _order_by_depth(
         for i in range(0, tl.cdiv(used, BLOCK)):
             tl.store(own + 1 + i * BLOCK + node, -1, mask=i * BLOCK + node < used)
         tl.debug_barrier()
-        tl.store(own + 1 + place, node, mask=seen_here)
+        where = tl.load(places + root + node, mask=there, other=0)
+        tl.store(own + 1 + place, where, mask=seen_here)
+        tl.store(own + 1 + 16 * most_nodes + place // 16, depth, mask=seen_here)
         tl.store(own, used)
-        sights = own + 1 + 16 * most_nodes + local * (most_nodes // 4 + 1)
+        sights = own + 1 + 17 * most_nodes + local * (most_nodes // 4 + 1)
         place = tl.where(seen_here, place, -64)
         sight = (place % 16 + 1) << (8 * (place % 64 // 16))
         for word in range(0, tl.cdiv(used, 64)):
@@ -70,7 +69,7 @@ def _order_by_depth(
 
 def order_size(most_nodes: int, tiles: Tiles, group: int) -> int:
     """How many numbers `order_by_depth` has for each tile."""
-    return 1 + 16 * most_nodes + _tokens(tiles, group) * (most_nodes // 4 + 1) + 1
+    return 1 + 17 * most_nodes + _tokens(tiles, group) * (most_nodes // 4 + 1) + 1
 
 
 def most_nodes_of(rows: int) -> int:
@@ -89,13 +88,14 @@ def order_by_depth(rows: Rows, order: torch.Tensor, tiles: Tiles, group: int) ->
     `group`: how many query heads share a K/V head. order [at least T x order_size] gets for each tile:
 
     - one number: how many places are used, a multiple of 16
-    - 16 places per node that a tree may have: a node, or -1 where a group is not full
+    - 16 numbers per node that a tree may have: a node's place in the pages, or -1 where a group is not full
+    - a number per node that a tree may have: a group's depth
     - for each token of the tile a byte per group, in words of four: the place within the group of the node that the
       token sees, plus 1, or 0 if it sees none
     """
     size, most = len(rows.positions), most_nodes_of(len(rows.positions))
     _order_by_depth[(min(MOST_PROGRAMS, len(rows.tiles)),)](
-        rows.counts, rows.entries, rows.tiles, rows.positions, rows.bits, order, rows.bits.shape[1],
+        rows.counts, rows.tiles, rows.positions, rows.places, rows.bits, order, rows.bits.shape[1],
         order_size(most, tiles, group), most,
         GROUP=group, BLOCK_M=tiles.block_m, BLOCK=most, TOKENS=_tokens(tiles, group), num_warps=8 if size > 32 else 4,
     )  # fmt: skip

@@ -11,8 +11,8 @@ import torch
 class Rows:
     """A step's R rows, as int32 tensors on the device. E, T and the meaning of the first five: see `packet.Packet`.
 
-    counts [2], entries [E, 5], tiles [T, 2], entry_of [R], parents [R] come with the packet.
-    tables [slots, longest]: each sequence's pages (see `kv.PagedKV`).
+    counts [2], entries [E, 5], tiles [T, 6], entry_of [R], parents [R] come with the packet.
+    tables [lines, longest]: each sequence's pages (see `kv.PagedKV`).
     positions [R], places [R], bits [R, words] are computed by `place_nodes`: a row's position in its text, the place in
     the pages where its K/V go, and which nodes of its tree it sees (bit j % 32 of word j // 32 stands for node j).
     """

@@ -20,9 +20,6 @@ SMALL, LARGE = 16, 64
 """Queries per tile: small tiles for sequences with few rows each, large ones for large trees and for prompts. A tile's
 keys are read once for all of its queries, and a tile of 64 queries takes longer than its keys take to be read."""
 
-SMALL_PROGRAMS = 16
-"""Programs of small tiles per multiprocessor, at most: the tiles are shared among them."""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -31,8 +28,8 @@ class Tiles:
     block_m, block_n: queries per program and keys per block. splits: how many programs share a prefix. near_splits: how
     many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many read a long context faster. reach:
     keys nearer to a row than this are added one by one, by a program of their own; 0 if the step is not invariant.
-    programs: how many tiles are worked on at a time. warps, stages, registers (the most per thread): for Triton's
-    compiler.
+    programs: how many tiles are worked on at a time. alone: a program does all splits of a tile by itself. warps,
+    stages, registers (the most per thread): for Triton's compiler.
     """
 
     block_m: int
@@ -44,27 +41,40 @@ class Tiles:
     near_splits: int = 0
     registers: int | None = None
     programs: int = 1 << 30
+    alone: bool = False
+
+    @property
+    def parts(self) -> int:
+        """How many programs a tile has per K/V head."""
+        return 1 if self.alone else self.splits + (self.reach > 0)
 
 
 def tiles_for(
-    rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, invariant: bool, processors: int = 132
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    *,
+    small: bool,
+    alone: bool,
+    invariant: bool,
+    processors: int = 132,
 ) -> Tiles:
-    """How to cut a step of so many rows. `small` chooses small tiles."""
+    """How to cut a step of so many rows. `small` chooses small tiles; `alone` that each is done by one program."""
     block_m = SMALL if small else min(LARGE, 32 if dim > 128 else LARGE)
-    queries = rows * (heads // kv_heads)
+    tiles = triton.cdiv(rows * (heads // kv_heads), block_m)
     if invariant:
         near, splits = _invariant_splits(heads, kv_heads, dim, processors)
-        parts = splits + 1
     else:
         # About two programs per multiprocessor if one sequence has all rows.
-        near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * triton.cdiv(queries, block_m))))
-        parts = splits
-    programs = triton.cdiv(queries, block_m)
-    if small:
-        programs = max(programs, triton.cdiv(processors * SMALL_PROGRAMS, kv_heads * parts))
-    cut = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "programs": programs}
+        near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles)))
+    cut = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
+    if not alone:
+        cut["programs"] = tiles  # few sequences have few more, which these programs do one after the other
     if dim > 128:
         return Tiles(block_m, 32, warps=8, stages=1, **cut)
+    if small and alone:
+        return Tiles(block_m, 64, stages=3, warps=2, **cut)
     return Tiles(block_m, 64, stages=3, registers=168 if dim <= 64 else None, **cut)
 
 
