@@ -7,6 +7,7 @@ A query is a pair of row and head. An invariant step's keys are cut the same way
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 
@@ -68,7 +69,7 @@ def tiles_for(
     else:
         # About two programs per multiprocessor if one sequence has all rows.
         near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles)))
-    cut = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
+    cut: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
     if not alone:
         cut["programs"] = tiles  # few sequences have few more, which these programs do one after the other
     if dim > 128:
