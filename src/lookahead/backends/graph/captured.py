@@ -37,8 +37,8 @@ SMALL_TILE, LARGE_TILE = 16, 64
 class StepKind:
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
-    `small` and `alone` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows each, done
-    by one program each if there are many. `invariant`: a row's result does not depend on the other rows, bit for bit.
+    `small` and `alone` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows each, each
+    done by one program if there are many. `invariant`: a row's result does not depend on the other rows, bit for bit.
     """
 
     rows: int

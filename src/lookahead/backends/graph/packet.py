@@ -24,6 +24,8 @@ TILE = 6
 the first row of the trail or tree that it is part of, how many rows that has, which block of queries the tile is, and 1
 for a tree. A tile repeats what its entry says, because a program that has to look up one after the other waits."""
 
+NO_PARENT = array("i", (-1,))
+
 
 class Packet:
     """The numbers of one step of R rows, as named fields, int32 unless noted.
@@ -75,54 +77,59 @@ class Packet:
             for name, (a, b, shape, wide) in self._places.items()
         }
         self.entries_room, self.moves_room = entries, rows + SPARE_MOVES
-        self._rows = [self.fields[name] for name in ("tokens", "entry_of", "parents")]
-        self._needed, self._entries = self.fields["needed"], self.fields["entries"]
+        self.begin()
 
     def begin(self) -> None:
         """Start a new step: no entries yet."""
-        self._next_entry = self._next_row = self._next_needed = 0
-        self._tiles: list[int] = []
+        # Arrays grow and join in C. One NumPy assignment per entry and field would take several times as long.
+        self._tokens, self._entry_of, self._parents = array("i"), array("i"), array("i")
+        self._needed, self._entries, self._tiles = array("i"), array("i"), array("i")
 
     def put(self, line: int, length: int, trail: Sequence[int], tree: TokenTree, queries: tuple[int, int]) -> int:
         """Write an entry. Returns where its needed rows begin.
 
-        `queries` are how many queries a row has per K/V head, and how many a tile has.
+        `line` is the sequence's line in the page tables, `length` its cached tokens. `queries` are how many queries a
+        row has per K/V head, and how many a tile has.
         """
-        tokens, entry_of, parents = self._rows
-        entry, first, nodes = self._next_entry, self._next_row, len(tree)
-        root = first + len(trail)
-        end = root + nodes
+        first, trail_rows, nodes = len(self._tokens), len(trail), len(tree.tokens)
+        root = first + trail_rows
         if trail:
-            tokens[first:root], parents[first:root] = trail, -1
-            self._add_tiles(line, length + len(trail), first, len(trail), queries, 0)
+            self._tokens.extend(trail)
+            self._parents.extend(NO_PARENT * trail_rows)
+            self._add_tiles(line, length + trail_rows, first, trail_rows, queries, 0)
         if nodes:
-            tokens[root:end], parents[root:end] = tree.tokens, tree.parents
-            self._add_tiles(line, length + len(trail), root, nodes, queries, 1)
-        entry_of[first:end] = entry
-        self._entries[entry] = line, length, first, len(trail), nodes
-        start, count = self._next_needed, len(tree.needed)
-        if count:
-            self._needed[start : start + count] = tree.needed
-            if root:
-                self._needed[start : start + count] += root
-        self._next_entry, self._next_row, self._next_needed = entry + 1, end, start + count
+            self._tokens.extend(tree.tokens)
+            self._parents.extend(tree.parents)
+            self._add_tiles(line, length + trail_rows, root, nodes, queries, 1)
+        self._entry_of.extend(array("i", (len(self._entries) // ENTRY,)) * (trail_rows + nodes))
+        self._entries.extend((line, length, first, trail_rows, nodes))
+        start, needed = len(self._needed), tree.needed
+        if len(needed) == nodes:  # all of them
+            self._needed.extend(range(root, root + nodes))
+        else:
+            self._needed.extend([root + node for node in needed])
         return start
 
     def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
         group, block = queries
         for number in range(-(-rows * group // block)):
-            self._tiles += line, end, first, rows, number, is_tree
+            self._tiles.extend((line, end, first, rows, number, is_tree))
 
     def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
-        """Fill what the entries have left of the step, and write the moves of accepted K/V, flat as in the fields."""
-        fields, row, needed = self.fields, self._next_row, self._next_needed
-        fields["entry_of"][row:] = -1
-        fields["tokens"][row:] = 0
-        fields["parents"][row:] = -1
-        self._needed[needed:] = 0
+        """Write what the entries gave, and the moves of accepted K/V, flat as in the fields."""
+        fields = self.fields
+        for name, numbers, rest in (
+            ("tokens", self._tokens, 0),
+            ("entry_of", self._entry_of, -1),
+            ("parents", self._parents, -1),
+            ("needed", self._needed, 0),
+        ):
+            fields[name][: len(numbers)] = numbers
+            fields[name][len(numbers) :] = rest
+        _fill(fields["entries"], self._entries)
         _fill(fields["tiles"], self._tiles)
-        _fill(fields["commits"], commits)
-        _fill(fields["moves"], moves)
+        _fill(fields["commits"], array("i", commits))
+        _fill(fields["moves"], array("i", moves))
         fields["counts"][:] = len(self._tiles) // TILE, len(commits) // 2
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -133,7 +140,7 @@ class Packet:
         }
 
 
-def _fill(field: np.ndarray[Any, Any], numbers: Sequence[int]) -> None:
+def _fill(field: np.ndarray[Any, Any], numbers: array[int]) -> None:
     """Write numbers to the beginning of a field."""
     if numbers:
-        field.reshape(-1)[: len(numbers)] = array("i", numbers)
+        field.reshape(-1)[: len(numbers)] = numbers
