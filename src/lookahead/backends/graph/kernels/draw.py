@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.filters import (
+    TILE,
     DrawWork,
+    candidates,
     collect,
     cut,
     filters_of,
@@ -19,56 +21,87 @@ from lookahead.backends.graph.kernels.filters import (
     key_of,
     scale_of,
     shift_of,
-    tile_sizes,
+    token_at,
     weigh,
 )
 from lookahead.backends.graph.kernels.top import PIECE, TopWork
 
 
 @triton.jit
-def _draw(
-    logits, settings, limits, found, counts, masses, out, vocabulary, pieces, width,
-    P: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
+    """A draw from a row with neither top-k nor top-p, by its pieces' masses."""
+    # 1. The first piece at whose end the CDF is past the threshold. Rounding may leave none: then the last with a mass.
+    piece = tl.arange(0, P)
+    mass = tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0)
+    ends = tl.cumsum(mass, 0)
+    threshold = tl.load(settings + row * 5 + 4) * tl.max(ends, 0)
+    chosen = tl.min(tl.where((ends > threshold) & (mass > 0.0), piece, P), 0)
+    chosen = tl.where(chosen < P, chosen, tl.max(tl.where(mass > 0.0, piece, 0), 0))
+    begin = tl.sum(tl.where(piece == chosen - 1, ends, 0.0), 0)
+    # 2. The same among the piece's tokens.
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
+    weight = tl.where(weight >= tl.load(settings + row * 5 + 3), weight, 0.0)
+    passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
+    token = tl.min(tl.where(passed, column, 2147483647), 0)
+    return tl.where(token < vocabulary, token, tl.max(tl.where(weight > 0.0, column, 0), 0))
+
+
+@triton.jit
+def _draw_filtered(
+    logits, settings, limits, found, counts, masses, row, vocabulary, pieces,
+    P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). Inverse CDF in float64: find the piece in which it passes the threshold, then the token there."""
-    row = tl.program_id(0).to(tl.int64)
-    if is_drawn(settings, settings, row, False):
-        # 1. The mass of each piece, and what stays of it.
-        piece = tl.arange(0, P)
-        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
-        top = tl.load(limits + row * 2)
-        least = tl.load(settings + row * 5 + 3)
-        key_cut = tl.min(tl.where(piece >= 0, -2147483648, 0), 0)
-        quota = tl.min(tl.where(piece >= 0, 0, 1), 0)
-        ties = tl.zeros((P,), tl.int32)
-        mass = tl.zeros((P,), tl.float64)
-        if has_k | has_p:
-            key_cut, quota, tied, ties, mass = cut(
-                found, counts, masses, limits, settings, row, vocabulary, pieces, P, C, BLOCK, SHIFT
-            )
-            kept = tl.minimum(tl.maximum(quota - (tl.cumsum(ties, 0) - ties), 0), ties)
-            mass += kept.to(tl.float64) * tl.where(tied >= least, tied, 0.0)
-        else:
-            mass = tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0)
-        # 2. The first piece whose end is past the threshold. Rounding may leave none: then the last that has any mass.
-        ends = tl.cumsum(mass, 0)
-        threshold = tl.load(settings + row * 5 + 4) * tl.max(ends, 0)
-        chosen = tl.min(tl.where((ends > threshold) & (mass > 0.0), piece, P), 0)
-        chosen = tl.where(chosen < P, chosen, tl.max(tl.where(mass > 0.0, piece, 0), 0))
-        begin = tl.sum(tl.where(piece == chosen - 1, ends, 0.0), 0)
-        ties_before = tl.sum(tl.where(piece < chosen, ties, 0), 0)
-        # 3. The same in the piece.
-        column = chosen * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    """A draw from a row with top-k or top-p, from its candidates."""
+    piece = tl.arange(0, P)
+    count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
+    found += row * pieces * BLOCK
+    key_cut, quota, ties, tied, likely = cut(
+        found, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
+    )
+    top, scale, least = tl.load(limits + row * 2), scale_of(settings, row), tl.load(settings + row * 5 + 3)
+    total = likely + quota.to(tl.float64) * tl.where(tied >= least, tied, 0.0)
+    threshold = tl.load(settings + row * 5 + 4) * total
+    # Walk along the CDF until it is past the threshold. Rounding may prevent it: then take the last that has a mass.
+    begin = tl.full((), 0.0, tl.float64)
+    ties_before = tl.full((), 0, tl.int32)
+    start = tl.full((), 0, tl.int32)
+    index = tl.full((), 2147483647, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    while (start < count) & (index == 2147483647):
+        x = candidates(found, start, count, TILE)
         key = key_of(x, SHIFT)
         same = key == key_cut
         rank = ties_before + tl.cumsum(same.to(tl.int32), 0) - 1
-        weight = weigh(x, top, scale_of(settings, row))
+        weight = weigh(x, top, scale)
         weight = tl.where(((key > key_cut) | (same & (rank < quota))) & (weight >= least), weight, 0.0)
+        place = start + tl.arange(0, TILE)
         passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
-        token = tl.min(tl.where(passed, column, 2147483647), 0)
-        last = tl.max(tl.where(weight > 0.0, column, 0), 0)
-        token = tl.where(token < vocabulary, token, last)
+        index = tl.min(tl.where(passed, place, 2147483647), 0)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, place, 0), 0))
+        begin += tl.sum(weight, 0)
+        ties_before += tl.sum(same.to(tl.int32), 0)
+        start += TILE
+    index = tl.where(index == 2147483647, last, index)
+    return token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
+
+
+@triton.jit
+def _draw(
+    logits, settings, limits, found, counts, masses, out, vocabulary, pieces, width,
+    P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows). Inverse CDF in float64, in the order of the vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    if is_drawn(settings, settings, row, False):
+        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
+        if has_k | has_p:
+            token = _draw_filtered(
+                logits, settings, limits, found, counts, masses, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT
+            )
+        else:
+            token = _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P, BLOCK)
         tl.store(out + row * width, tl.minimum(token, vocabulary - 1))
 
 
@@ -82,42 +115,48 @@ def draw_targets(
     """
     rows, vocabulary = logits.shape
     collect(logits, settings, None, tops, work)
-    pieces, columns = tile_sizes(work.pieces)
     _draw[(rows,)](
         logits, settings, work.limits, work.found, work.counts, work.masses, out, vocabulary, work.pieces, out.shape[1],
-        P=pieces, C=columns, BLOCK=PIECE, SHIFT=shift_of(logits.dtype), num_warps=8,
+        P=triton.next_power_of_2(work.pieces), BLOCK=PIECE, TILE=TILE, SHIFT=shift_of(logits.dtype), num_warps=8,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _race_cut(
-    settings, depths, limits, found, counts, masses, cuts, before, vocabulary, pieces,
-    P: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    logits, settings, depths, limits, found, counts, masses, cuts, vocabulary, pieces,
+    P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). cuts [R, 2]: where each drawn row is cut, and how many of the tied tokens are skipped.
-
-    before [R, pieces]: how many tied tokens stand in earlier pieces.
-    """
+    """Grid: (rows). cuts [R, 2]: the key at which each drawn row is cut, and the first of the tied tokens that stays."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, depths, row, True):
         k, has_k, p, has_p = filters_of(settings, row, vocabulary)
+        key_cut = tl.full((), -2147483648, tl.int32)
+        first = tl.full((), 0, tl.int32)
         if has_k | has_p:
-            key_cut, quota, tied, ties, mass = cut(
-                found, counts, masses, limits, settings, row, vocabulary, pieces, P, C, BLOCK, SHIFT
-            )
             piece = tl.arange(0, P)
-            tl.store(before + row * pieces + piece, tl.cumsum(ties, 0) - ties, mask=piece < pieces)
-            tl.store(cuts + row * 2, key_cut)
-            tl.store(cuts + row * 2 + 1, tl.sum(ties, 0) - quota)
-        else:
-            tl.store(cuts + row * 2, -2147483648)
-            tl.store(cuts + row * 2 + 1, 0)
+            count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
+            packed = found + row * pieces * BLOCK
+            key_cut, quota, ties, tied, likely = cut(
+                packed, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
+            )
+            if quota < ties:
+                ties_before = tl.full((), 0, tl.int32)
+                index = tl.full((), 2147483647, tl.int32)
+                for start in range(0, count, TILE):
+                    same = key_of(candidates(packed, start, count, TILE), SHIFT) == key_cut
+                    rank = ties_before + tl.cumsum(same.to(tl.int32), 0) - 1
+                    stays = same & (rank >= ties - quota)
+                    index = tl.minimum(index, tl.min(tl.where(stays, start + tl.arange(0, TILE), 2147483647), 0))
+                    ties_before += tl.sum(same.to(tl.int32), 0)
+                first = token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
+        tl.store(cuts + row * 2, key_cut)
+        tl.store(cuts + row * 2 + 1, first)
 
 
 @triton.jit
 def _race(
-    logits, noise, settings, depths, limits, cuts, before, ratios, tokens, vocabulary, pieces,
+    logits, noise, settings, depths, limits, cuts, ratios, tokens, vocabulary, pieces,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). The best ratio of weight and noise in each piece, and its token."""
@@ -132,13 +171,9 @@ def _race(
         temperature = tl.load(settings + row * 5).to(tl.float32)
         least = tl.load(settings + row * 5 + 3).to(tl.float32)
         weight = tl.exp(x / temperature - tl.load(limits + row * 2) / temperature)
-        key_cut, skipped = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)
         key = key_of(x, SHIFT)
-        same = key == key_cut
-        rank = tl.cumsum(same.to(tl.int32), 0) - 1
-        if skipped > 0:
-            rank += tl.load(before + at)
-        stays = ((key > key_cut) | (same & (rank >= skipped))) & (weight >= least) & (weight > 0.0)
+        key_cut, first = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)
+        stays = ((key > key_cut) | ((key == key_cut) & (column >= first))) & (weight >= least) & (weight > 0.0)
         ratio = tl.where(stays, weight / rival, -1.0)
         best = tl.max(ratio, 0)
         tl.store(ratios + at, best)
@@ -175,15 +210,14 @@ def race_targets(
     """
     rows, vocabulary = logits.shape
     collect(logits, settings, depths, tops, work)
-    pieces, columns = tile_sizes(work.pieces)
-    shift = shift_of(logits.dtype)
+    pieces, shift = triton.next_power_of_2(work.pieces), shift_of(logits.dtype)
     _race_cut[(rows,)](
-        settings, depths, work.limits, work.found, work.counts, work.masses, work.cuts, work.before, vocabulary,
-        work.pieces, P=pieces, C=columns, BLOCK=PIECE, SHIFT=shift, num_warps=8,
+        logits, settings, depths, work.limits, work.found, work.counts, work.masses, work.cuts, vocabulary,
+        work.pieces, P=pieces, BLOCK=PIECE, TILE=TILE, SHIFT=shift, num_warps=8,
     )  # fmt: skip
     _race[(rows, work.pieces)](
-        logits, noise, settings, depths, work.limits, work.cuts, work.before, work.ratios, work.tokens, vocabulary,
-        work.pieces, BLOCK=PIECE, SHIFT=shift, num_warps=1,
+        logits, noise, settings, depths, work.limits, work.cuts, work.ratios, work.tokens, vocabulary, work.pieces,
+        BLOCK=PIECE, SHIFT=shift, num_warps=1,
     )  # fmt: skip
     _race_end[(rows,)](
         settings, depths, work.ratios, work.tokens, out, vocabulary, work.pieces, out.shape[1], P=pieces, num_warps=1,

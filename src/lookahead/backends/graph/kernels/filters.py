@@ -1,14 +1,14 @@
 """Top-k and top-p on the device: which tokens of a row may be drawn, found without sorting the row.
 
 A filter needs one number per row: the value of the last token that stays. Logits are compared by their *keys*, integers
-in the order of the logits, so the search for that value halves and halves again a range of integers. Two steps make the
-search cheap:
+in the order of the logits, so the search for that value divides a range of integers again and again. Two things make
+the search cheap:
 
 1. `_bounds` finds a floor: a value that the last token that stays is certainly not below. For top-k, the likeliest
    tokens that `top.top_tokens` left in its `TopWork` tell it; for top-p, a token whose probability is so small that all
    of its kind together do not fill the tail.
-2. `_collect` copies each row's logits from the floor upward, its candidates, next to each other, piece by piece of the
-   vocabulary and in the order of the vocabulary.
+2. `_measure` and `_pack` copy each row's logits from the floor upward, its candidates, next to each other, in the order
+   of the vocabulary.
 
 `cut` then searches among the candidates. Weights are exp((logit - maximum) / temperature) in float64, and each sum is
 taken in a fixed order within a row, so a row's result is the same in every batch.
@@ -26,26 +26,26 @@ SETTINGS = 5
 """Columns of `settings`: temperature (0: greedy), top_k (0: all), top_p, min_p, and uniform (-1: take the argmax)."""
 
 TILE = 2048
-"""Candidates that `cut` looks at together: 8 per thread."""
+"""Candidates that a program looks at together: 8 per thread."""
 
 
 class DrawWork:
     """Memory for what the launches of `draw_targets` and `race_targets` tell each other, for at most `rows` rows.
 
-    `dtype` is that of the logits, or a wider one. Per row and piece of the vocabulary: the candidates (`found`), how
-    many they are, the mass of all tokens (float64), the number of tied tokens in earlier pieces, and the best ratio of
-    a race with its token. Per row: its maximum and its floor (`limits`), and its cut as [key, tied tokens to skip].
+    `dtype` is that of the logits, or a wider one. limits [R, 2]: a row's maximum and its floor. found [R, V rounded up]:
+    its candidates. counts and masses [R, pieces]: how many candidates each piece of the vocabulary has, and the mass of
+    all of its tokens. cuts [R, 2]: the key at which a row is cut, and the first token that stays of those with this key.
+    ratios and tokens [R, pieces]: the best ratio of a race in each piece, and whose it is.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.pieces = triton.cdiv(vocabulary, PIECE)
         shape = (rows, self.pieces)
         self.limits = torch.zeros(rows, 2, dtype=torch.float32, device=device)
-        self.found = torch.zeros(*shape, PIECE, dtype=dtype, device=device)
+        self.found = torch.zeros(rows, self.pieces * PIECE, dtype=dtype, device=device)
         self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
         self.masses = torch.zeros(shape, dtype=torch.float64, device=device)
         self.cuts = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-        self.before = torch.zeros(shape, dtype=torch.int32, device=device)
         self.ratios = torch.zeros(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -110,7 +110,7 @@ def _bounds(
         k, has_k, p, has_p = filters_of(settings, row, vocabulary)
         slot = tl.arange(0, B)
         known = tl.load(values + row * pieces * TOP + slot, mask=slot < pieces * TOP, other=float("-inf"))
-        floor = tl.min(tl.where(slot == 0, float("-inf"), 0.0), 0)
+        floor = tl.full((), float("-inf"), tl.float32)
         if has_k:
             # The kth of the known tokens is not above the kth of all tokens.
             key = key_of(known, SHIFT)
@@ -135,67 +135,98 @@ def _bounds(
 
 
 @triton.jit
-def _collect(
-    logits, settings, depths, limits, found, counts, masses, vocabulary, pieces,
-    BLOCK: tl.constexpr, RACE: tl.constexpr,
-):  # fmt: skip
-    """Grid: (rows, pieces). Each piece's candidates, found [R, pieces, BLOCK] and counts [R, pieces], and its mass.
+def is_candidate(x, floor):
+    """Impossible tokens are none: they have no mass."""
+    return (x >= floor) & (x > float("-inf"))
 
-    masses [R, pieces] are only written without top-k, which asks for the mass of the k best alone. With top-p they are
-    of all tokens, else of those that min-p leaves.
+
+@triton.jit
+def _measure(
+    logits, settings, depths, limits, counts, masses, vocabulary, pieces, BLOCK: tl.constexpr, RACE: tl.constexpr
+):  # fmt: skip
+    """Grid: (rows, pieces). How many candidates each piece has, counts [R, pieces], and its mass, masses [R, pieces].
+
+    With top-k nobody asks for the mass. With top-p it is that of all tokens, else of those that min-p leaves.
     """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_drawn(settings, depths, row, RACE):
         k, has_k, p, has_p = filters_of(settings, row, vocabulary)
         column = piece * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
-        wide = x.to(tl.float32)
+        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         at = row * pieces + piece
         if has_k == 0:
             if has_p | (RACE == 0):
-                weight = weigh(wide, tl.load(limits + row * 2), scale_of(settings, row))
+                weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
                 least = tl.where(has_p, 0.0, tl.load(settings + row * 5 + 3))
                 tl.store(masses + at, tl.sum(tl.where(weight >= least, weight, 0.0), 0))
         if has_k | has_p:
-            stays = (wide >= tl.load(limits + row * 2 + 1)) & (wide > float("-inf"))
-            place = tl.cumsum(stays.to(tl.int32), 0) - 1
-            tl.store(found + at * BLOCK + place, x.to(found.dtype.element_ty), mask=stays)
-            tl.store(counts + at, tl.sum(stays.to(tl.int32), 0))
+            chosen = is_candidate(x, tl.load(limits + row * 2 + 1))
+            tl.store(counts + at, tl.sum(chosen.to(tl.int32), 0))
 
 
 @triton.jit
-def _tile(found, base, count, start, C: tl.constexpr):
-    """Columns start to start + C of all pieces' candidates, float32 [P, C]; -inf where a piece has fewer."""
-    column = start + tl.arange(0, C)
-    inside = column[None, :] < count[:, None]
-    at = found + base[:, None] + column[None, :]
-    return tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _mass_above(
-    found, base, count, most, a, b, c, top, scale,
-    P: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr,
+def _pack(
+    logits, settings, depths, limits, counts, found, vocabulary, pieces,
+    P: tl.constexpr, BLOCK: tl.constexpr, RACE: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (rows, pieces). Copy the candidates to found [R, pieces x BLOCK], behind those of the earlier pieces."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if is_drawn(settings, depths, row, RACE):
+        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
+        if has_k | has_p:
+            other = tl.arange(0, P)
+            before = tl.sum(tl.load(counts + row * pieces + other, mask=other < piece, other=0), 0)
+            column = piece * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
+            chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
+            place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(found + row * pieces * BLOCK + place, x.to(found.dtype.element_ty), mask=chosen)
+
+
+@triton.jit
+def candidates(found, start, count, TILE: tl.constexpr):
+    """A row's candidates start to start + TILE as float32; -inf behind the last."""
+    place = start + tl.arange(0, TILE)
+    return tl.load(found + place, mask=place < count, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def token_at(logits, counts, limits, row, index, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
+    """The token of a row's candidate number `index`."""
+    piece = tl.arange(0, P)
+    count = tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0)
+    ends = tl.cumsum(count, 0)
+    chosen = tl.minimum(tl.sum((ends <= index).to(tl.int32), 0), pieces - 1)
+    rank = index - tl.sum(tl.where(piece < chosen, count, 0), 0)
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    here = is_candidate(x, tl.load(limits + row * 2 + 1))
+    hit = here & (tl.cumsum(here.to(tl.int32), 0) - 1 == rank)
+    return tl.min(tl.where(hit, column, vocabulary - 1), 0)
+
+
+@triton.jit
+def _mass_above(found, count, a, b, c, top, scale, TILE: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr):
     """The mass of the candidates whose keys are above each of three keys; without MASS, their number."""
-    over_a, over_b, over_c = tl.zeros((P,), tl.float64), tl.zeros((P,), tl.float64), tl.zeros((P,), tl.float64)
-    for start in range(0, most, C):
-        x = _tile(found, base, count, start, C)
+    over_a = tl.full((), 0.0, tl.float64)
+    over_b = tl.full((), 0.0, tl.float64)
+    over_c = tl.full((), 0.0, tl.float64)
+    for start in range(0, count, TILE):
+        x = candidates(found, start, count, TILE)
         key = key_of(x, SHIFT)
         if MASS:
             weight = weigh(x, top, scale)
         else:
             weight = (x > float("-inf")).to(tl.float64)
-        over_a += tl.sum(tl.where(key > a.to(tl.int32), weight, 0.0), 1)
-        over_b += tl.sum(tl.where(key > b.to(tl.int32), weight, 0.0), 1)
-        over_c += tl.sum(tl.where(key > c.to(tl.int32), weight, 0.0), 1)
-    return tl.sum(over_a, 0), tl.sum(over_b, 0), tl.sum(over_c, 0)
+        over_a += tl.sum(tl.where(key > a.to(tl.int32), weight, 0.0), 0)
+        over_b += tl.sum(tl.where(key > b.to(tl.int32), weight, 0.0), 0)
+        over_c += tl.sum(tl.where(key > c.to(tl.int32), weight, 0.0), 0)
+    return over_a, over_b, over_c
 
 
 @triton.jit
 def _search(
-    found, base, count, most, low, high, limit, top, scale,
-    P: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr,
+    found, count, low, high, limit, top, scale, TILE: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr
 ):  # fmt: skip
     """The smallest key from low to high above which the candidates weigh (or are) less than `limit`.
 
@@ -204,28 +235,24 @@ def _search(
     while low < high:
         width = high - low
         a, b, c = low + width // 4, low + width // 2, low + 3 * width // 4
-        over_a, over_b, over_c = _mass_above(found, base, count, most, a, b, c, top, scale, P, C, SHIFT, MASS)
-        low = tl.where(
-            over_a < limit, low, tl.where(over_b < limit, a + 1, tl.where(over_c < limit, b + 1, c + 1))
-        )
-        high = tl.where(over_a < limit, a, tl.where(over_b < limit, b, tl.where(over_c < limit, c, high)))
+        over_a, over_b, over_c = _mass_above(found, count, a, b, c, top, scale, TILE, SHIFT, MASS)
+        below = tl.where(over_b < limit, a + 1, tl.where(over_c < limit, b + 1, c + 1))
+        above = tl.where(over_b < limit, b, tl.where(over_c < limit, c, high))
+        low = tl.where(over_a < limit, low, below)
+        high = tl.where(over_a < limit, a, above)
     return low
 
 
 @triton.jit
 def cut(
-    found, counts, masses, limits, settings, row, vocabulary, pieces,
-    P: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    found, count, masses, limits, settings, row, vocabulary, pieces,
+    P: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """For a row with top-k or top-p: the key at which it is cut, and what stays.
+    """For a row with top-k or top-p and `count` candidates: the key at which it is cut, and what stays.
 
-    Tokens with larger keys stay, and of those with this key, the tied ones, `quota` many. Also returned: a tied token's
-    weight; and for each piece, [P], how many tied tokens it has, and the mass of its larger keys that min-p leaves.
+    Tokens with larger keys stay, and of the `ties` tokens with this key, `quota` many. Also returned: a tied token's
+    weight, and the mass of the larger keys that min-p leaves.
     """
-    piece = tl.arange(0, P)
-    count = tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0)
-    most = tl.max(count, 0)
-    base = (row * pieces + piece) * BLOCK
     top = tl.load(limits + row * 2)
     scale = scale_of(settings, row)
     k, has_k, p, has_p = filters_of(settings, row, vocabulary)
@@ -233,61 +260,59 @@ def cut(
     high = key_of(top, SHIFT).to(tl.int64)
     # 1. Top-k: the kth token's key. All tokens that are tied with it stay.
     if has_k:
-        low = _search(found, base, count, most, low, high, k, top, scale, P, C, SHIFT, False)
+        low = _search(found, count, low, high, k, top, scale, TILE, SHIFT, False)
     # 2. Top-p: a token stays if those before it weigh less than `limit`, a share p of what top-k left.
-    limit = p * 0.0
+    limit = tl.full((), 0.0, tl.float64)
     if has_p:
-        mass = tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0)
-        total = tl.sum(mass, 0)
         if has_k:
             under = low - 1
-            total, _b, _c = _mass_above(
-                found, base, count, most, under, under, under, top, scale, P, C, SHIFT, True
-            )  # fmt: skip
+            total, _b, _c = _mass_above(found, count, under, under, under, top, scale, TILE, SHIFT, True)
+        else:
+            piece = tl.arange(0, P)
+            total = tl.sum(tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0), 0)
         limit = p * total
-        low = _search(found, base, count, most, low, high, limit, top, scale, P, C, SHIFT, True)
-    # 3. What lies above the cut and at it, piece by piece.
+        low = _search(found, count, low, high, limit, top, scale, TILE, SHIFT, True)
+    # 3. What lies above the cut, and at it.
     key_cut = low.to(tl.int32)
     least = tl.load(settings + row * 5 + 3)
-    above, likely, tied = tl.zeros((P,), tl.float64), tl.zeros((P,), tl.float64), tl.zeros((P,), tl.float64)
-    ties = tl.zeros((P,), tl.int32)
-    for start in range(0, most, C):
-        x = _tile(found, base, count, start, C)
+    above = tl.full((), 0.0, tl.float64)
+    likely = tl.full((), 0.0, tl.float64)
+    tied = tl.full((), 0.0, tl.float64)
+    ties = tl.full((), 0, tl.int32)
+    for start in range(0, count, TILE):
+        x = candidates(found, start, count, TILE)
         key = key_of(x, SHIFT)
         weight = weigh(x, top, scale)
         larger = tl.where(key > key_cut, weight, 0.0)
-        above += tl.sum(larger, 1)
-        likely += tl.sum(tl.where(weight >= least, larger, 0.0), 1)
         same = (key == key_cut) & (x > float("-inf"))
-        ties += tl.sum(same.to(tl.int32), 1)
-        tied = tl.maximum(tied, tl.max(tl.where(same, weight, 0.0), 1))
-    weight_tied = tl.max(tied, 0)
-    quota = tl.sum(ties, 0)
-    if has_p & (weight_tied > 0.0):
-        fitting = tl.ceil((limit - tl.sum(above, 0)) / weight_tied)
-        quota = tl.minimum(tl.maximum(fitting, 1.0), quota.to(tl.float64)).to(tl.int32)
-    return key_cut, quota, weight_tied, ties, likely
+        above += tl.sum(larger, 0)
+        likely += tl.sum(tl.where(weight >= least, larger, 0.0), 0)
+        ties += tl.sum(same.to(tl.int32), 0)
+        tied = tl.maximum(tied, tl.max(tl.where(same, weight, 0.0), 0))
+    quota = ties
+    if has_p & (tied > 0.0):
+        fitting = tl.ceil((limit - above) / tied)
+        quota = tl.minimum(tl.maximum(fitting, 1.0), ties.to(tl.float64)).to(tl.int32)
+    return key_cut, quota, ties, tied, likely
 
 
 def collect(
     logits: torch.Tensor, settings: torch.Tensor, depths: torch.Tensor | None, tops: TopWork, work: DrawWork
 ) -> None:
-    """Fill `work` with the rows' limits, candidates and masses, in two launches. See `draw.draw_targets`."""
+    """Fill `work` with the rows' limits, masses and candidates, in three launches. See `draw.draw_targets`."""
     rows, vocabulary = logits.shape
     top = tops.values.shape[2]
+    pieces = triton.next_power_of_2(work.pieces)
     race, chosen = depths is not None, settings if depths is None else depths
     _bounds[(rows,)](
-        tops.values, tops.sums, settings, chosen, work.limits, work.pieces, vocabulary,
-        TOP=top, P=triton.next_power_of_2(work.pieces), B=triton.next_power_of_2(work.pieces * top),
-        SHIFT=shift_of(logits.dtype), RACE=race, num_warps=4,
+        tops.values, tops.sums, settings, chosen, work.limits, work.pieces, vocabulary, TOP=top, P=pieces,
+        B=triton.next_power_of_2(work.pieces * top), SHIFT=shift_of(logits.dtype), RACE=race, num_warps=4,
     )  # fmt: skip
-    _collect[(rows, work.pieces)](
-        logits, settings, chosen, work.limits, work.found, work.counts, work.masses, vocabulary, work.pieces,
+    _measure[(rows, work.pieces)](
+        logits, settings, chosen, work.limits, work.counts, work.masses, vocabulary, work.pieces,
         BLOCK=PIECE, RACE=race, num_warps=1,
     )  # fmt: skip
-
-
-def tile_sizes(pieces: int) -> tuple[int, int]:
-    """`cut`'s tile: pieces, rounded up to a power of two, and candidates of each piece."""
-    rounded = triton.next_power_of_2(pieces)
-    return rounded, min(PIECE, max(8, TILE // rounded))
+    _pack[(rows, work.pieces)](
+        logits, settings, chosen, work.limits, work.counts, work.found, vocabulary, work.pieces,
+        P=pieces, BLOCK=PIECE, RACE=race, num_warps=1,
+    )  # fmt: skip
