@@ -1,4 +1,4 @@
-"""Drawing, races, penalties and log-probabilities on the device, against `sampling.pick`, transformers and the twins."""
+"""Draws, races, penalties and log-probabilities of the kernels, against `sampling.pick`, transformers and the twins."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow_interpreted
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -86,16 +87,16 @@ ROWS: Settings = [
     (1.0, 0, 1.0, 0.0, LAST),
     (1.0, 100000, 0.95123, 1.0, 0.4),
 ]
-"""Each line of settings with the largest and the smallest values that it may meet."""
+"""Every setting alone and with others, with its largest and smallest values. None puts a mass near a limit."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties", "holes", slow_interpreted("float16")])
 def test_draws_are_those_of_pick(kind: str) -> None:
     logits = some_logits(1301, len(ROWS), kind)
     assert drawn(logits, ROWS) == picked(logits, ROWS)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_draws_with_any_settings(data: st.DataObject) -> None:
     """Without coincidences: no mass is within rounding of a limit."""
@@ -117,6 +118,16 @@ def test_draws_with_any_settings(data: st.DataObject) -> None:
         )
     )
     assert drawn(logits, rows) == picked(logits, rows)
+
+
+@pytest.mark.parametrize("kind", ["float32", "ties"])
+def test_more_candidates_than_fit_in_a_tile(kind: str) -> None:
+    """At a high temperature nearly all tokens are candidates, and tied ones stand in several tiles."""
+    rows = [(100.0, 0, 0.6123, 0.0, 0.97), (100.0, 4400, 0.9321, 0.0, 0.51), (100.0, 4400, 1.0, 0.0, LAST)]
+    logits = some_logits(5000, 3, kind)
+    assert drawn(logits, rows) == picked(logits, rows)
+    noise = torch.empty(3, 5000).exponential_(generator=torch.Generator().manual_seed(0))
+    assert raced(logits, rows, noise, range(3)) == raced(logits, rows, noise, range(3), reference_draw)
 
 
 def test_of_tied_tokens_top_p_keeps_the_lower_ids() -> None:
@@ -155,6 +166,7 @@ def test_scratch_may_be_larger_and_used_before() -> None:
         assert out[:, 0].tolist() == picked(logits, rows)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 def test_rows_of_nan_end_and_stay_in_the_vocabulary() -> None:
     """A batch's padding may have such logits."""
     logits = torch.full((3, 120), float("nan"))
@@ -195,7 +207,7 @@ def warped(scores: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
         return chain(torch.zeros(1, 0, dtype=torch.long), scores)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["float32", "ties", *map(slow_interpreted, ["bfloat16", "float16", "holes"])])
 def test_races_are_those_of_multinomial(kind: str) -> None:
     """`torch.multinomial` with the same noise, after transformers' warpers, and the slow twin."""
     logits = some_logits(1301, len(ROWS), kind)
@@ -239,7 +251,7 @@ def test_log_probs(kind: str) -> None:
 
 
 def adjust_inputs(vocabulary: int = 1301) -> dict[str, torch.Tensor]:
-    """Two trees, of 5 and 4 rows, and three rows more that need adjusting than sequences."""
+    """The rows of two trees, one of 5 nodes and one of 4. Seven rows have logits, the last without a sequence."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 3, (4, vocabulary), generator=generator)
     counts += torch.randint(0, 2, counts.shape, generator=generator) << 30
@@ -266,12 +278,12 @@ def test_adjust_is_its_twin() -> None:
     shape = inputs["logits"].shape
     found = [m.adjust(out=torch.zeros(shape, device=DEVICE), **inputs) for m in (adjust, reference_draw)]
     assert torch.allclose(found[0], found[1], rtol=1e-6, atol=1e-6)
+    whole = found[0]
     half = inputs | {"logits": inputs["logits"].half()}
     found = [m.adjust(out=torch.zeros(shape, device=DEVICE), **half) for m in (adjust, reference_draw)]
     assert torch.allclose(found[0], found[1], rtol=1e-6, atol=1e-6)
-    in_place = inputs | {"logits": inputs["logits"].clone()}
-    found = [adjust.adjust(out=x["logits"], **x) for x in (in_place,)]
-    assert torch.allclose(found[0], reference_draw.adjust(out=torch.zeros(shape, device=DEVICE), **inputs), atol=1e-6)
+    adjust.adjust(out=inputs["logits"], **inputs)
+    assert torch.equal(inputs["logits"], whole)
 
 
 @pytest.mark.parametrize("module", [adjust, reference_draw])

@@ -16,8 +16,8 @@ from lookahead.backends.graph.kernels.filters import (
     candidates,
     collect,
     cut,
-    filters_of,
     is_drawn,
+    is_filtered,
     key_of,
     scale_of,
     shift_of,
@@ -57,7 +57,7 @@ def _draw_filtered(
     piece = tl.arange(0, P)
     count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
     found += row * pieces * BLOCK
-    key_cut, quota, ties, tied, likely = cut(
+    key_cut, quota, _ties, tied, likely = cut(
         found, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
     )
     top, scale, least = tl.load(limits + row * 2), scale_of(settings, row), tl.load(settings + row * 5 + 3)
@@ -95,8 +95,7 @@ def _draw(
     """Grid: (rows). Inverse CDF in float64, in the order of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, settings, row, False):
-        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
-        if has_k | has_p:
+        if is_filtered(settings, row, vocabulary):
             token = _draw_filtered(
                 logits, settings, limits, found, counts, masses, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT
             )
@@ -127,17 +126,16 @@ def _race_cut(
     logits, settings, depths, limits, found, counts, masses, cuts, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). cuts [R, 2]: the key at which each drawn row is cut, and the first of the tied tokens that stays."""
+    """Grid: (rows). cuts [R, 2]: the key at which a drawn row is cut, and the first of the tied tokens that stays."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, depths, row, True):
-        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
         key_cut = tl.full((), -2147483648, tl.int32)
         first = tl.full((), 0, tl.int32)
-        if has_k | has_p:
+        if is_filtered(settings, row, vocabulary):
             piece = tl.arange(0, P)
             count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
             packed = found + row * pieces * BLOCK
-            key_cut, quota, ties, tied, likely = cut(
+            key_cut, quota, ties, _tied, _likely = cut(
                 packed, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
             )
             if quota < ties:

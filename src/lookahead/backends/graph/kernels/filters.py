@@ -22,9 +22,6 @@ import triton.language as tl
 
 from lookahead.backends.graph.kernels.top import PIECE, TopWork
 
-SETTINGS = 5
-"""Columns of `settings`: temperature (0: greedy), top_k (0: all), top_p, min_p, and uniform (-1: take the argmax)."""
-
 TILE = 2048
 """Candidates that a program looks at together: 8 per thread."""
 
@@ -32,10 +29,13 @@ TILE = 2048
 class DrawWork:
     """Memory for what the launches of `draw_targets` and `race_targets` tell each other, for at most `rows` rows.
 
-    `dtype` is that of the logits, or a wider one. limits [R, 2]: a row's maximum and its floor. found [R, V rounded up]:
-    its candidates. counts and masses [R, pieces]: how many candidates each piece of the vocabulary has, and the mass of
-    all of its tokens. cuts [R, 2]: the key at which a row is cut, and the first token that stays of those with this key.
-    ratios and tokens [R, pieces]: the best ratio of a race in each piece, and whose it is.
+    `dtype` is that of the logits, or a wider one.
+
+    - limits [R, 2]: a row's maximum and its floor
+    - counts, masses [R, pieces]: of each piece of the vocabulary, how many candidates it has, and its tokens' mass
+    - found [R, pieces x PIECE]: a row's candidates, one behind the other
+    - cuts [R, 2]: the key at which a row is cut, and the first of the tokens with this key that stays
+    - ratios, tokens [R, pieces]: the best ratio of a race in each piece, and its token
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -65,12 +65,8 @@ def key_of(x, SHIFT: tl.constexpr):
 @triton.jit
 def is_drawn(settings, depths, row, RACE: tl.constexpr):
     """Whether a row's target is drawn: it has a temperature, and a uniform or, in a race, a depth."""
-    chosen = tl.load(settings + row * 5) > 0.0
-    if RACE:
-        chosen = chosen & (tl.load(depths + row) >= 0)
-    else:
-        chosen = chosen & (tl.load(settings + row * 5 + 4) >= 0.0)
-    return chosen
+    wanted = tl.load(depths + row) >= 0 if RACE else tl.load(settings + row * 5 + 4) >= 0.0
+    return wanted & (tl.load(settings + row * 5) > 0.0)
 
 
 @triton.jit
@@ -91,6 +87,13 @@ def filters_of(settings, row, vocabulary):
     k = tl.load(settings + row * 5 + 1)
     p = tl.load(settings + row * 5 + 2)
     return k, (k > 0.0) & (k < vocabulary), p, p < 1.0
+
+
+@triton.jit
+def is_filtered(settings, row, vocabulary):
+    """Whether top-k or top-p removes anything from a row."""
+    _k, has_k, _p, has_p = filters_of(settings, row, vocabulary)
+    return has_k | has_p
 
 
 @triton.jit
@@ -150,15 +153,15 @@ def _measure(
     """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_drawn(settings, depths, row, RACE):
-        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
+        _k, has_k, _p, has_p = filters_of(settings, row, vocabulary)
         column = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         at = row * pieces + piece
-        if has_k == 0:
-            if has_p | (RACE == 0):
-                weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
-                least = tl.where(has_p, 0.0, tl.load(settings + row * 5 + 3))
-                tl.store(masses + at, tl.sum(tl.where(weight >= least, weight, 0.0), 0))
+        # Triton has no `not` for a value that is only known on the device.
+        if (has_k == 0) & (has_p | (RACE == 0)):
+            weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
+            least = tl.where(has_p, 0.0, tl.load(settings + row * 5 + 3))
+            tl.store(masses + at, tl.sum(tl.where(weight >= least, weight, 0.0), 0))
         if has_k | has_p:
             chosen = is_candidate(x, tl.load(limits + row * 2 + 1))
             tl.store(counts + at, tl.sum(chosen.to(tl.int32), 0))
@@ -171,16 +174,14 @@ def _pack(
 ):  # fmt: skip
     """Grid: (rows, pieces). Copy the candidates to found [R, pieces x BLOCK], behind those of the earlier pieces."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if is_drawn(settings, depths, row, RACE):
-        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
-        if has_k | has_p:
-            other = tl.arange(0, P)
-            before = tl.sum(tl.load(counts + row * pieces + other, mask=other < piece, other=0), 0)
-            column = piece * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
-            chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
-            place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(found + row * pieces * BLOCK + place, x.to(found.dtype.element_ty), mask=chosen)
+    if is_drawn(settings, depths, row, RACE) & is_filtered(settings, row, vocabulary):
+        earlier = tl.arange(0, P)
+        before = tl.sum(tl.load(counts + row * pieces + earlier, mask=earlier < piece, other=0), 0)
+        column = piece * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
+        chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
+        place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(found + row * pieces * BLOCK + place, x.to(found.dtype.element_ty), mask=chosen)
 
 
 @triton.jit
@@ -214,10 +215,7 @@ def _mass_above(found, count, a, b, c, top, scale, TILE: tl.constexpr, SHIFT: tl
     for start in range(0, count, TILE):
         x = candidates(found, start, count, TILE)
         key = key_of(x, SHIFT)
-        if MASS:
-            weight = weigh(x, top, scale)
-        else:
-            weight = (x > float("-inf")).to(tl.float64)
+        weight = weigh(x, top, scale) if MASS else (x > float("-inf")).to(tl.float64)
         over_a += tl.sum(tl.where(key > a.to(tl.int32), weight, 0.0), 0)
         over_b += tl.sum(tl.where(key > b.to(tl.int32), weight, 0.0), 0)
         over_c += tl.sum(tl.where(key > c.to(tl.int32), weight, 0.0), 0)
