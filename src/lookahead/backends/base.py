@@ -11,6 +11,9 @@ import torch
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.config import SamplingParams
 
+MOST_AHEAD = 32
+"""How many steps a backend may run one after the other without the host."""
+
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Per layer, keys and values [heads, n, dim] of one sequence's last n tokens."""
 
@@ -24,7 +27,8 @@ class StepInput:
     prompt comes with `NO_TREE`: its tokens are cached, and there is nothing to commit.
     `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is how many top tokens to return per
     needed node. With `logits` the output has the needed nodes' logits, too. `continues_alone` is a hint: the next step
-    will be a plain one-token step whose input is this step's target.
+    will be a plain one-token step whose input is this step's target. Then `next_uniforms` are the uniforms of the next
+    MOST_AHEAD output positions, so that a backend can run some of these steps without the host.
     """
 
     slot: int
@@ -35,6 +39,7 @@ class StepInput:
     top: int = 0
     logits: bool = False
     continues_alone: bool = False
+    next_uniforms: Sequence[float] = ()
 
 
 def padded(batch: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import MOST_AHEAD, StepInput
 from lookahead.backends.graph.captured import CapturedStep
 
 
@@ -29,6 +29,7 @@ class RunningStep:
     `starts` are where the needed rows of each input begin, `lengths` the positions of its roots, `turn` the host copy
     that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set when a step ahead follows
     on the same stream: waiting for the stream would wait for that step, too, so the host waits for this event instead.
+    `ahead`: how many steps ahead it is from the last one that the host sent a packet for.
     """
 
     step: CapturedStep
@@ -38,6 +39,7 @@ class RunningStep:
     turn: int
     stream: torch.cuda.Stream | None
     done: torch.cuda.Event | None = None
+    ahead: int = 0
 
     def wait(self) -> None:
         """Block until the results are on the host. On a CPU they are there at once."""
@@ -64,7 +66,8 @@ class StepAhead:
 
     def may_follow(self, before: RunningStep) -> bool:
         """Whether the inputs of the step after `before` are known."""
-        return not self._paused and all(item.continues_alone and is_plain(item) for item in before.inputs)
+        known = before.ahead < MOST_AHEAD and all(item.continues_alone and is_plain(item) for item in before.inputs)
+        return known and not self._paused
 
     def start(self, before: RunningStep) -> None:
         """Start the step after `before`, whose inputs are known and have pages for it."""
@@ -73,7 +76,9 @@ class StepAhead:
         turn, lengths = 1 - before.turn, [length + 1 for length in before.lengths]
         before.step.run_ahead(turn)
         stream = stream_of(self._device)
-        self._running = RunningStep(before.step, before.inputs, before.starts, lengths, turn, stream)
+        self._running = RunningStep(
+            before.step, before.inputs, before.starts, lengths, turn, stream, ahead=before.ahead + 1
+        )
         self._before = before
 
     def collected(self, running: RunningStep, results: Sequence[StepOutput]) -> None:
@@ -99,6 +104,8 @@ class StepAhead:
             return None
         if [list(item.tree.tokens) for item in inputs] != roots:
             return None
+        if any(item.sampling != old.sampling for item, old in zip(inputs, running.inputs, strict=True)):
+            return None
         return replace(running, inputs=list(inputs))
 
     def forget(self) -> RunningStep | None:
@@ -113,8 +120,8 @@ class StepAhead:
 
 
 def is_plain(item: StepInput) -> bool:
-    """Whether this is a greedy step of the root alone that returns no logits."""
-    return len(item.tree) == 1 and not item.trail and item.sampling.greedy and not item.logits
+    """Whether this is a step of the root alone that returns no logits."""
+    return len(item.tree) == 1 and not item.trail and not item.logits
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:

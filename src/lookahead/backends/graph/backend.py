@@ -19,7 +19,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from lookahead.algorithm.sampling import pick
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
@@ -297,7 +296,10 @@ class GraphBackend:
             if not self.pool.reserve(slot.table, end):
                 raise MemoryError(f"no pages for a sequence of {end} tokens; {self.kv.pages} pages are in use")
             self._tell_pages(slot)
-            starts.append(packet.put(slot.line, slot.length, item.trail, item.tree, step.queries))
+            start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
+            if step.kind.drawn:
+                packet.put_draws(start, item.sampling, item.uniforms, item.next_uniforms, len(item.tree.needed))
+            starts.append(start)
             slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
             lengths.append(slot.length)
         packet.end(commits, moves)
@@ -317,7 +319,8 @@ class GraphBackend:
         block = SMALL_TILE if small else LARGE_TILE
         tiles = sum(-(-len(rows) * group // block) for item in items for rows in (item.trail, item.tree.tokens))
         alone = tiles * self.weights.kv_heads >= self.state.ops.processors
-        kind = StepKind(rows, needed, small, alone, self.invariant and largest <= INVARIANT_ROWS)
+        drawn = any(item.uniforms for item in items)
+        kind = StepKind(rows, needed, drawn, small, alone, self.invariant and largest <= INVARIANT_ROWS)
         step = self._steps.get(kind)
         if step is None:
             step = self._steps[kind] = CapturedStep(self.state, kind)
@@ -353,6 +356,7 @@ class GraphBackend:
         self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
 
     @on_its_device
+    @torch.inference_mode()
     def collect(self, running: RunningStep) -> list[StepOutput]:
         """Wait for a step, and read the targets and top tokens of its needed rows.
 
@@ -366,20 +370,11 @@ class GraphBackend:
             output = StepOutput(results[start:end, 0].tolist())
             if item.top:
                 output.top = step.top.best(results[start:end], item.top)
-            if end > start and (item.logits or not item.sampling.greedy):
-                self._read_logits(start, end, item, output)
+            if item.logits:
+                output.logits = self.state.buffers.logits[start:end].clone()
             outputs.append(output)
         self._ahead.collected(running, outputs)
         return outputs
-
-    @torch.inference_mode()
-    def _read_logits(self, start: int, end: int, item: StepInput, output: StepOutput) -> None:
-        """Draw an input's targets from its rows of the logits [rows, V], or copy those rows, as it asks for."""
-        logits = self.state.buffers.logits[start:end]
-        if not item.sampling.greedy:
-            output.targets = pick(logits, item.sampling, item.uniforms).tolist()
-        if item.logits:
-            output.logits = logits.clone()
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         """Launch and collect."""

@@ -13,6 +13,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from threading import Lock
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kv import PagedKV
-from lookahead.backends.graph.ops import Ops, TopTokens
+from lookahead.backends.graph.ops import Drawing, Ops, TopTokens
 from lookahead.backends.graph.packet import MOST_ENTRIES, Packet
 from lookahead.backends.graph.products import Product, Products
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, sizes_to
@@ -37,12 +38,14 @@ SMALL_TILE, LARGE_TILE = 16, 64
 class StepKind:
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
-    `small` and `alone` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows each, each
-    done by one program if there are many. `invariant`: a row's result does not depend on the other rows, bit for bit.
+    `drawn`: targets are drawn, and not only the argmax taken. `small` and `alone` say how attention is cut (see
+    `kernels.tiles`): small tiles for sequences with few rows each, each done by one program if there are many.
+    `invariant`: a row's result does not depend on the other rows, bit for bit.
     """
 
     rows: int
     needed: int
+    drawn: bool
     small: bool
     alone: bool
     invariant: bool
@@ -97,6 +100,12 @@ class Buffers:
                 count = most_tiles(size, group, tiles.block_m)
                 self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
 
+    @cached_property
+    def drawing(self) -> Drawing:
+        """What draws targets, made when the first step does."""
+        rows, vocabulary = self.logits.shape
+        return Drawing(rows, vocabulary, self.logits.device, self.logits.dtype)
+
 
 def most_tiles(rows: int, group: int, block: int) -> int:
     """The most tiles that a step of so many rows can have."""
@@ -124,11 +133,14 @@ class CapturedStep:
         self.queries = group, block
         tiles = most_tiles(kind.rows, group, block)
         # The packet on the host, and its copy on the device.
-        self.packet = Packet(kind.rows, kind.needed, tiles, device.type == "cuda")
+        self.packet = Packet(kind.rows, kind.needed, tiles, device.type == "cuda", drawn=kind.drawn)
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
         self.rows = new_rows(self.views, state.kv.tables, min(kind.rows, MOST_NEEDED))
         self.top = TopTokens(kind.needed, len(w.head), min(TOP_TOKENS, len(w.head)), device)
+        self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
+        if kind.drawn:
+            state.buffers.drawing  # noqa: B018 (it is made here, because nothing may be made in a capture)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None
 
@@ -185,6 +197,8 @@ class CapturedStep:
         ops.move_accepted(self.state.kv.cache, views["counts"], views["commits"], views["moves"])
         # 3. The forward pass.
         self._forward()
+        if self.kind.drawn:
+            self.ahead.zero_()
         # 4. Copy targets and top tokens to the host.
         ops.copy_pinned(self.top.out, self.top.host_copies[0])
 
@@ -195,6 +209,9 @@ class CapturedStep:
         # Rows that pad the step take part. Their targets may be outside of the vocabulary: hence the clamp.
         torch.clamp(self.top.out[:count, 0], min=0, max=last, out=views["tokens"][:count])
         views["entries"][:, 1].add_(1)
+        if self.kind.drawn:
+            views["draws"][:, 4] = views["next_uniforms"].index_select(1, self.ahead)[:, 0]
+            self.ahead.add_(1)
         self._forward()
 
     def _forward(self) -> None:
@@ -228,7 +245,10 @@ class CapturedStep:
         needed = self.kind.needed
         ops.add_norm(residual, delta, w.norm, buffers.normed[:needed], w.eps, views["needed"])
         products["head"](buffers.normed, w.head, buffers.logits)
-        self.top.fill(buffers.logits[:needed])
+        logits = buffers.logits[:needed]
+        self.top.fill(logits)
+        if self.kind.drawn:
+            buffers.drawing.draw(logits, views["draws"], self.top.out, self.top.work)
 
 
 _capturing = Lock()

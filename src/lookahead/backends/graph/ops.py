@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.backends.graph.kernels import reference
+from lookahead.backends.graph.kernels import reference, reference_draw
 from lookahead.backends.graph.kernels.rows import Rows
 
 
@@ -108,3 +108,53 @@ class TopTokens:
         if count >= most:
             return results[:, 1:].copy()
         return np.concatenate([results[:, 1 : 1 + count], results[:, 1 + most : 1 + most + count]], axis=1)
+
+
+class Drawing:
+    """Chooses the targets of up to `rows` rows: adjusts their logits, draws, and tells log-probabilities.
+
+    The shapes are documented in `kernels.draw` and `kernels.adjust`. `tops` is the `TopTokens.work` of the step, filled
+    from the same logits; it is None on a CPU. `dtype` is that of the logits, or float32 if some steps adjust theirs.
+    One object can serve all captured steps of at most `rows` rows, since they never run at the same time. `compiled` is
+    for tests, which run the kernels on a CPU in Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        compiled: bool | None = None,
+    ) -> None:
+        compiled = device.type == "cuda" if compiled is None else compiled
+        self._work: Any = None
+        self._draws: Any = reference_draw
+        source: Any = reference_draw
+        if compiled:
+            from lookahead.backends.graph.kernels import adjust, draw, filters
+
+            self._work = filters.DrawWork(rows, vocabulary, device, dtype)
+            self._draws, source = draw, adjust
+        self.adjust, self.count_tokens = source.adjust, source.count_tokens
+
+    def draw(self, logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: Any) -> None:
+        """Draw by inverse CDF, as `sampling.pick` does, into column 0 of out [R, 1 + 2 n]; see `draw.draw_targets`."""
+        self._draws.draw_targets(logits, settings, out, tops, self._work)
+
+    def race(
+        self,
+        logits: torch.Tensor,
+        settings: torch.Tensor,
+        noise: torch.Tensor,
+        depths: torch.Tensor,
+        out: torch.Tensor,
+        tops: Any,
+    ) -> None:
+        """Draw as `torch.multinomial` does, with noise [D, V], into column 0 of `out`; see `draw.race_targets`."""
+        self._draws.race_targets(logits, settings, noise, depths, out, tops, self._work)
+
+    def log_probs(self, logits: torch.Tensor, out: torch.Tensor, tops: Any, values: torch.Tensor) -> None:
+        """The log-probabilities of the targets and top tokens in `out`, to values [R, 1 + n]; see `draw.log_probs`."""
+        self._draws.log_probs(logits, out, tops, values)

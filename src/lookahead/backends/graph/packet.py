@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import MOST_AHEAD
+from lookahead.config import SamplingParams
 
 MOST_ENTRIES = 256
 """The most sequences of a step."""
@@ -44,16 +46,18 @@ class Packet:
     moves [M, 2]       from where to where, as places in the pool of pages
     needed [N]         the rows whose logits are needed
     draws [N, 5]       float64: how each needed row's target is drawn (see `kernels.draw`)
-    next_uniforms [N]  float64: the uniforms of the step ahead
+    next_uniforms [N, 32]  float64: the uniforms of the steps ahead
+
+    The last two are there only if targets are drawn.
 
     `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
     """
 
-    def __init__(self, rows: int, needed: int, tiles: int, pinned: bool) -> None:
+    def __init__(self, rows: int, needed: int, tiles: int, pinned: bool, *, drawn: bool = False) -> None:
         entries = min(rows, MOST_ENTRIES)
         parts: dict[str, tuple[tuple[int, ...], int]] = {
-            "draws": ((needed, 5), 2),
-            "next_uniforms": ((needed,), 2),
+            "draws": ((needed if drawn else 0, 5), 2),
+            "next_uniforms": ((needed if drawn else 0, MOST_AHEAD), 2),
             "counts": ((2,), 1),
             "tokens": ((rows,), 1),
             "entry_of": ((rows,), 1),
@@ -110,6 +114,22 @@ class Packet:
             self._needed.extend([root + node for node in needed])
         return start
 
+    def put_draws(
+        self,
+        start: int,
+        sampling: SamplingParams,
+        uniforms: Sequence[float],
+        next_uniforms: Sequence[float],
+        count: int,
+    ) -> None:
+        """Write how the targets of `count` needed rows from `start` on are drawn: not at all without uniforms."""
+        draws = self.fields["draws"][start : start + count]
+        draws[:, 0] = 0.0
+        if uniforms:
+            draws[:, :4] = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+            draws[:, 4] = uniforms
+            self.fields["next_uniforms"][start, : len(next_uniforms)] = next_uniforms
+
     def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
         group, block = queries
         for number in range(-(-rows * group // block)):
@@ -130,6 +150,8 @@ class Packet:
         _fill(fields["tiles"], self._tiles)
         _fill(fields["commits"], array("i", commits))
         _fill(fields["moves"], array("i", moves))
+        if len(fields["draws"]):
+            fields["draws"][len(self._needed) :, 0] = 0.0
         fields["counts"][:] = len(self._tiles) // TILE, len(commits) // 2
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,3 +35,34 @@ def products_add_in_sixteens(monkeypatch: pytest.MonkeyPatch) -> None:
         return d
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def language_is_patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter replace the functions of `triton.language` once per launch.
+
+    It does so again at each call of a helper, which takes longer than all of the arithmetic.
+    """
+    if torch.cuda.is_available():
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: list[bool] = []
+
+    def patch_once(fn: Any) -> Any:
+        if patched:
+            return None
+        scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        restore = scope.restore
+
+        def restore_all() -> None:
+            patched.clear()
+            restore()
+
+        patched.append(True)
+        scope.restore = restore_all
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)

@@ -1,0 +1,255 @@
+"""Draw each row's target on the device, as `sampling.pick` or as `torch.multinomial` does; and log-probabilities.
+
+`top.top_tokens` must have run on the same logits: it leaves the argmax in column 0 of `out`, which only rows that draw
+overwrite. Launches and memory are the same in every step, whatever the settings say, so a step can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead.backends.graph.kernels.filters import (
+    TILE,
+    DrawWork,
+    candidates,
+    collect,
+    cut,
+    is_drawn,
+    is_filtered,
+    key_of,
+    scale_of,
+    shift_of,
+    token_at,
+    weigh,
+)
+from lookahead.backends.graph.kernels.top import PIECE, TopWork
+
+
+@triton.jit
+def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
+    """A draw from a row with neither top-k nor top-p, by its pieces' masses."""
+    # 1. The first piece at whose end the CDF is past the threshold. Rounding may leave none: then the last with a mass.
+    piece = tl.arange(0, P)
+    mass = tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0)
+    ends = tl.cumsum(mass, 0)
+    threshold = tl.load(settings + row * 5 + 4) * tl.max(ends, 0)
+    chosen = tl.min(tl.where((ends > threshold) & (mass > 0.0), piece, P), 0)
+    chosen = tl.where(chosen < P, chosen, tl.max(tl.where(mass > 0.0, piece, 0), 0))
+    begin = tl.sum(tl.where(piece == chosen - 1, ends, 0.0), 0)
+    # 2. The same among the piece's tokens.
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
+    weight = tl.where(weight >= tl.load(settings + row * 5 + 3), weight, 0.0)
+    passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
+    token = tl.min(tl.where(passed, column, 2147483647), 0)
+    return tl.where(token < vocabulary, token, tl.max(tl.where(weight > 0.0, column, 0), 0))
+
+
+@triton.jit
+def _draw_filtered(
+    logits, settings, limits, found, counts, masses, row, vocabulary, pieces,
+    P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """A draw from a row with top-k or top-p, from its candidates."""
+    piece = tl.arange(0, P)
+    count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
+    found += row * pieces * BLOCK
+    key_cut, quota, _ties, tied, likely = cut(
+        found, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
+    )
+    top, scale, least = tl.load(limits + row * 2), scale_of(settings, row), tl.load(settings + row * 5 + 3)
+    total = likely + quota.to(tl.float64) * tl.where(tied >= least, tied, 0.0)
+    threshold = tl.load(settings + row * 5 + 4) * total
+    # Walk along the CDF until it is past the threshold. Rounding may prevent it: then take the last that has a mass.
+    begin = tl.full((), 0.0, tl.float64)
+    ties_before = tl.full((), 0, tl.int32)
+    start = tl.full((), 0, tl.int32)
+    index = tl.full((), 2147483647, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    while (start < count) & (index == 2147483647):
+        x = candidates(found, start, count, TILE)
+        key = key_of(x, SHIFT)
+        same = key == key_cut
+        rank = ties_before + tl.cumsum(same.to(tl.int32), 0) - 1
+        weight = weigh(x, top, scale)
+        weight = tl.where(((key > key_cut) | (same & (rank < quota))) & (weight >= least), weight, 0.0)
+        place = start + tl.arange(0, TILE)
+        passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
+        index = tl.min(tl.where(passed, place, 2147483647), 0)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, place, 0), 0))
+        begin += tl.sum(weight, 0)
+        ties_before += tl.sum(same.to(tl.int32), 0)
+        start += TILE
+    index = tl.where(index == 2147483647, last, index)
+    return token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
+
+
+@triton.jit
+def _draw(
+    logits, settings, limits, found, counts, masses, out, vocabulary, pieces, width,
+    P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows). Inverse CDF in float64, in the order of the vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    if is_drawn(settings, settings, row, False):
+        if is_filtered(settings, row, vocabulary):
+            token = _draw_filtered(
+                logits, settings, limits, found, counts, masses, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT
+            )
+        else:
+            token = _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P, BLOCK)
+        tl.store(out + row * width, tl.minimum(token, vocabulary - 1))
+
+
+def draw_targets(
+    logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: TopWork, work: DrawWork
+) -> torch.Tensor:
+    """Overwrite column 0 of `out` with a draw in each row that has a temperature and a uniform.
+
+    logits [R, V]; settings float64 [R, 5]: temperature (0: greedy), top_k (0: all), top_p, min_p, uniform (-1: take the
+    argmax); out int32 [R, 1 + 2 n], after `top_tokens(logits, out, tops)`. The tokens are those of `sampling.pick`.
+    """
+    rows, vocabulary = logits.shape
+    collect(logits, settings, None, tops, work)
+    _draw[(rows,)](
+        logits, settings, work.limits, work.found, work.counts, work.masses, out, vocabulary, work.pieces, out.shape[1],
+        P=triton.next_power_of_2(work.pieces), BLOCK=PIECE, TILE=TILE, SHIFT=shift_of(logits.dtype), num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _race_cut(
+    logits, settings, depths, limits, found, counts, masses, cuts, vocabulary, pieces,
+    P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows). cuts [R, 2]: the key at which a drawn row is cut, and the first of the tied tokens that stays."""
+    row = tl.program_id(0).to(tl.int64)
+    if is_drawn(settings, depths, row, True):
+        key_cut = tl.full((), -2147483648, tl.int32)
+        first = tl.full((), 0, tl.int32)
+        if is_filtered(settings, row, vocabulary):
+            piece = tl.arange(0, P)
+            count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
+            packed = found + row * pieces * BLOCK
+            key_cut, quota, ties, _tied, _likely = cut(
+                packed, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
+            )
+            if quota < ties:
+                ties_before = tl.full((), 0, tl.int32)
+                index = tl.full((), 2147483647, tl.int32)
+                for start in range(0, count, TILE):
+                    same = key_of(candidates(packed, start, count, TILE), SHIFT) == key_cut
+                    rank = ties_before + tl.cumsum(same.to(tl.int32), 0) - 1
+                    stays = same & (rank >= ties - quota)
+                    index = tl.minimum(index, tl.min(tl.where(stays, start + tl.arange(0, TILE), 2147483647), 0))
+                    ties_before += tl.sum(same.to(tl.int32), 0)
+                first = token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
+        tl.store(cuts + row * 2, key_cut)
+        tl.store(cuts + row * 2 + 1, first)
+
+
+@triton.jit
+def _race(
+    logits, noise, settings, depths, limits, cuts, ratios, tokens, vocabulary, pieces,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, pieces). The best ratio of weight and noise in each piece, and its token."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if is_drawn(settings, depths, row, True):
+        column = piece * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        at = row * pieces + piece
+        x = tl.load(logits + row * vocabulary + column, mask=inside, other=float("-inf")).to(tl.float32)
+        depth = tl.load(depths + row).to(tl.int64)
+        rival = tl.load(noise + depth * vocabulary + column, mask=inside, other=1.0)
+        temperature = tl.load(settings + row * 5).to(tl.float32)
+        least = tl.load(settings + row * 5 + 3).to(tl.float32)
+        weight = tl.exp(x / temperature - tl.load(limits + row * 2) / temperature)
+        key = key_of(x, SHIFT)
+        key_cut, first = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)
+        stays = ((key > key_cut) | ((key == key_cut) & (column >= first))) & (weight >= least) & (weight > 0.0)
+        ratio = tl.where(stays, weight / rival, -1.0)
+        best = tl.max(ratio, 0)
+        tl.store(ratios + at, best)
+        tl.store(tokens + at, tl.min(tl.where(ratio == best, column, 2147483647), 0))
+
+
+@triton.jit
+def _race_end(settings, depths, ratios, tokens, out, vocabulary, pieces, width, P: tl.constexpr):
+    """Grid: (rows). The best of all pieces; of equal ratios, the lowest token."""
+    row = tl.program_id(0).to(tl.int64)
+    if is_drawn(settings, depths, row, True):
+        piece = tl.arange(0, P)
+        ratio = tl.load(ratios + row * pieces + piece, mask=piece < pieces, other=-1.0)
+        token = tl.load(tokens + row * pieces + piece, mask=piece < pieces, other=2147483647)
+        first = tl.min(tl.where(ratio == tl.max(ratio, 0), token, 2147483647), 0)
+        tl.store(out + row * width, tl.minimum(first, vocabulary - 1))
+
+
+def race_targets(
+    logits: torch.Tensor,
+    settings: torch.Tensor,
+    noise: torch.Tensor,
+    depths: torch.Tensor,
+    out: torch.Tensor,
+    tops: TopWork,
+    work: DrawWork,
+) -> torch.Tensor:
+    """Overwrite column 0 of `out` as `torch.multinomial` would draw from transformers' processed scores.
+
+    It draws the token with the largest probability / noise, where noise is exponentially distributed: the token that
+    arrives first. logits [R, V]; settings as in `draw_targets`, but nobody reads the uniform; noise fp32 [D, V]; depths
+    int32 [R]: a row's noise, or -1 for the argmax. Top-k, top-p and min-p keep what transformers' warpers keep: of the
+    tokens that are tied at the end of top-p the higher ids stay, since transformers removes in ascending order.
+    """
+    rows, vocabulary = logits.shape
+    collect(logits, settings, depths, tops, work)
+    pieces, shift = triton.next_power_of_2(work.pieces), shift_of(logits.dtype)
+    _race_cut[(rows,)](
+        logits, settings, depths, work.limits, work.found, work.counts, work.masses, work.cuts, vocabulary,
+        work.pieces, P=pieces, BLOCK=PIECE, TILE=TILE, SHIFT=shift, num_warps=8,
+    )  # fmt: skip
+    _race[(rows, work.pieces)](
+        logits, noise, settings, depths, work.limits, work.cuts, work.ratios, work.tokens, vocabulary, work.pieces,
+        BLOCK=PIECE, SHIFT=shift, num_warps=1,
+    )  # fmt: skip
+    _race_end[(rows,)](
+        settings, depths, work.ratios, work.tokens, out, vocabulary, work.pieces, out.shape[1], P=pieces, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _log_probs(logits, out, sums, values, vocabulary, pieces, COLUMNS: tl.constexpr, C: tl.constexpr, P: tl.constexpr):
+    """Grid: (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, P)
+    tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
+    totals = tl.load(sums + (row * pieces + piece) * 2 + 1, mask=piece < pieces, other=0.0)
+    top = tl.max(tops, 0)
+    log_sum = tl.log(tl.sum(totals * tl.exp(tops - top), 0))
+    column = tl.arange(0, C)
+    wanted = column < COLUMNS
+    token = tl.load(out + row * (2 * COLUMNS - 1) + column, mask=wanted, other=0)
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
+    x = tl.load(logits + row * vocabulary + token, mask=wanted, other=0.0).to(tl.float32)
+    tl.store(values + row * COLUMNS + column, (x - top) - log_sum, mask=wanted)
+
+
+def log_probs(logits: torch.Tensor, out: torch.Tensor, tops: TopWork, values: torch.Tensor) -> torch.Tensor:
+    """The natural log-probability of each row's target and n top tokens: softmax of all V logits, temperature 1.
+
+    logits [R, V]; out int32 [R, 1 + 2 n], after `top_tokens(logits, out, tops)` and, if any, the draw; values fp32
+    [R, 1 + n].
+    """
+    rows, vocabulary = logits.shape
+    columns = values.shape[1]
+    _log_probs[(rows,)](
+        logits, out, tops.sums, values, vocabulary, tops.pieces,
+        COLUMNS=columns, C=triton.next_power_of_2(columns), P=triton.next_power_of_2(tops.pieces), num_warps=1,
+    )  # fmt: skip
+    return values

@@ -1,0 +1,316 @@
+"""Top-k and top-p on the device: which tokens of a row may be drawn, found without sorting the row.
+
+A filter needs one number per row: the value of the last token that stays. Logits are compared by their *keys*, integers
+in the order of the logits, so the search for that value divides a range of integers again and again. Two things make
+the search cheap:
+
+1. `_bounds` finds a floor: a value that the last token that stays is certainly not below. For top-k, the likeliest
+   tokens that `top.top_tokens` left in its `TopWork` tell it; for top-p, a token whose probability is so small that all
+   of its kind together do not fill the tail.
+2. `_measure` and `_pack` copy each row's logits from the floor upward, its candidates, next to each other, in the order
+   of the vocabulary.
+
+`cut` then searches among the candidates. Weights are exp((logit - maximum) / temperature) in float64, and each sum is
+taken in a fixed order within a row, so a row's result is the same in every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lookahead.backends.graph.kernels.top import PIECE, TopWork
+
+TILE = 2048
+"""Candidates that a program looks at together: 8 per thread."""
+
+
+class DrawWork:
+    """Memory for what the launches of `draw_targets` and `race_targets` tell each other, for at most `rows` rows.
+
+    `dtype` is that of the logits, or a wider one.
+
+    - limits [R, 2]: a row's maximum and its floor
+    - counts, masses [R, pieces]: of each piece of the vocabulary, how many candidates it has, and its tokens' mass
+    - found [R, pieces x PIECE]: a row's candidates, one behind the other
+    - cuts [R, 2]: the key at which a row is cut, and the first of the tokens with this key that stays
+    - ratios, tokens [R, pieces]: the best ratio of a race in each piece, and its token
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.pieces = triton.cdiv(vocabulary, PIECE)
+        shape = (rows, self.pieces)
+        self.limits = torch.zeros(rows, 2, dtype=torch.float32, device=device)
+        self.found = torch.zeros(rows, self.pieces * PIECE, dtype=dtype, device=device)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.masses = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.cuts = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self.ratios = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def shift_of(dtype: torch.dtype) -> int:
+    """How many low bits of a key are the same for all logits of this dtype."""
+    return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
+
+
+@triton.jit
+def key_of(x, SHIFT: tl.constexpr):
+    """float32 -> int32 in the same order. -0.0 and 0.0 have the same key."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def is_drawn(settings, depths, row, RACE: tl.constexpr):
+    """Whether a row's target is drawn: it has a temperature, and a uniform or, in a race, a depth."""
+    wanted = tl.load(depths + row) >= 0 if RACE else tl.load(settings + row * 5 + 4) >= 0.0
+    return wanted & (tl.load(settings + row * 5) > 0.0)
+
+
+@triton.jit
+def scale_of(settings, row):
+    """1 / temperature in float64, and still finite for the smallest temperatures."""
+    return tl.minimum(1.0 / tl.load(settings + row * 5), 1e300)
+
+
+@triton.jit
+def weigh(x, top, scale):
+    """float32 logits -> float64 weights; the maximum's is 1."""
+    return tl.exp((x.to(tl.float64) - top.to(tl.float64)) * scale)
+
+
+@triton.jit
+def filters_of(settings, row, vocabulary):
+    """A row's k, whether top-k removes anything, its p, and whether top-p removes anything."""
+    k = tl.load(settings + row * 5 + 1)
+    p = tl.load(settings + row * 5 + 2)
+    return k, (k > 0.0) & (k < vocabulary), p, p < 1.0
+
+
+@triton.jit
+def is_filtered(settings, row, vocabulary):
+    """Whether top-k or top-p removes anything from a row."""
+    _k, has_k, _p, has_p = filters_of(settings, row, vocabulary)
+    return has_k | has_p
+
+
+@triton.jit
+def _bounds(
+    values, sums, settings, depths, limits, pieces, vocabulary,
+    TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, RACE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows). limits [R, 2]: each drawn row's maximum, and its floor.
+
+    values [R, pieces, TOP] and sums [R, pieces, 2] are those of `TopWork`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if is_drawn(settings, depths, row, RACE):
+        piece = tl.arange(0, P)
+        tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
+        top = tl.max(tops, 0)
+        k, has_k, p, has_p = filters_of(settings, row, vocabulary)
+        slot = tl.arange(0, B)
+        known = tl.load(values + row * pieces * TOP + slot, mask=slot < pieces * TOP, other=float("-inf"))
+        floor = tl.full((), float("-inf"), tl.float32)
+        if has_k:
+            # The kth of the known tokens is not above the kth of all tokens.
+            key = key_of(known, SHIFT)
+            low, high = tl.min(key, 0).to(tl.int64), tl.max(key, 0).to(tl.int64)
+            while low < high:
+                middle = low + (high - low) // 2
+                above = tl.sum((key > middle.to(tl.int32)).to(tl.int32), 0)
+                fewer = above < k
+                low = tl.where(fewer, low, middle + 1)
+                high = tl.where(fewer, middle, high)
+            kth = tl.min(tl.where(key >= low.to(tl.int32), known, float("inf")), 0)
+            floor = tl.where(k <= pieces * TOP, kth, floor)
+        elif has_p:
+            # All V tokens of a smaller weight than (1 - p) S / V together weigh less than the tail, (1 - p) S. The
+            # known tokens' weights are less than S. The margins are for rounding.
+            mass = tl.sum(weigh(known, top, scale_of(settings, row)), 0)
+            score = tl.log((1.0 - p) * mass / vocabulary) - 1e-6
+            value = top.to(tl.float64) + score * tl.load(settings + row * 5)
+            floor = (value - tl.abs(value) * 1e-6 - 1e-30).to(tl.float32)
+        tl.store(limits + row * 2, top)
+        tl.store(limits + row * 2 + 1, floor)
+
+
+@triton.jit
+def is_candidate(x, floor):
+    """Impossible tokens are none: they have no mass."""
+    return (x >= floor) & (x > float("-inf"))
+
+
+@triton.jit
+def _measure(
+    logits, settings, depths, limits, counts, masses, vocabulary, pieces, BLOCK: tl.constexpr, RACE: tl.constexpr
+):  # fmt: skip
+    """Grid: (rows, pieces). How many candidates each piece has, counts [R, pieces], and its mass, masses [R, pieces].
+
+    With top-k nobody asks for the mass. With top-p it is that of all tokens, else of those that min-p leaves.
+    """
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if is_drawn(settings, depths, row, RACE):
+        _k, has_k, _p, has_p = filters_of(settings, row, vocabulary)
+        column = piece * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+        at = row * pieces + piece
+        # Triton has no `not` for a value that is only known on the device.
+        if (has_k == 0) & (has_p | (RACE == 0)):
+            weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
+            least = tl.where(has_p, 0.0, tl.load(settings + row * 5 + 3))
+            tl.store(masses + at, tl.sum(tl.where(weight >= least, weight, 0.0), 0))
+        if has_k | has_p:
+            chosen = is_candidate(x, tl.load(limits + row * 2 + 1))
+            tl.store(counts + at, tl.sum(chosen.to(tl.int32), 0))
+
+
+@triton.jit
+def _pack(
+    logits, settings, depths, limits, counts, found, vocabulary, pieces,
+    P: tl.constexpr, BLOCK: tl.constexpr, RACE: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, pieces). Copy the candidates to found [R, pieces x BLOCK], behind those of the earlier pieces."""
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if is_drawn(settings, depths, row, RACE) & is_filtered(settings, row, vocabulary):
+        earlier = tl.arange(0, P)
+        before = tl.sum(tl.load(counts + row * pieces + earlier, mask=earlier < piece, other=0), 0)
+        column = piece * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
+        chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
+        place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(found + row * pieces * BLOCK + place, x.to(found.dtype.element_ty), mask=chosen)
+
+
+@triton.jit
+def candidates(found, start, count, TILE: tl.constexpr):
+    """A row's candidates start to start + TILE as float32; -inf behind the last."""
+    place = start + tl.arange(0, TILE)
+    return tl.load(found + place, mask=place < count, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def token_at(logits, counts, limits, row, index, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
+    """The token of a row's candidate number `index`."""
+    piece = tl.arange(0, P)
+    count = tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0)
+    ends = tl.cumsum(count, 0)
+    chosen = tl.minimum(tl.sum((ends <= index).to(tl.int32), 0), pieces - 1)
+    rank = index - tl.sum(tl.where(piece < chosen, count, 0), 0)
+    column = chosen * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    here = is_candidate(x, tl.load(limits + row * 2 + 1))
+    hit = here & (tl.cumsum(here.to(tl.int32), 0) - 1 == rank)
+    return tl.min(tl.where(hit, column, vocabulary - 1), 0)
+
+
+@triton.jit
+def _mass_above(found, count, a, b, c, top, scale, TILE: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr):
+    """The mass of the candidates whose keys are above each of three keys; without MASS, their number."""
+    over_a = tl.full((), 0.0, tl.float64)
+    over_b = tl.full((), 0.0, tl.float64)
+    over_c = tl.full((), 0.0, tl.float64)
+    for start in range(0, count, TILE):
+        x = candidates(found, start, count, TILE)
+        key = key_of(x, SHIFT)
+        weight = weigh(x, top, scale) if MASS else (x > float("-inf")).to(tl.float64)
+        over_a += tl.sum(tl.where(key > a.to(tl.int32), weight, 0.0), 0)
+        over_b += tl.sum(tl.where(key > b.to(tl.int32), weight, 0.0), 0)
+        over_c += tl.sum(tl.where(key > c.to(tl.int32), weight, 0.0), 0)
+    return over_a, over_b, over_c
+
+
+@triton.jit
+def _search(
+    found, count, low, high, limit, top, scale, TILE: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr
+):  # fmt: skip
+    """The smallest key from low to high above which the candidates weigh (or are) less than `limit`.
+
+    Each pass quarters the range. The mass above a key never grows with the key, also as rounded.
+    """
+    while low < high:
+        width = high - low
+        a, b, c = low + width // 4, low + width // 2, low + 3 * width // 4
+        over_a, over_b, over_c = _mass_above(found, count, a, b, c, top, scale, TILE, SHIFT, MASS)
+        below = tl.where(over_b < limit, a + 1, tl.where(over_c < limit, b + 1, c + 1))
+        above = tl.where(over_b < limit, b, tl.where(over_c < limit, c, high))
+        low = tl.where(over_a < limit, low, below)
+        high = tl.where(over_a < limit, a, above)
+    return low
+
+
+@triton.jit
+def cut(
+    found, count, masses, limits, settings, row, vocabulary, pieces,
+    P: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """For a row with top-k or top-p and `count` candidates: the key at which it is cut, and what stays.
+
+    Tokens with larger keys stay, and of the `ties` tokens with this key, `quota` many. Also returned: a tied token's
+    weight, and the mass of the larger keys that min-p leaves.
+    """
+    top = tl.load(limits + row * 2)
+    scale = scale_of(settings, row)
+    k, has_k, p, has_p = filters_of(settings, row, vocabulary)
+    low = key_of(tl.load(limits + row * 2 + 1), SHIFT).to(tl.int64)
+    high = key_of(top, SHIFT).to(tl.int64)
+    # 1. Top-k: the kth token's key. All tokens that are tied with it stay.
+    if has_k:
+        low = _search(found, count, low, high, k, top, scale, TILE, SHIFT, False)
+    # 2. Top-p: a token stays if those before it weigh less than `limit`, a share p of what top-k left.
+    limit = tl.full((), 0.0, tl.float64)
+    if has_p:
+        if has_k:
+            under = low - 1
+            total, _b, _c = _mass_above(found, count, under, under, under, top, scale, TILE, SHIFT, True)
+        else:
+            piece = tl.arange(0, P)
+            total = tl.sum(tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0), 0)
+        limit = p * total
+        low = _search(found, count, low, high, limit, top, scale, TILE, SHIFT, True)
+    # 3. What lies above the cut, and at it.
+    key_cut = low.to(tl.int32)
+    least = tl.load(settings + row * 5 + 3)
+    above = tl.full((), 0.0, tl.float64)
+    likely = tl.full((), 0.0, tl.float64)
+    tied = tl.full((), 0.0, tl.float64)
+    ties = tl.full((), 0, tl.int32)
+    for start in range(0, count, TILE):
+        x = candidates(found, start, count, TILE)
+        key = key_of(x, SHIFT)
+        weight = weigh(x, top, scale)
+        larger = tl.where(key > key_cut, weight, 0.0)
+        same = (key == key_cut) & (x > float("-inf"))
+        above += tl.sum(larger, 0)
+        likely += tl.sum(tl.where(weight >= least, larger, 0.0), 0)
+        ties += tl.sum(same.to(tl.int32), 0)
+        tied = tl.maximum(tied, tl.max(tl.where(same, weight, 0.0), 0))
+    quota = ties
+    if has_p & (tied > 0.0):
+        fitting = tl.ceil((limit - above) / tied)
+        quota = tl.minimum(tl.maximum(fitting, 1.0), ties.to(tl.float64)).to(tl.int32)
+    return key_cut, quota, ties, tied, likely
+
+
+def collect(
+    logits: torch.Tensor, settings: torch.Tensor, depths: torch.Tensor | None, tops: TopWork, work: DrawWork
+) -> None:
+    """Fill `work` with the rows' limits, masses and candidates, in three launches. See `draw.draw_targets`."""
+    rows, vocabulary = logits.shape
+    top = tops.values.shape[2]
+    pieces = triton.next_power_of_2(work.pieces)
+    race, chosen = depths is not None, settings if depths is None else depths
+    _bounds[(rows,)](
+        tops.values, tops.sums, settings, chosen, work.limits, work.pieces, vocabulary, TOP=top, P=pieces,
+        B=triton.next_power_of_2(work.pieces * top), SHIFT=shift_of(logits.dtype), RACE=race, num_warps=4,
+    )  # fmt: skip
+    _measure[(rows, work.pieces)](
+        logits, settings, chosen, work.limits, work.counts, work.masses, vocabulary, work.pieces,
+        BLOCK=PIECE, RACE=race, num_warps=1,
+    )  # fmt: skip
+    _pack[(rows, work.pieces)](
+        logits, settings, chosen, work.limits, work.counts, work.found, vocabulary, work.pieces,
+        P=pieces, BLOCK=PIECE, RACE=race, num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Slow twins of `draw` and `adjust`: the same functions and shapes in PyTorch's own operations."""
+
+from __future__ import annotations
+
+import torch
+
+from lookahead.algorithm import sampling
+from lookahead.config import SamplingParams
+
+
+def draw_targets(
+    logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: object = None, work: object = None
+) -> torch.Tensor:
+    """As `draw.draw_targets`. `tops` and `work` are ignored."""
+    for row, (temperature, top_k, top_p, min_p, uniform) in enumerate(settings.tolist()):
+        if temperature > 0 and uniform >= 0:
+            params = SamplingParams(temperature, int(top_k), top_p, min_p)
+            out[row, 0] = sampling.pick(logits[row : row + 1], params, [uniform])[0]
+    return out
+
+
+def race_targets(
+    logits: torch.Tensor,
+    settings: torch.Tensor,
+    noise: torch.Tensor,
+    depths: torch.Tensor,
+    out: torch.Tensor,
+    tops: object = None,
+    work: object = None,
+) -> torch.Tensor:
+    """As `draw.race_targets`. `tops` and `work` are ignored."""
+    for row, (temperature, top_k, top_p, min_p, _) in enumerate(settings.tolist()):
+        depth = int(depths[row])
+        if temperature > 0 and depth >= 0:
+            probs = _warped(logits[row].float() / temperature, int(top_k), top_p, min_p).softmax(dim=-1)
+            out[row, 0] = (probs / noise[depth]).argmax()
+    return out
+
+
+def _warped(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """scores [V] -> the same with -inf where transformers' top-k, top-p and min-p remove a token.
+
+    Sums are in float64, where transformers' are in float32, so near the limit of top-p the two may differ.
+    """
+    if 0 < top_k < len(scores):
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -torch.inf)
+    if top_p < 1:
+        ascending, order = scores.sort(stable=True)
+        removed = ascending.double().softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        removed[-1] = False
+        scores = scores.masked_fill(torch.zeros_like(removed).scatter(0, order, removed), -torch.inf)
+    if min_p > 0:
+        probs = scores.softmax(dim=-1)
+        scores = scores.masked_fill(probs < min_p * probs.max(), -torch.inf)
+    return scores
+
+
+def log_probs(logits: torch.Tensor, out: torch.Tensor, tops: object, values: torch.Tensor) -> torch.Tensor:
+    """As `draw.log_probs`. `tops` is ignored."""
+    return values.copy_(logits.float().log_softmax(dim=-1).gather(1, out[:, : values.shape[1]].long()))
+
+
+def adjust(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    needed: torch.Tensor,
+    parents: torch.Tensor,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    penalties: torch.Tensor,
+    counts: torch.Tensor,
+    bias: torch.Tensor,
+    masks: torch.Tensor,
+    mask_of: torch.Tensor,
+) -> torch.Tensor:
+    """As `adjust.adjust`."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    above, written = parents.tolist(), tokens.tolist()
+    for row, (node, slot, mask) in enumerate(zip(needed.tolist(), slots.tolist(), mask_of.tolist(), strict=True)):
+        x = logits[row].float()
+        if slot >= 0:
+            repetition, presence, frequency = penalties[row]
+            count = counts[slot] & 0x3FFFFFFF
+            while above[node] >= 0:
+                count[written[node]] += 1
+                node = above[node]
+            seen = (count > 0) | (counts[slot] >= 1 << 30)
+            x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+            x = x - frequency * count
+            x = torch.where(count > 0, x - presence, x)
+            x = x + bias[slot]
+        if mask >= 0:
+            x = x.masked_fill((masks[mask][column // 32] >> (column % 32)) & 1 == 0, -torch.inf)
+        out[row] = x
+    return out
+
+
+def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """As `adjust.count_tokens`."""
+    for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+        if slot >= 0 and token >= 0:
+            counts[slot, token] += 1
