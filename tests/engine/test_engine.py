@@ -85,18 +85,6 @@ def test_a_cancelled_request_leaves_and_the_others_do_not_notice() -> None:
     assert backend.slots == {}
 
 
-def test_a_step_of_some_leaves_the_others_where_they_are() -> None:
-    engine, sequences = Engine(ToyBackend()), [sequence_of(prompt) for prompt in PROMPTS]
-    ids = [engine.submit(Request(sequence)) for sequence in sequences]
-    while sequences[2].finish_reason is None:
-        assert [event.request.id for event in engine.step([ids[2]])] == [ids[2]]
-    assert [sequence.stats.steps for sequence in sequences[:2]] == [0, 0]
-    assert engine.step([]) == []
-    while engine.running:
-        engine.step()
-    assert [sequence.output for sequence in sequences] == [alone(prompt) for prompt in PROMPTS]
-
-
 class Watched(ToyBackend):
     """Notes for which slots logits were asked, and gives them."""
 
