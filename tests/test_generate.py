@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,15 @@ def lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
 
 def open_slots(lm: LookaheadModel) -> int:
     return len(lm.backend._lane)
+
+
+def soon_free(lm: LookaheadModel) -> bool:
+    """Whether all slots are free, at the latest after the step that is running."""
+    for _ in range(1000):
+        if not open_slots(lm):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 # Loading
@@ -180,10 +190,8 @@ def test_stream_joins_to_the_completion(lm: LookaheadModel, prompt: str, method:
 def test_a_piece_is_a_whole_block(lm: LookaheadModel) -> None:
     lm.generate(READABLE, max_tokens=TOKENS)  # warm, for longer blocks
     stream = lm.stream(READABLE, max_tokens=TOKENS)
-    sizes = []
-    for steps, piece in enumerate(stream, start=1):  # every token of this answer has text, so every step has a piece
-        sizes.append(len(piece.token_ids))
-        assert stream._answer.sequence.stats.steps == steps
+    sizes = [len(piece.token_ids) for piece in stream]
+    assert len(sizes) == stream.completion.stats.steps  # every token of this answer has text, so every step has a piece
     assert max(sizes) >= 3
     assert sum(sizes) == TOKENS
 
@@ -206,7 +214,6 @@ def test_only_tokens_without_text_are_in_no_piece(lm: LookaheadModel, method: st
 def test_close_interrupts_and_frees_the_slot(lm: LookaheadModel, model: Any, plain: Plain) -> None:
     stream = lm.stream("the fox", max_tokens=TOKENS)
     first = [next(stream), next(stream)]
-    assert open_slots(lm) == 1
     stream.close()
     assert open_slots(lm) == 0
     done = stream.completion
@@ -238,10 +245,9 @@ def test_close_after_the_end_changes_nothing(lm: LookaheadModel) -> None:
 def test_an_abandoned_stream_frees_its_slot(lm: LookaheadModel, model: Any, plain: Plain) -> None:
     stream = lm.stream("the fox", max_tokens=TOKENS)
     next(stream)
-    assert open_slots(lm) == 1
     del stream
     gc.collect()
-    assert open_slots(lm) == 0
+    assert soon_free(lm)
     assert lm.generate("end", max_tokens=TOKENS).token_ids == plain(model, lm.encode("end"), TOKENS)
 
 

@@ -235,10 +235,10 @@ class Engine:
             stats.absorb_seconds += (absorbed - begin) / len(results)
             stats.forward_seconds += done - absorbed
             events.append(self._event(result, verdict, done))
-        for request, error in self._failed:
+        for request, reason in self._failed:
             request.sequence.finish_reason = "error"
             self.cancel(request.id)
-            events.append(Event(request, [], "error", error=error))
+            events.append(Event(request, [], "error", error=reason))
         self._failed, self._spent = [], results
         return events
 

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, Backend
-from lookahead.engine.request import Request
+from lookahead.engine.request import Request, Verifier
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Scheduler:
     def schedule(self) -> list[Pass]:
         """The passes of the next step, in which every decoding request takes part."""
         self._admit()
-        decoding, unread = [], []
+        decoding, unread = list[Request](), list[Request]()
         for request in self.running.values():
             (unread if self._rest(request) else decoding).append(request)
         if self.backend.most_rows is not None:
@@ -147,10 +147,11 @@ class Scheduler:
             rows -= len(part.trail) + len(part.tree)
             one.parts.append(part)
 
-    def _held(self, unread: Iterable[Request]) -> set[object]:
+    def _held(self, unread: Iterable[Request]) -> set[Verifier | None]:
         """The verifiers of several requests, one of which is still unread: these requests must move together."""
-        verifiers = Counter(request.verifier for request in self.running.values() if request.verifier is not None)
-        return {request.verifier for request in unread if verifiers[request.verifier] > 1} if verifiers else set()
+        users = Counter(request.verifier for request in self.running.values())
+        del users[None]
+        return {request.verifier for request in unread if users[request.verifier] > 1} if users else set()
 
     def _rest(self, request: Request) -> int:
         return len(request.sequence.tokens) - 1 - self.backend.length(request.slot)
