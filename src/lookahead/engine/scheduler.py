@@ -63,7 +63,9 @@ class Scheduler:
             return
         most = self.backend.most_rows
         if most is not None and len(self.running) >= most:
-            raise ValueError(f"{len(self.running) + 1} sequences at once, and a pass has {most} rows; use a smaller batch")
+            raise ValueError(
+                f"{len(self.running) + 1} sequences at once, and a pass has {most} rows; use a smaller batch"
+            )
         request.keeps_slot = True
         self.running[request.id] = request
 
