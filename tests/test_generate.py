@@ -6,6 +6,7 @@ import copy
 import gc
 import re
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from marks import slow_but
+from pairs import in_threads
 
 import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
 from lookahead.config import METHODS
+from lookahead.engine.front import Ticket
 from lookahead.loading import step_cost as cost
 
 Plain = Callable[[Any, list[int], int], list[int]]
@@ -274,6 +277,70 @@ def test_interleaved_streams_are_exact(lm: LookaheadModel, model: Any, plain: Pl
     for i, (stream, prompt) in enumerate(zip(streams, PROMPTS, strict=False)):
         assert stream.completion.token_ids == plain(model, lm.encode(prompt), 8 + 12 * i)
     assert open_slots(lm) == 0
+
+
+# Threads
+
+
+def test_threads_use_one_model_at_once(lm: LookaheadModel, model: Any, plain: Plain) -> None:
+    def job(number: int) -> Callable[[], list[list[int]]]:
+        prompt, tokens = PROMPTS[number % 4], 8 + 3 * number
+        if number % 3 == 0:
+            return lambda: [lm.generate(prompt, max_tokens=tokens).token_ids]
+        if number % 3 == 1:
+            return lambda: [done.token_ids for done in lm.generate([prompt, "end"], max_tokens=tokens)]
+        return lambda: [[token for piece in lm.stream(prompt, max_tokens=tokens) for token in piece.token_ids]]
+
+    def expected(number: int) -> list[list[int]]:
+        prompts = [PROMPTS[number % 4], *(["end"] if number % 3 == 1 else [])]
+        return [plain(model, lm.encode(prompt), 8 + 3 * number) for prompt in prompts]
+
+    found = in_threads([job(number) for number in range(9)])
+    assert found == [expected(number) for number in range(9)]
+    assert open_slots(lm) == 0
+
+
+def test_an_interrupted_caller_cancels_its_requests(lm: LookaheadModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(ticket: Ticket) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ticket, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate(list(PROMPTS), max_tokens=500)
+    assert open_slots(lm) == 0
+    assert lm.engine.running == []
+
+
+def test_a_dropped_model_is_freed(make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        lm = lookahead.load((make_model(), tokenizer), config=settings)
+        lm.generate("the fox", max_tokens=4)
+        next(lm.stream("the fox", max_tokens=100))
+        return [weakref.ref(one) for one in (lm, lm.front, lm.backend, lm.model)]
+
+    gone = used()
+    for _ in range(100):
+        gc.collect()
+        if not any(one() for one in gone):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"still alive: {[one() for one in gone]}")
+
+
+def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:
+    """Each waits for its reader, and others who use the model come between."""
+    steps = lm.steps("the fox", max_tokens=TOKENS)
+    seen = []
+    for stats in steps:
+        seen.append(stats.steps)
+        if stats.steps == 2:
+            lm.generate("end", max_tokens=3)
+    assert seen == list(range(1, len(seen) + 1))
+    assert stats.generated_tokens == TOKENS
+    cut = lm.steps("the fox", max_tokens=TOKENS)
+    next(cut)
+    cut.close()
+    assert soon_free(lm)
 
 
 # Endings

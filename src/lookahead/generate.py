@@ -140,7 +140,8 @@ def _pieces(front: Front, answer: Answer) -> Generator[Piece, None, None]:
 class LookaheadModel:
     """A causal LM with its tokenizer, its backend, and an engine that lives as long as the model.
 
-    Threads may use it at the same time: one thread of its own runs all their requests, together. `default_config` is used where a call names no config.
+    Threads may use it at the same time: one thread of its own runs all their requests, together.
+    `default_config` is used where a call names no config.
     """
 
     def __init__(
