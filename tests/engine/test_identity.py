@@ -48,7 +48,7 @@ class Crowd:
 
     def __init__(self, seed: int, most: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.backend = PagedToy(rng.choice((16, 24, 48)), 4, rng.choice((8, 17, 32, 64)))
+        self.backend = PagedToy(rng.choice((16, 20, 28)), 4, rng.choice((8, 17, 32, 64)))
         self.engine = Engine(self.backend, max_sequences=rng.choice((2, 8, 64)))
         self.memory = SharedMemory() if rng.random() < 0.5 else None
         stems = [tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 13))) for _ in range(3)]
@@ -72,6 +72,7 @@ class Crowd:
             for event in engine.step():
                 assert event.error is None
                 assert 0 <= event.accepted <= event.tried
+                assert not event.tried or event.request.sequence.config.sources
                 told[event.request.id] += event.tokens
         assert backend.slots == backend.tables == {}
         assert backend.pool.used == 0

@@ -104,12 +104,12 @@ class Scheduler:
         return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
 
     def _admit(self) -> None:
-        """Open slots for waiting requests, in their order, as long as there is room for the next one's whole text."""
+        """Open slots for waiting requests, in their order, as long as there is room for the next one's text and step."""
         while self.waiting and len(self.running) < self.max_sequences:
             request = self.waiting[0]
             tokens = request.sequence.tokens
             request.slot = self.backend.open(tokens, request.salt)
-            if not self.backend.reserve(request.slot, len(tokens)) and self.running:
+            if not self.backend.reserve(request.slot, len(tokens) + request.sequence.config.budget) and self.running:
                 self.backend.close(request.slot)
                 request.slot = -1
                 return
@@ -151,9 +151,11 @@ class Scheduler:
 
     def _held(self, unread: Iterable[Request]) -> set[Verifier | None]:
         """The verifiers of several requests, one of which is still unread: these requests must move together."""
+        if all(request.verifier is None for request in unread):
+            return set()
         users = Counter(request.verifier for request in self.running.values())
         del users[None]
-        return {request.verifier for request in unread if users[request.verifier] > 1} if users else set()
+        return {request.verifier for request in unread if users[request.verifier] > 1}
 
     def _rest(self, request: Request) -> int:
         return len(request.sequence.tokens) - 1 - self.backend.length(request.slot)
