@@ -212,7 +212,7 @@ class LookaheadModel:
                 for _ in raise_errors(self.front.call(engine.step)):
                     yield request.sequence.stats
         finally:
-            self.front.post(lambda: engine.cancel(request.id))
+            self.front.release(lambda: engine.cancel(request.id))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`."""

@@ -123,15 +123,18 @@ class Front:
                 errors.append(error)
             over.set()
 
-        self.post(run)
+        self._post(lambda core: run())
         over.wait()
         if errors:
             raise errors[0]
         return found[0]
 
-    def post(self, function: Callable[[], Any]) -> None:
-        """As `call`, without waiting."""
-        self._post(lambda core: function())
+    def release(self, function: Callable[[], Any]) -> None:
+        """As `call`, for the end of a generator. It may end in the engine's own thread, which does not wait for itself."""
+        if threading.current_thread() in self._threads:
+            self._post(lambda core: function())
+        else:
+            self.call(function)
 
     def close(self) -> None:
         """End all requests; tickets that are waited for raise RuntimeError. Nothing can be submitted afterwards."""
@@ -139,7 +142,7 @@ class Front:
             self._core.stop.set()
             self._core.turn()
         elif not self._core.stop.is_set():
-            self.post(self._core.stop.set)
+            self._post(lambda core: core.stop.set())
 
     def _post(self, command: Callable[[Core], None]) -> None:
         """Leave a command for the engine's thread, which looks for commands before every step."""

@@ -104,7 +104,7 @@ class Scheduler:
         return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
 
     def _admit(self) -> None:
-        """Open slots for waiting requests, in their order, as long as there is room for the next one's text and step."""
+        """Open slots for waiting requests, in their order, while there is room for the next one's text and a step."""
         while self.waiting and len(self.running) < self.max_sequences:
             request = self.waiting[0]
             tokens = request.sequence.tokens
