@@ -130,7 +130,7 @@ class Front:
         return found[0]
 
     def release(self, function: Callable[[], Any]) -> None:
-        """As `call`, for the end of a generator. It may end in the engine's own thread, which does not wait for itself."""
+        """As `call`, for the end of a generator. If that is in the engine's own thread, it does not wait for itself."""
         if threading.current_thread() in self._threads:
             self._post(lambda core: function())
         else:
