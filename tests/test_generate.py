@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from marks import slow_but
+from pairs import in_threads
 
 import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
 from lookahead.config import METHODS
+from lookahead.engine.front import Ticket
 from lookahead.loading import step_cost as cost
 
 Plain = Callable[[Any, list[int], int], list[int]]
@@ -35,6 +39,15 @@ def lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
 
 def open_slots(lm: LookaheadModel) -> int:
     return len(lm.backend._lane)
+
+
+def soon_free(lm: LookaheadModel) -> bool:
+    """Whether all slots are free, at the latest after the step that is running."""
+    for _ in range(1000):
+        if not open_slots(lm):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 # Loading
@@ -180,10 +193,8 @@ def test_stream_joins_to_the_completion(lm: LookaheadModel, prompt: str, method:
 def test_a_piece_is_a_whole_block(lm: LookaheadModel) -> None:
     lm.generate(READABLE, max_tokens=TOKENS)  # warm, for longer blocks
     stream = lm.stream(READABLE, max_tokens=TOKENS)
-    sizes = []
-    for steps, piece in enumerate(stream, start=1):  # every token of this answer has text, so every step has a piece
-        sizes.append(len(piece.token_ids))
-        assert stream._answer.sequence.stats.steps == steps
+    sizes = [len(piece.token_ids) for piece in stream]
+    assert len(sizes) == stream.completion.stats.steps  # every token of this answer has text, so every step has a piece
     assert max(sizes) >= 3
     assert sum(sizes) == TOKENS
 
@@ -206,7 +217,6 @@ def test_only_tokens_without_text_are_in_no_piece(lm: LookaheadModel, method: st
 def test_close_interrupts_and_frees_the_slot(lm: LookaheadModel, model: Any, plain: Plain) -> None:
     stream = lm.stream("the fox", max_tokens=TOKENS)
     first = [next(stream), next(stream)]
-    assert open_slots(lm) == 1
     stream.close()
     assert open_slots(lm) == 0
     done = stream.completion
@@ -238,10 +248,9 @@ def test_close_after_the_end_changes_nothing(lm: LookaheadModel) -> None:
 def test_an_abandoned_stream_frees_its_slot(lm: LookaheadModel, model: Any, plain: Plain) -> None:
     stream = lm.stream("the fox", max_tokens=TOKENS)
     next(stream)
-    assert open_slots(lm) == 1
     del stream
     gc.collect()
-    assert open_slots(lm) == 0
+    assert soon_free(lm)
     assert lm.generate("end", max_tokens=TOKENS).token_ids == plain(model, lm.encode("end"), TOKENS)
 
 
@@ -268,6 +277,70 @@ def test_interleaved_streams_are_exact(lm: LookaheadModel, model: Any, plain: Pl
     for i, (stream, prompt) in enumerate(zip(streams, PROMPTS, strict=False)):
         assert stream.completion.token_ids == plain(model, lm.encode(prompt), 8 + 12 * i)
     assert open_slots(lm) == 0
+
+
+# Threads
+
+
+def test_threads_use_one_model_at_once(lm: LookaheadModel, model: Any, plain: Plain) -> None:
+    def job(number: int) -> Callable[[], list[list[int]]]:
+        prompt, tokens = PROMPTS[number % 4], 8 + 3 * number
+        if number % 3 == 0:
+            return lambda: [lm.generate(prompt, max_tokens=tokens).token_ids]
+        if number % 3 == 1:
+            return lambda: [done.token_ids for done in lm.generate([prompt, "end"], max_tokens=tokens)]
+        return lambda: [[token for piece in lm.stream(prompt, max_tokens=tokens) for token in piece.token_ids]]
+
+    def expected(number: int) -> list[list[int]]:
+        prompts = [PROMPTS[number % 4], *(["end"] if number % 3 == 1 else [])]
+        return [plain(model, lm.encode(prompt), 8 + 3 * number) for prompt in prompts]
+
+    found = in_threads([job(number) for number in range(9)])
+    assert found == [expected(number) for number in range(9)]
+    assert open_slots(lm) == 0
+
+
+def test_an_interrupted_caller_cancels_its_requests(lm: LookaheadModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(ticket: Ticket) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Ticket, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate(list(PROMPTS), max_tokens=500)
+    assert open_slots(lm) == 0
+    assert lm.engine.running == []
+
+
+def test_a_dropped_model_is_freed(make_model: Callable[..., Any], tokenizer: Any, settings: LookaheadConfig) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        lm = lookahead.load((make_model(), tokenizer), config=settings)
+        lm.generate("the fox", max_tokens=4)
+        next(lm.stream("the fox", max_tokens=100))
+        return [weakref.ref(one) for one in (lm, lm.front, lm.backend, lm.model)]
+
+    gone = used()
+    for _ in range(100):
+        gc.collect()
+        if not any(one() for one in gone):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"still alive: {[one() for one in gone]}")
+
+
+def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:
+    """Each waits for its reader, and others who use the model come between."""
+    steps = lm.steps("the fox", max_tokens=TOKENS)
+    seen = []
+    for stats in steps:
+        seen.append(stats.steps)
+        if stats.steps == 2:
+            lm.generate("end", max_tokens=3)
+    assert seen == list(range(1, len(seen) + 1))
+    assert stats.generated_tokens == TOKENS
+    cut = lm.steps("the fox", max_tokens=TOKENS)
+    next(cut)
+    cut.close()
+    assert soon_free(lm)
 
 
 # Endings

@@ -21,9 +21,10 @@ from lookahead.backends.choose import make_backend
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
+from lookahead.engine.front import Front, Ticket
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
-from lookahead.engine.request import Event, Request
-from lookahead.engine.text import TextStream
+from lookahead.engine.request import Request, raise_errors
+from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import default_config
 from lookahead.loading.load import asked_for, open_model, processors, stop_ids
 from lookahead.stats import Stats
@@ -57,25 +58,31 @@ class Piece(str):
 
 
 class Answer:
-    """An answer that is being generated: the engine's request, the text so far, and the method's name."""
+    """An answer that is being generated: the engine's request, and what was read of it so far."""
 
     def __init__(self, request: Request, text: TextStream, method: str) -> None:
         self.request, self.text, self.method = request, text, method
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.ticket: Ticket | None = None
 
     @property
     def sequence(self) -> DecodingSequence:
         return self.request.sequence
 
-    @property
-    def finished(self) -> bool:
-        return self.sequence.finish_reason is not None
+    def read(self, tokens: Sequence[int], finish_reason: str | None) -> None:
+        """Take the next tokens, and the reason why there are no more. An EOS is no text."""
+        self.tokens += tokens
+        self.finish_reason = finish_reason
+        for token in tokens[:-1] if finish_reason == "eos" else tokens:
+            self.text.push_token(token)
 
     def completion(self) -> Completion:
         self.text.finish()
-        reason = self.sequence.finish_reason or "interrupted"
+        reason = self.finish_reason or "interrupted"
         return Completion(
             text=self.text.text,
-            token_ids=self.sequence.output,
+            token_ids=self.tokens,
             finish_reason="stop" if self.text.stop is not None and reason != "eos" else reason,
             stats=self.sequence.stats,
             method=self.method,
@@ -85,11 +92,14 @@ class Answer:
 
 
 class Stream(Iterator[Piece]):
-    """The text of one answer, piece by piece as steps accept tokens. After the last one, read `completion`."""
+    """The text of one answer, piece by piece as steps accept tokens. After the last one, read `completion`.
 
-    def __init__(self, engine: Engine, answer: Answer) -> None:
+    The answer goes on while nobody reads. A stream that is closed or dropped ends it.
+    """
+
+    def __init__(self, front: Front, answer: Answer) -> None:
         self._answer = answer
-        self._pieces = _pieces(engine, answer)
+        self._pieces = _pieces(front, answer)
         self._completion: Completion | None = None
 
     def __next__(self) -> Piece:
@@ -105,34 +115,32 @@ class Stream(Iterator[Piece]):
         return self._completion
 
     def close(self) -> None:
-        """Stop early; `completion` then holds what was generated so far."""
+        """Stop early; `completion` then holds what was read so far."""
         self._pieces.close()
+        if self._answer.ticket is not None:
+            self._answer.ticket.join()
 
 
-def _pieces(engine: Engine, answer: Answer) -> Generator[Piece, None, None]:
+def _pieces(front: Front, answer: Answer) -> Generator[Piece, None, None]:
     """Run one answer to its end. Every accepted token is in a piece; the last piece may have no text."""
     tokens: list[int] = []
-    for event in _events(engine, answer):
-        tokens += event.tokens
-        text = answer.text.finish() if event.finish_reason else answer.text.take()
-        if text or event.finish_reason:
-            yield Piece(text, tokens)
-            tokens = []
-
-
-def _events(engine: Engine, answer: Answer) -> Generator[Event, None, None]:
-    """Run this answer alone, one event per step. Closing the generator early cancels the request."""
-    ids = [engine.submit(answer.request)]
+    answer.ticket = front.submit(answer.request)
     try:
-        while not answer.finished:
-            yield from engine.step(ids)
+        for event in answer.ticket:
+            answer.read(event.tokens, event.finish_reason)
+            tokens += event.tokens
+            text = answer.text.finish() if event.finish_reason else answer.text.take()
+            if text or event.finish_reason:
+                yield Piece(text, tokens)
+                tokens = []
     finally:
-        engine.cancel(answer.request.id)
+        front.cancel(answer.ticket)
 
 
 class LookaheadModel:
     """A causal LM with its tokenizer, its backend, and an engine that lives as long as the model.
 
+    Threads may use it at the same time: one thread of its own runs all their requests, together.
     `default_config` is used where a call names no config.
     """
 
@@ -149,6 +157,7 @@ class LookaheadModel:
         self.backend = make_backend(model, backend, log)
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.engine = Engine(self.backend)
+        self.front = Front(self.engine)
         self.default_config = config or LookaheadConfig()
         self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
@@ -169,15 +178,19 @@ class LookaheadModel:
 
     def run(self, answers: Sequence[Answer]) -> list[Completion]:
         """Run these answers together until all have ended."""
-        ids: list[int] = []
+        tickets: list[Ticket] = []
         try:
             for answer in answers:
-                ids.append(self.engine.submit(answer.request))
-            while not all(answer.finished for answer in answers):
-                self.engine.step(ids)
+                tickets.append(self.front.submit(answer.request))
+            for ticket in tickets:
+                ticket.wait()
         finally:
-            for id in ids:
-                self.engine.cancel(id)
+            for ticket in tickets:
+                self.front.cancel(ticket)
+            for ticket in tickets:
+                ticket.join()
+        for answer in answers:
+            answer.read(answer.sequence.output, answer.sequence.finish_reason)
         return [answer.completion() for answer in answers]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
@@ -185,13 +198,21 @@ class LookaheadModel:
         prompt = as_plain(prompt)
         if is_batch(prompt):
             raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        return Stream(self.engine, self._answer(prompt, **check_settings(settings)))
+        return Stream(self.front, self._answer(prompt, **check_settings(settings)))
 
     def steps(self, prompt: Prompt, **settings: Any) -> Iterator[Stats]:
-        """Run one answer and give its counters after every step. It is the same object each time."""
-        answer = self._answer(as_plain(prompt), **check_settings(settings))
-        for event in _events(self.engine, answer):
-            yield event.request.sequence.stats
+        """Run one answer and give its counters after every step. It is the same object each time.
+
+        Its steps are of this answer alone, and each waits for its caller, so that they can be timed.
+        """
+        engine, request = Engine(self.backend), self._answer(as_plain(prompt), **check_settings(settings)).request
+        try:
+            self.front.call(lambda: engine.submit(request))
+            while request.sequence.finish_reason is None:
+                for _ in raise_errors(self.front.call(engine.step)):
+                    yield request.sequence.stats
+        finally:
+            self.front.release(lambda: engine.cancel(request.id))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`."""
@@ -256,16 +277,19 @@ class LookaheadModel:
             config = self.default_config if method == "lookahead" else LookaheadConfig.for_method(method)
         elif method != "lookahead":
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
-        text = TextStream(self.tokenizer, [stop] if isinstance(stop, str) else stop or ())
+        # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.
+        stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
+        ends = TextStream(self.tokenizer, stops).push_token if stops.stops else None
         sequence = DecodingSequence(
             self.encode(prompt, raw=raw),
             config,
             SamplingParams(temperature, top_k, top_p, min_p, new_seed() if seed is None else seed),
             StopRules(max_tokens, self.stop_ids, self.backend.max_length),
-            ends=text.push_token,
+            ends=ends,
             memory=self.memory,
         )
-        return Answer(Request(sequence, self._verifier(sequence), begin=begin), text, method)
+        request = Request(sequence, self._verifier(sequence), begin=begin)
+        return Answer(request, TextStream(self.tokenizer, stops), method)
 
 
 def load(

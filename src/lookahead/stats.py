@@ -13,7 +13,8 @@ class Stats:
 
     A step is one forward pass that accepts tokens; the pass over the prompt, which gives the first token, is one too.
     `compression` is the paper's S. `accepted_by_depth[d]` counts the steps that accepted a guess at depth d + 1.
-    `accepted_by_source` counts the accepted guesses of each source.
+    `accepted_by_source` counts the accepted guesses of each source. `seconds` includes `queue_seconds`, the time that
+    the request waited for others before it ran, or between, if it had to make room for them.
     """
 
     prompt_tokens: int = 0
@@ -25,6 +26,7 @@ class Stats:
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0
     absorb_seconds: float = 0.0
+    queue_seconds: float = 0.0
     seconds: float = 0.0
     first_token_seconds: float = 0.0
 
@@ -61,7 +63,7 @@ class Stats:
         for index, part in enumerate(parts):
             for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens"):
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
-            for name in ("propose_seconds", "forward_seconds", "absorb_seconds", "seconds"):
+            for name in ("propose_seconds", "forward_seconds", "absorb_seconds", "queue_seconds", "seconds"):
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
             depths = zip_longest(whole.accepted_by_depth, part.accepted_by_depth, fillvalue=0)
             whole.accepted_by_depth = [a + b for a, b in depths]

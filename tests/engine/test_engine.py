@@ -1,4 +1,4 @@
-"""The engine: requests by id, steps of all or some of them, and who pays for a logits processor."""
+"""The engine: requests by id, their events, their failures, and who pays for a logits processor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from paged import PagedToy
 from toys import ToyBackend
 
 from lookahead.algorithm.sequence import DecodingSequence
@@ -13,7 +14,7 @@ from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.processors import PathVerifier, Rule
-from lookahead.engine.request import Request
+from lookahead.engine.request import Request, raise_errors
 
 CONFIG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
 PROMPTS = ([5, 9, 5, 9, 5, 3], [7], [1, 2, 3, 1, 2, 3, 1])
@@ -21,6 +22,11 @@ PROMPTS = ([5, 9, 5, 9, 5, 3], [7], [1, 2, 3, 1, 2, 3, 1])
 
 def sequence_of(prompt: list[int], tokens: int = 12) -> DecodingSequence:
     return DecodingSequence(prompt, CONFIG, rules=StopRules(tokens))
+
+
+def finish(engine: Engine) -> None:
+    while engine.running:
+        engine.step()
 
 
 def alone(prompt: list[int], tokens: int = 12) -> list[int]:
@@ -85,18 +91,6 @@ def test_a_cancelled_request_leaves_and_the_others_do_not_notice() -> None:
     assert backend.slots == {}
 
 
-def test_a_step_of_some_leaves_the_others_where_they_are() -> None:
-    engine, sequences = Engine(ToyBackend()), [sequence_of(prompt) for prompt in PROMPTS]
-    ids = [engine.submit(Request(sequence)) for sequence in sequences]
-    while sequences[2].finish_reason is None:
-        assert [event.request.id for event in engine.step([ids[2]])] == [ids[2]]
-    assert [sequence.stats.steps for sequence in sequences[:2]] == [0, 0]
-    assert engine.step([]) == []
-    while engine.running:
-        engine.step()
-    assert [sequence.output for sequence in sequences] == [alone(prompt) for prompt in PROMPTS]
-
-
 class Watched(ToyBackend):
     """Notes for which slots logits were asked, and gives them."""
 
@@ -132,3 +126,81 @@ def test_one_request_with_a_processor_puts_no_other_on_the_slow_path(processed: 
     for place, (request, sequence) in enumerate(zip(requests, sequences, strict=True)):
         assert backend.asked[request.slot] == {place == processed}
         assert place == processed or sequence.output == alone(PROMPTS[place])
+
+
+class PagedWithLogits(PagedToy):
+    def _read(self, item: StepInput) -> Any:
+        output = super()._read(item)
+        output.logits = self.logits_of(item)
+        return output
+
+
+def move_together(backend: ToyBackend) -> list[list[int]]:
+    """Two sequences that share a verifier, so that every step gives both the same number of tokens."""
+    prompts = [[4, 4, 1], [int(i) for i in range(20)]]
+    sequences = [sequence_of(prompt) for prompt in prompts]
+    padded = torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts])
+    forbidden = torch.tensor([3, 5])
+    rule = Rule(processors=lambda ids, scores: scores.index_fill(1, forbidden, -torch.inf), pad=0)
+    verifier, engine = PathVerifier(sequences, padded, rule), Engine(backend)
+    for sequence in sequences:
+        engine.submit(Request(sequence, verifier, slot=backend.open()))
+    engine.submit(Request(sequence_of([9, 9])))  # a neighbour who need not wait
+    while engine.running:
+        engine.step()
+        assert len({len(sequence.output) for sequence in sequences}) == 1
+    return [sequence.output for sequence in sequences]
+
+
+def test_entries_that_move_together_wait_for_the_longest_prompt() -> None:
+    expected = move_together(Watched())
+    for rows in (4, 9, 30):
+        assert move_together(PagedWithLogits(pages=100, most_rows=rows)) == expected
+
+
+def test_requests_with_their_own_slots_are_not_put_back() -> None:
+    backend = PagedToy(pages=6, page_size=4)
+    engine = Engine(backend)
+    plain = LookaheadConfig.autoregressive()
+    sequences = [DecodingSequence([i, 2, 3], plain, rules=StopRules(14)) for i in range(2)]
+    for sequence in sequences:
+        engine.submit(Request(sequence, slot=backend.open()))
+    with pytest.raises(MemoryError, match="no room for the K/V of 2 sequences"):
+        finish(engine)
+    engine.abort()
+    assert engine.running == []
+    assert backend.pool.used == 0
+
+
+def test_a_failed_request_leaves_and_says_why() -> None:
+    def fails(token: int) -> bool:
+        raise ZeroDivisionError("no stop rule")
+
+    backend = ToyBackend()
+    engine, sequences = Engine(backend), [sequence_of(prompt) for prompt in PROMPTS]
+    sequences[1].ends = fails
+    ids = [engine.submit(Request(sequence)) for sequence in sequences]
+    events = {event.request.id: event for event in engine.step()}
+    assert events[ids[1]].finish_reason == "error"
+    assert isinstance(events[ids[1]].error, ZeroDivisionError)
+    assert engine.running == [ids[0], ids[2]]
+    with pytest.raises(ZeroDivisionError, match="no stop rule"):
+        raise_errors(list(events.values()))
+    while engine.running:
+        assert not any(event.error for event in engine.step())
+    assert [sequences[place].output for place in (0, 2)] == [alone(PROMPTS[place]) for place in (0, 2)]
+    assert backend.slots == {}
+
+
+def test_at_most_so_many_run_at_once_in_their_order() -> None:
+    backend = PagedToy(pages=400, most_rows=64)
+    engine, order = Engine(backend, max_sequences=2), list[int]()
+    ids = [engine.submit(Request(sequence_of([i, 5], 4), finished=lambda r: order.append(r.id))) for i in range(6)]
+    assert engine.waiting == 6
+    while engine.running:
+        engine.step()
+        assert len(backend.slots) <= 2
+    assert sorted(order) == ids
+    assert max(map(len, backend.passes)) == 2
+    with pytest.raises(ValueError, match="max_sequences=0"):
+        Engine(backend, max_sequences=0)

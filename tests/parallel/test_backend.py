@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import backend_of, config_of, random_cases
+from paged import PagedToy
 from tiny import PROMPTS, tiny
 from tiny import run as run_batch
 from toys import VOCABULARY, ToyBackend, decode, on_ranks
@@ -143,6 +144,24 @@ def test_inputs_that_differ_in_what_they_want() -> None:
 
     expected = work(ToyBackend())
     assert on_ranks(3, lambda group: work(ParallelBackend(ToyBackend(), group))) == [expected] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_prompts_in_pieces_and_put_backs(ranks: int) -> None:
+    """Few rows and little room: the ranks cut prompts alike, and put the same requests back."""
+    prompts = [[i, *range(11), i] for i in range(5)]
+    config = LookaheadConfig(2, 3, 3, 12)
+
+    def work(group: Any) -> Any:
+        inner = PagedToy(pages=20, most_rows=32)
+        sequences = decode(ParallelBackend(inner, group), prompts, config, tokens=16)
+        assert inner.slots == {}
+        assert inner.pool.used == 0
+        assert any(not tree for one in inner.passes for _, _, tree in one)
+        return [sequence.output for sequence in sequences]
+
+    expected = [sequence.output for sequence in decode(ToyBackend(), prompts, config, tokens=16)]
+    assert on_ranks(ranks, work) == [expected] * ranks
 
 
 def test_logits_are_refused() -> None:

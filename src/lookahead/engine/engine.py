@@ -1,45 +1,72 @@
-"""The engine runs many requests on one backend. A step is: propose, one forward pass, verify, commit."""
+"""The engine runs many requests on one backend. A step is: schedule, propose, one forward pass, settle."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 
+from lookahead.algorithm.choice import choose_trees
+from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
-from lookahead.backends.base import Backend, StepInput, padded
+from lookahead.backends.base import Backend, StepInput
 from lookahead.config import SamplingParams
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, Verifier
+from lookahead.engine.scheduler import Part, Pass, Scheduler
 
 GREEDY = SamplingParams()
 """The sampling of a request with a verifier. The verifier chooses its tokens; the backend's targets only feed the
 window and the sources, for which greedy targets are enough."""
+MAX_SEQUENCES = 256
 
 
 class Engine:
     """Continuous batching: requests join and leave between steps, and each accepts its own number of tokens per step.
 
-    An engine lives as long as its backend, and is used by one thread at a time. A server calls `submit`, `cancel` and
-    `step` from one loop. Every request has its own config, sampling, stop rules and optional
-    verifier. The first step of a request carries its prompt and runs in a pass of its own, because padding the other
-    requests to the prompt's length would cost more. After that the request shares the batch's forward pass.
+    An engine lives as long as its backend, and is used by one thread at a time (`front.Front` serves many). Every
+    request has its own config, sampling, stop rules and optional verifier. Requests wait in a queue until they are
+    admitted, at most `max_sequences` at once (see `scheduler`). A text depends on its request alone: not on its
+    neighbours, nor on whether its K/V came from another request or had to make room for one in between.
 
-    With a `pace`, steps carry no guesses while those do not pay.
+    With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens.
     """
 
-    def __init__(self, backend: Backend, pace: Pace | None = None) -> None:
-        self.backend, self.pace = backend, pace
+    def __init__(
+        self,
+        backend: Backend,
+        pace: Pace | None = None,
+        cost: Sequence[float] | None = None,
+        max_sequences: int = MAX_SEQUENCES,
+    ) -> None:
+        self.backend, self.pace, self.cost = backend, pace, cost
+        self._scheduler = Scheduler(backend, max_sequences)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
+        self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
 
+    # Requests.
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if the request could not be run to its end, even alone."""
+        sequence, holds = request.sequence, self.backend.holds()
+        longest = sequence.prompt_tokens + sequence.room + sequence.config.budget
+        if holds is not None and longest > holds:
+            raise ValueError(
+                f"a prompt of {sequence.prompt_tokens} tokens, {sequence.room} more and a step of "
+                f"{sequence.config.budget} need room for {longest} tokens, and the backend holds {holds}; lower "
+                "max_tokens or shorten the prompt"
+            )
+
     def submit(self, request: Request) -> int:
-        """Add a request, which takes part from the next step on. Returns its id."""
-        if request.slot < 0:
-            request.slot = self.backend.open()
+        """Put a request into the queue. Returns its id."""
+        self.check(request)
         self._submitted += 1
         request.id = self._submitted
+        self._scheduler.add(request)
         self._requests[request.id] = request
         return request.id
 
@@ -47,110 +74,203 @@ class Engine:
         """Remove a request. An id that is not running is ignored."""
         request = self._requests.pop(id, None)
         if request is not None:
-            self.backend.close(request.slot)
+            self._scheduler.remove(request)
+
+    def abort(self) -> None:
+        """Remove all requests, after an error of the backend. Nothing of them is remembered."""
+        for request in self._scheduler.running.values():
+            with suppress(Exception):
+                self.backend.close(request.slot)
+        for requests in (self._requests, self._scheduler.running, self._scheduler.waiting, self._failed):
+            requests.clear()
 
     @property
     def running(self) -> list[int]:
-        """The ids of the requests that have not finished."""
+        """The ids of the requests that have not finished, in the order in which they came."""
         return list(self._requests)
 
-    def step(self, ids: Collection[int] | None = None) -> list[Event]:
-        """Run one step of every running request, or of these alone. Finished requests are removed."""
-        # 1. Propose and run: a pass for each new request, and one pass for all the others.
+    @property
+    def waiting(self) -> int:
+        """How many requests are in the queue."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request had to make room for an older one."""
+        return self._scheduler.preemptions
+
+    # A step.
+
+    def step(self) -> list[Event]:
+        """Run one step of every decoding request, and as much of the prompts as there is room for.
+
+        Finished requests are removed. A request whose own part of the step raised an exception has failed, and is
+        removed, too. The others go on.
+        """
         begin = perf_counter()
-        stepped = [request for id, request in self._requests.items() if ids is None or id in ids]
-        others, results = list[Request](), list[StepResult]()
-        for request in stepped:
-            if self.backend.length(request.slot) < len(request.sequence.tokens) - 1:
-                results += self._forward([request], only_pass=len(stepped) == 1)
-            else:
-                others.append(request)
-        if others:
-            results += self._forward(others, only_pass=len(others) == len(stepped))
-        # 2. Verify, learn, commit.
+        # 1. Schedule: who takes part, and with how many tokens of a text that is not cached yet.
+        passes = self._scheduler.schedule()
+        # 2. Propose: a tree for each request whose text is cached by then; and room for all of it.
+        for one in passes:
+            self._propose(one)
+            self._scheduler.fill(one)
+        self._scheduler.make_room(passes)
+        # 3. Run.
+        passes = [one for one in passes if one.parts]
+        results = [result for one in passes for result in self._run(one, only_pass=len(passes) == 1)]
+        # 4. Settle: verify, learn, commit.
         events = self.settle(results)
-        if self.pace is not None and events and len(others) == len(stepped):
+        if self.pace is not None and events and not any(part.trail for one in passes for part in one.parts):
             tokens = sum(len(event.tokens) for event in events) / len(events)
             self.pace.record(any(len(r.input.tree) > 1 for r in results), tokens, perf_counter() - begin)
         return events
 
+    def _propose(self, one: Pass) -> None:
+        """Choose the trees of a pass. A request for which that fails is left out."""
+        if not one.parts:
+            return
+        begin = perf_counter()
+        sequences = [part.request.sequence for part in one.parts]
+        try:
+            trees = self._trees(sequences, one.limit)
+        except Exception:
+            failed = self._culprits(one.parts)
+            if not failed:
+                raise
+            self._failed += failed
+            one.parts = [part for part in one.parts if all(part.request is not request for request, _ in failed)]
+            trees = [part.request.sequence.bare_root() for part in one.parts]
+        each = (perf_counter() - begin) / len(sequences)
+        for part, tree in zip(one.parts, trees, strict=True):
+            part.tree = tree
+            part.request.sequence.stats.propose_seconds += each
+
+    def _trees(self, sequences: Sequence[DecodingSequence], limit: int | None) -> list[TokenTree]:
+        if self.pace is not None and not self.pace.guesses:
+            return [sequence.bare_root() for sequence in sequences]
+        trees = choose_trees(sequences, limit, self.cost)
+        # The limit is kept here, too: a pass must never have more rows than the backend takes.
+        excess = 0 if limit is None else sum(map(len, trees)) - limit
+        for place in sorted(range(len(trees)), key=lambda place: -len(trees[place])):
+            if excess <= 0:
+                break
+            excess -= len(trees[place]) - 1
+            trees[place] = sequences[place].bare_root()
+        return trees
+
+    def _culprits(self, parts: Sequence[Part]) -> list[tuple[Request, Exception]]:
+        """The requests that cannot propose a tree, each with its exception."""
+        failed = []
+        for part in parts:
+            try:
+                choose_trees([part.request.sequence])
+            except Exception as error:
+                failed.append((part.request, error))
+        return failed
+
+    def _run(self, one: Pass, only_pass: bool) -> list[StepResult]:
+        """Run a pass, and learn from the step before while the device is busy. Requests wait for the whole pass."""
+        inputs = [self._input(part, only_pass) for part in one.parts]
+        begin = perf_counter()
+        running = self.backend.launch(inputs)
+        self._learn_while_running(one.parts)
+        outputs = self.backend.collect(running)
+        seconds = perf_counter() - begin
+        results = []
+        for part, item, output in zip(one.parts, inputs, outputs, strict=True):
+            part.request.sequence.stats.forward_seconds += seconds
+            if part.whole:
+                results.append(StepResult(part.request, item, output))
+        return results
+
+    def _input(self, part: Part, only_pass: bool) -> StepInput:
+        """`only_pass`: this step has no other pass."""
+        request, sequence, tree = part.request, part.request.sequence, part.tree
+        if not part.whole:
+            return StepInput(request.slot, part.trail, tree, GREEDY, ())
+        top = KEPT_TOKENS if sequence.wants_top else 0
+        if request.verifier is not None:
+            return StepInput(request.slot, part.trail, tree, GREEDY, (), top, logits=True)
+        item = StepInput(request.slot, part.trail, tree, sequence.sampling, sequence.uniforms(tree), top)
+        item.continues_alone = only_pass and sequence.continues_alone
+        return item
+
+    def _learn_while_running(self, parts: Sequence[Part]) -> None:
+        """Do while the device runs what need not delay it: free memory, learn, index the trees for verification."""
+        self._spent = ()
+        for part in parts:
+            try:
+                part.request.sequence.learn_while_running()
+            except Exception as error:
+                self._failed.append((part.request, error))
+            part.tree.guesses_below(0)
+
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
-        """Verify and commit a step that has run.
+        """Verify and commit a step that has run. Requests that have finished or failed are removed.
 
         `commit=False` is for a step that ran outside of the backend and whose K/V were given to `Backend.adopt`
         (a prompt given as embeddings, in `transformers_hook.run`).
         """
         # 1. Verify and absorb: each sequence accepts tokens and learns.
         begin = perf_counter()
-        verdicts = [
-            result.request.sequence.absorb(result.input.tree, result.output, verdict)
-            for result, verdict in zip(results, verify(results), strict=True)
-        ]
+        settled = list[tuple[StepResult, Verdict]]()
+        out = {request.id for request, _ in self._failed}
+        results = [result for result in results if result.request.id not in out]
+        for result, verdict in zip(results, verify(results), strict=True):
+            try:
+                if isinstance(verdict, Exception):
+                    raise verdict
+                settled.append((result, result.request.sequence.absorb(result.input.tree, result.output, verdict)))
+            except Exception as error:
+                self._failed.append((result.request, error))
         absorbed = perf_counter()
-        # 2. Commit: the accepted tokens' K/V move next to the prefix. Finished requests are removed.
-        if commit:
-            slots = [result.input.slot for result in results]
-            self.backend.commit([(slot, verdict.path) for slot, verdict in zip(slots, verdicts, strict=True)])
+        # 2. Commit: the accepted tokens' K/V move next to the prefix.
+        if commit and settled:
+            self.backend.commit([(result.input.slot, verdict.path) for result, verdict in settled])
         done = perf_counter()
+        # 3. Tell.
         events = []
-        for result, verdict in zip(results, verdicts, strict=True):
-            request, stats = result.request, result.request.sequence.stats
+        for result, verdict in settled:
+            stats = result.request.sequence.stats
             stats.absorb_seconds += (absorbed - begin) / len(results)
             stats.forward_seconds += done - absorbed
-            stats.seconds = done - request.begin
-            stats.first_token_seconds = stats.first_token_seconds or stats.seconds
-            if verdict.finish_reason is not None:
-                if request.finished is not None:
-                    request.finished(request)
-                self.cancel(request.id)
-            events.append(Event(request, verdict.tokens, verdict.finish_reason, verdict.path))
-        self._spent = results
+            events.append(self._event(result, verdict, done))
+        for request, reason in self._failed:
+            request.sequence.finish_reason = "error"
+            self.cancel(request.id)
+            events.append(Event(request, [], "error", error=reason))
+        self._failed, self._spent = [], results
         return events
 
-    def _forward(self, requests: Sequence[Request], only_pass: bool) -> list[StepResult]:
-        """Propose a tree for each request and run all in one pass. `only_pass`: this step has no other
-        pass. Requests wait for the whole pass, and share the time that the host spends on them."""
-        begin = perf_counter()
-        inputs = []
-        for request in requests:
-            sequence, slot = request.sequence, request.slot
-            guess = self.pace is None or self.pace.guesses
-            tree = sequence.propose(padded(len(requests))) if guess else sequence.bare_root()
-            trail = sequence.tokens[self.backend.length(slot) : -1]
-            top = KEPT_TOKENS if sequence.wants_top else 0
-            if request.verifier is None:
-                item = StepInput(slot, trail, tree, sequence.sampling, sequence.uniforms(tree), top)
-                item.continues_alone = only_pass and sequence.continues_alone
-            else:
-                item = StepInput(slot, trail, tree, GREEDY, (), top, logits=True)
-            inputs.append(item)
-        proposed = perf_counter()
-        running = self.backend.launch(inputs)
-        self._learn_while_running(requests, inputs)
-        outputs = self.backend.collect(running)
-        ran = perf_counter()
-        for request in requests:
-            request.sequence.stats.propose_seconds += (proposed - begin) / len(requests)
-            request.sequence.stats.forward_seconds += ran - proposed
-        return [StepResult(*parts) for parts in zip(requests, inputs, outputs, strict=True)]
-
-    def _learn_while_running(self, requests: Sequence[Request], inputs: Sequence[StepInput]) -> None:
-        """Do while the device runs what need not delay it: free memory, learn, index the trees for verification."""
-        self._spent = ()
-        for request in requests:
-            request.sequence.learn_while_running()
-        for item in inputs:
-            item.tree.guesses_below(0)
+    def _event(self, result: StepResult, verdict: Verdict, now: float) -> Event:
+        """What the step gave a request. One that has finished leaves."""
+        request, tree, stats = result.request, result.input.tree, result.request.sequence.stats
+        stats.seconds = now - request.begin
+        stats.first_token_seconds = stats.first_token_seconds or stats.seconds
+        if verdict.finish_reason is not None:
+            if request.finished is not None:
+                request.finished(request)
+            self.cancel(request.id)
+        elif result.input.trail:
+            self._scheduler.remember(request)
+        return Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree) - tree.branch)
 
 
-def verify(results: Sequence[StepResult]) -> list[Verdict | None]:
-    """The verdicts of requests that have a verifier, and None for those whose sequence verifies by itself."""
-    verdicts: list[Verdict | None] = [None] * len(results)
+def verify(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:
+    """The verdicts of requests that have a verifier, and None for those whose sequence verifies by itself.
+
+    All requests of a verifier that raises have its exception.
+    """
+    verdicts: list[Verdict | Exception | None] = [None] * len(results)
     groups: dict[Verifier, list[int]] = {}
     for place, result in enumerate(results):
         if result.request.verifier is not None:
             groups.setdefault(result.request.verifier, []).append(place)
     for verifier, places in groups.items():
-        for place, verdict in zip(places, verifier([results[place] for place in places]), strict=True):
+        try:
+            found: Sequence[Verdict | Exception] = verifier([results[place] for place in places])
+        except Exception as error:
+            found = [error] * len(places)
+        for place, verdict in zip(places, found, strict=True):
             verdicts[place] = verdict
     return verdicts

@@ -17,9 +17,10 @@ class Request:
     """One sequence on its way through the engine.
 
     `verifier` is for rules that look at the text so far, such as a repetition penalty. `slot` is the backend's handle
-    for the K/V; the engine opens one, unless the caller gives a slot that already holds the K/V of the first tokens.
-    `finished` is called when the sequence has ended, before its K/V are freed. `begin` is the time from which
-    `stats.seconds` counts.
+    for the K/V: the engine opens one when the request's turn comes. A request that comes with a slot, which may already
+    hold the K/V of its first tokens, keeps it to its end, and never shares it. `finished` is called when the sequence
+    has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only requests with the
+    same `salt` share the K/V of a common beginning.
     """
 
     sequence: DecodingSequence
@@ -27,7 +28,10 @@ class Request:
     slot: int = -1
     finished: Callable[[Request], None] | None = None
     begin: float = field(default_factory=perf_counter)
+    salt: str = ""
     id: int = -1
+    queued: float = 0.0
+    keeps_slot: bool = False
 
 
 @dataclass(slots=True)
@@ -46,11 +50,27 @@ verifier, which is called once with all their results."""
 
 @dataclass(slots=True)
 class Event:
-    """What a step gave one request: the accepted tokens, and the nodes of the accepted guesses.
+    """What a step gave one request: the accepted tokens, the nodes of the accepted guesses, and how many were tried.
 
-    `finish_reason` is None while the request continues."""
+    `finish_reason` is None while the request continues. It is "error" if proposing or verifying raised `error`.
+    """
 
     request: Request
     tokens: list[int]
     finish_reason: str | None
     path: Sequence[int] = ()
+    tried: int = 0
+    error: Exception | None = None
+
+    @property
+    def accepted(self) -> int:
+        """How many of the tried guesses were accepted."""
+        return len(self.path)
+
+
+def raise_errors(events: Sequence[Event]) -> Sequence[Event]:
+    """The events, unless one of their requests has failed: then its error is raised."""
+    for event in events:
+        if event.error is not None:
+            raise event.error
+    return events

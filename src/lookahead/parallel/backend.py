@@ -16,7 +16,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -92,7 +92,8 @@ class ParallelBackend:
         self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
         self.vocab_size: int = inner.vocab_size
         self.max_length: int | None = inner.max_length
-        self.most_rows: int | None = inner.most_rows
+        # A rank may have to run once more what the last step accepted, at most as many tokens as that step had.
+        self.most_rows: int | None = None if inner.most_rows is None else inner.most_rows // 2
         self.reset()
         self._steps = 0
         self._slots: dict[int, Slot] = {}
@@ -134,12 +135,16 @@ class ParallelBackend:
             raise ValueError("ranks exchange tokens, not logits: logits processors need a model on one rank")
         if self.group.check:
             self._compare(inputs)
-        shares = [deal(item.tree, self.group.shares, self._slots[item.slot].lacks) for item in inputs]
+        shares = [self._deal(item) for item in inputs]
         self._count(inputs, shares)
         own = [self._own(item, share[self.group.share]) for item, share in zip(inputs, shares, strict=True)]
         with self.group.guarded():
             inner = self.inner.launch(own)
-        self._last.update({item.slot: (item, share) for item, share in zip(inputs, shares, strict=True)})
+        for item, share in zip(inputs, shares, strict=True):
+            if len(item.tree):
+                self._last[item.slot] = item, share
+            else:
+                self._slots[item.slot].length += len(item.trail)
         return SharedStep(list(inputs), shares, inner)
 
     def collect(self, shared_step: SharedStep) -> list[StepOutput]:
@@ -188,9 +193,17 @@ class ParallelBackend:
             raise ValueError("this rank has yet to run the last accepted tokens; ask after the next step")
         return self.inner.cached(state.inner)
 
+    def _deal(self, item: StepInput) -> list[Share]:
+        """The ranks' shares of an input. A piece of a prompt has no tree: every rank runs its trail."""
+        if not len(item.tree):
+            return [Share([], [])] * self.group.shares
+        return deal(item.tree, self.group.shares, self._slots[item.slot].lacks)
+
     def _own(self, item: StepInput, share: Share) -> StepInput:
         """This rank's part of an input: the tokens it lacks, its share, and the uniforms of its needed nodes."""
         state = self._slots[item.slot]
+        if not len(item.tree):
+            return replace(item, slot=state.inner)
         lacks = state.lacks[self.group.share]
         uniforms: Sequence[float] = ()
         if item.uniforms:

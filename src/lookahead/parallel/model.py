@@ -13,6 +13,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.engine.engine import Engine
+from lookahead.engine.front import Front
 from lookahead.generate import Answer, LookaheadModel, Prompt, Stream, as_plain, check_settings, is_batch, new_seed
 from lookahead.loading import step_cost as cost
 from lookahead.loading.load import asked_for, open_model
@@ -58,6 +59,7 @@ class ParallelModel(LookaheadModel):
         self.alone_backend = self.backend
         self.backend = ParallelBackend(self.alone_backend, group)
         self.engine = Engine(self.backend)
+        self.front = Front(self.engine, thread=False)
 
     @property
     def rank(self) -> int:
@@ -72,13 +74,14 @@ class ParallelModel(LookaheadModel):
     def stream(self, prompt: Prompt | None = None, **settings: Any) -> Stream:
         """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
         _, (answer,) = self._agreed(prompt, settings, single=True)
-        return Stream(self.engine, answer)
+        return Stream(self.front, answer)
 
     def alone(self) -> LookaheadModel:
         """This rank's model by itself, on the same weights and backend, to compare the group with."""
         model = LookaheadModel.__new__(LookaheadModel)
-        backend = self.alone_backend
-        model.__dict__.update(self.__dict__, backend=backend, engine=Engine(backend), memory=SharedMemory())
+        engine = Engine(self.alone_backend)
+        own = {"backend": engine.backend, "engine": engine, "front": Front(engine), "memory": SharedMemory()}
+        model.__dict__.update(self.__dict__ | own)
         return model
 
     def close(self) -> None:

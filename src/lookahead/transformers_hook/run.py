@@ -32,7 +32,7 @@ from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.pace import Pace
-from lookahead.engine.request import Event, Request, StepResult
+from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
@@ -163,10 +163,10 @@ class Run:
             for entry, request in enumerate(requests):
                 self._submit(entry, request, engine)
             if first is not None:
-                self._stream(streamer, engine.settle(self._roots(requests, first), commit=False), rules)
+                self._stream(streamer, raise_errors(engine.settle(self._roots(requests, first), commit=False)), rules)
             # 2. Step until all have ended.
             while engine.running:
-                events = engine.step()
+                events = raise_errors(engine.step())
                 self._stream(streamer, events, rules)
                 if self.watch is not None:
                     self.watch.collect(events, [self.sequences.index(event.request.sequence) for event in events])
@@ -241,7 +241,11 @@ class Run:
         return [DecodingSequence(prompt, config, rules=stop, memory=self.facts.memory) for prompt in prompts]
 
     def _submit(self, entry: int, request: Request, engine: Engine) -> None:
-        """Let a request take part, with the K/V that came along."""
+        """Let a request take part, with the K/V that came along.
+
+        It has a slot from the start: the entries of a batch move together, so none may wait for the others to end.
+        """
+        request.slot = self.backend.open()
         engine.submit(request)
         if self.batch.past:
             layers = caches.entry_of(self.cache, entry, self.batch.mask[entry, : self.batch.past])

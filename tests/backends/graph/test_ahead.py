@@ -212,7 +212,7 @@ def test_engines_that_step_in_turn_waste_one(device: str, plain: Plain, ran: lis
     backend, sequences, engines = GraphBackend(model), [sequence_of(PROMPTS[i], 12 + 10 * i) for i in (0, 1)], []
     for sequence in sequences:
         engines.append(Engine(backend))
-        engines[-1].submit(Request(sequence))
+        engines[-1].submit(Request(sequence, slot=backend.open()))
     while engines[0].running:
         for engine in engines:
             engine.step()

@@ -12,7 +12,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import Backend
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
-from lookahead.engine.request import Request
+from lookahead.engine.request import Request, raise_errors
 from lookahead.stats import Stats
 
 
@@ -51,7 +51,7 @@ def decode_steps(
     before = 0
     while engine.running:
         begin = perf_counter()
-        engine.step()
+        raise_errors(engine.step())
         done.step_seconds.append(perf_counter() - begin)
         size = sum(stats.step_tokens for stats in done.each)
         done.step_sizes.append(size - before)

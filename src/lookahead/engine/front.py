@@ -1,0 +1,222 @@
+"""The engine's door for many threads: one thread owns the device, and everybody else holds tickets.
+
+The thread steps the engine while there is work, and sleeps otherwise. It starts with the first request, and ends with
+the `Front`, which nothing in it keeps alive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, TypeVar
+from weakref import finalize
+
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Event, Request
+
+R = TypeVar("R")
+
+LAST_STEP = 5.0
+"""Seconds that the end of a model, or of Python, waits for the step that is running."""
+
+
+class Ticket:
+    """One request on its way. Iterate its events as they come, or `wait` for its end.
+
+    Both raise the request's error, if it or the engine failed. The events of a request that was cancelled just end.
+    """
+
+    def __init__(self, request: Request, pump: Callable[[], None] | None) -> None:
+        self.request = request
+        self.done = False
+        self.error: BaseException | None = None
+        self._events: deque[Event] = deque()
+        self._pump = pump  # steps the engine in this thread; None: another thread does
+        self._wake = threading.Event()
+        self._read = False  # somebody iterates, and is woken by every event; otherwise only the end wakes
+
+    def __iter__(self) -> Iterator[Event]:
+        self._read = True
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            if self.done and not self._events:
+                break
+            self._sleep(lambda: bool(self._events) or self.done)
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Wait for the end of the request."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """Wait for the end of the request, whichever it is."""
+        self._read = False
+        while not self.done:
+            self._sleep(lambda: self.done)
+
+    def _sleep(self, awake: Callable[[], bool]) -> None:
+        if self._pump is not None:
+            self._pump()
+            return
+        self._wake.clear()
+        if not awake():  # what came before `clear` is seen here, and what comes after it sets the event
+            self._wake.wait()
+
+    # Called by the thread that steps the engine.
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if event.finish_reason is not None:
+            self.end(event.error)
+        elif self._read:
+            self._wake.set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.done = True
+        self._wake.set()
+
+
+class Front:
+    """A thread-safe door to an engine. The answer to a request is that of its run alone, whoever else asks.
+
+    With `thread=False` the engine is stepped by the thread that reads a ticket. That is for ranks, which must all make
+    the same calls in the same order.
+    """
+
+    def __init__(self, engine: Engine, thread: bool = True) -> None:
+        self._core = Core(engine)
+        self._inbox: SimpleQueue[Core | None] | None = SimpleQueue() if thread else None
+        self._threads: list[threading.Thread] = []  # none yet, or one
+        self._starting = threading.Lock()
+        if self._inbox is not None:
+            finalize(self, _stop, self._core.stop, self._inbox, self._threads)
+
+    def submit(self, request: Request) -> Ticket:
+        """Hand a request in. Raises ValueError if it could never run."""
+        self._core.engine.check(request)
+        ticket = Ticket(request, None if self._inbox is not None else self._core.turn)
+        self._post(lambda core: core.admit(ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request early: at the latest after the step that is running. A finished one is left as it is."""
+        if not ticket.done and not self._core.stop.is_set():
+            self._post(lambda core: core.dismiss(ticket))
+
+    def call(self, function: Callable[[], R]) -> R:
+        """Run a function between two steps, in the thread that owns the device, and return what it returns."""
+        found: list[R] = []
+        errors: list[BaseException] = []
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                found.append(function())
+            except BaseException as error:
+                errors.append(error)
+            over.set()
+
+        self._post(lambda core: run())
+        over.wait()
+        if errors:
+            raise errors[0]
+        return found[0]
+
+    def release(self, function: Callable[[], Any]) -> None:
+        """As `call`, for the end of a generator. If that is in the engine's own thread, it does not wait for itself."""
+        if threading.current_thread() in self._threads:
+            self._post(lambda core: function())
+        else:
+            self.call(function)
+
+    def close(self) -> None:
+        """End all requests; tickets that are waited for raise RuntimeError. Nothing can be submitted afterwards."""
+        if self._inbox is None:
+            self._core.stop.set()
+            self._core.turn()
+        elif not self._core.stop.is_set():
+            self._post(lambda core: core.stop.set())
+
+    def _post(self, command: Callable[[Core], None]) -> None:
+        """Leave a command for the engine's thread, which looks for commands before every step."""
+        if self._core.stop.is_set():
+            raise RuntimeError("the model was closed; load it again")
+        self._core.commands.append(command)
+        if self._inbox is None:
+            self._core.obey()
+            return
+        with self._starting:
+            if not self._threads or not self._threads[0].is_alive():
+                self._threads[:] = [threading.Thread(target=_serve, args=(self._inbox,), name="lookahead", daemon=True)]
+                self._threads[0].start()
+        self._inbox.put(self._core)
+
+
+class Core:
+    """What the thread works on: the engine, the tickets, and the commands that others left."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tickets: dict[int, Ticket] = {}
+        self.commands: deque[Callable[[Core], None]] = deque()
+        self.stop = threading.Event()
+
+    def work(self) -> None:
+        """Step until there is nothing left to do."""
+        while self.tickets or self.commands:
+            self.turn()
+
+    def turn(self) -> None:
+        """Obey, and step once. If that fails, every request fails, and the next one starts afresh."""
+        try:
+            self.obey()
+            if self.stop.is_set():
+                raise RuntimeError("the model was closed while it was answering")
+            for event in self.engine.step():
+                ticket = self.tickets[event.request.id]
+                if event.finish_reason is not None:
+                    del self.tickets[event.request.id]
+                ticket.put(event)
+        except BaseException as error:
+            self.engine.abort()
+            failed, self.tickets = self.tickets, {}
+            for ticket in failed.values():
+                ticket.end(error)
+
+    def obey(self) -> None:
+        while self.commands:
+            self.commands.popleft()(self)
+
+    def admit(self, ticket: Ticket) -> None:
+        try:
+            self.tickets[self.engine.submit(ticket.request)] = ticket
+        except Exception as error:
+            ticket.end(error)
+
+    def dismiss(self, ticket: Ticket) -> None:
+        if self.tickets.pop(ticket.request.id, None) is not None:
+            self.engine.cancel(ticket.request.id)
+            ticket.end()
+
+
+def _serve(inbox: SimpleQueue[Core | None]) -> None:
+    """The thread. While it waits for work it holds nothing but its inbox, so that a model can be freed."""
+    while (core := inbox.get()) is not None:
+        core.work()
+        del core
+
+
+def _stop(stop: threading.Event, inbox: SimpleQueue[Core | None], threads: list[threading.Thread]) -> None:
+    """End the thread of a front that is gone, or when Python exits. It may be in the middle of a step."""
+    stop.set()
+    inbox.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(LAST_STEP)

@@ -1,0 +1,245 @@
+"""The front: many threads, one engine. Cancelled, failed and forgotten requests harm nobody else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from paged import PagedToy
+from test_identity import Asked, alone, sequence_of
+from toys import ToyBackend
+
+from lookahead.backends.base import StepInput
+from lookahead.engine.engine import Engine
+from lookahead.engine.front import Front
+from lookahead.engine.request import Request
+
+
+def asked(number: int, tokens: int = 20) -> Asked:
+    return (number % 23, 1, 2, number % 5), tokens, number % 5, number % 3
+
+
+def text_of(one: Asked) -> tuple[list[int], str | None]:
+    prompt, tokens, _, sampling = one
+    return alone(prompt, tokens, sampling)
+
+
+def endless(ends: Callable[[int], bool] | None = None) -> Request:
+    """A request that goes on until somebody stops it."""
+    sequence = sequence_of(((1, 2, 3), 100_000, 0, 1))
+    sequence.rules, sequence.ends = type(sequence.rules)(100_000), ends
+    return Request(sequence)
+
+
+def soon(met: Callable[[], bool]) -> bool:
+    for _ in range(1000):
+        if met():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    found: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        found[number] = work(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+def test_threads_get_their_own_texts() -> None:
+    backend = PagedToy(pages=40, most_rows=32)
+    front = Front(Engine(backend))
+
+    def work(number: int) -> bool:
+        right = True
+        for turn in range(4):
+            one = asked(number + 7 * turn)
+            sequence = sequence_of(one)
+            ticket = front.submit(Request(sequence))
+            if number % 2:
+                told = [token for event in ticket for token in event.tokens]
+            else:
+                ticket.wait()
+                told = sequence.output
+            right &= (told, sequence.finish_reason) == text_of(one)
+        return right
+
+    assert in_threads(8, work) == [True] * 8
+    assert backend.slots == {}
+    assert len({thread.name for thread in threading.enumerate() if thread.name == "lookahead"}) <= 1
+
+
+def test_requests_of_threads_share_passes() -> None:
+    backend = PagedToy(pages=200, most_rows=32)
+    front = Front(Engine(backend))
+    tickets = [front.submit(Request(sequence_of(asked(5 * number, 24)))) for number in range(6)]
+    for ticket in tickets:
+        ticket.wait()
+    assert max(map(len, backend.passes)) > 1
+
+
+def test_cancel_in_mid_stream() -> None:
+    backend = ToyBackend()
+    front = Front(Engine(backend))
+    ticket = front.submit(endless())
+    other = front.submit(Request(sequence_of(asked(4))))
+    events = iter(ticket)
+    next(events)
+    front.cancel(ticket)
+    list(events)  # it ends
+    assert ticket.done
+    assert ticket.request.sequence.finish_reason is None
+    front.cancel(ticket)
+    other.wait()
+    assert other.request.sequence.output == text_of(asked(4))[0]
+    assert backend.slots == {}
+
+
+def fails(token: int) -> bool:
+    raise ZeroDivisionError("a rule of its own")
+
+
+class BrokenSource:
+    """It cannot do anything that a source does."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError("a rule of its own")
+
+
+def test_an_error_in_one_request_is_its_own() -> None:
+    backend = PagedToy(pages=200)
+    front = Front(Engine(backend))
+    good = [Request(sequence_of(asked(number))) for number in range(4)]
+    bad_rule, bad_source = (Request(sequence_of(asked(number, 60))) for number in (1, 2))
+    bad_rule.sequence.ends = fails
+    bad_source.sequence._sources = [BrokenSource()]
+    tickets = [front.submit(request) for request in (*good[:2], bad_rule, bad_source, *good[2:])]
+    for ticket in tickets[2:4]:
+        with pytest.raises(ZeroDivisionError, match="a rule of its own"):
+            ticket.wait()
+        with pytest.raises(ZeroDivisionError, match="a rule of its own"):
+            list(ticket)
+        assert ticket.request.sequence.finish_reason == "error"
+    for number, request in enumerate(good):
+        tickets[number if number < 2 else number + 2].wait()
+        assert request.sequence.output == text_of(asked(number))[0]
+    assert backend.slots == {}
+    assert backend.pool.used == 0
+
+
+class Dying(ToyBackend):
+    dead = False
+
+    def launch(self, inputs: Sequence[StepInput]) -> Any:
+        if self.dead:
+            raise OSError("the device is gone")
+        return super().launch(inputs)
+
+
+def test_the_death_of_the_engine_reaches_every_ticket() -> None:
+    backend = Dying()
+    front = Front(Engine(backend))
+    tickets = [front.submit(endless()) for _ in range(3)]
+    next(iter(tickets[0]))
+
+    def work(number: int) -> bool:
+        with pytest.raises(OSError, match="the device is gone"):
+            list(tickets[number]) if number else tickets[number].wait()
+        return True
+
+    threading.Timer(0.05, lambda: setattr(backend, "dead", True)).start()
+    assert in_threads(3, work) == [True] * 3
+    with pytest.raises(OSError, match="the device is gone"):
+        front.submit(endless()).wait()
+    assert backend.slots == {}
+    backend.dead = False
+    ticket = front.submit(Request(sequence_of(asked(4))))
+    ticket.wait()
+    assert ticket.request.sequence.output == text_of(asked(4))[0]
+
+
+def test_what_can_never_run_is_refused_at_the_door() -> None:
+    front = Front(Engine(PagedToy(pages=8)))
+    with pytest.raises(ValueError, match="the backend holds 32"):
+        front.submit(endless())
+
+
+def test_it_sleeps_and_goes_with_its_owner() -> None:
+    backend = ToyBackend()
+    front = Front(Engine(backend))
+    front.submit(Request(sequence_of(asked(3)))).wait()
+    (thread,) = front._threads
+    assert thread.daemon
+    assert thread.is_alive()
+    used = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - used < 0.1
+    gone = [weakref.ref(front), weakref.ref(front._core.engine), weakref.ref(backend)]
+    del front, backend
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+    assert soon(lambda: not thread.is_alive())
+
+
+def test_a_closed_front() -> None:
+    front = Front(Engine(ToyBackend()))
+    ticket = front.submit(endless())
+    front.close()
+    with pytest.raises(RuntimeError, match="closed while it was answering"):
+        ticket.wait()
+    front.cancel(ticket)
+    front.close()
+    with pytest.raises(RuntimeError, match="the model was closed; load it again"):
+        front.submit(endless())
+
+
+def test_only_the_end_wakes_one_who_waits() -> None:
+    front = Front(Engine(ToyBackend()))
+    ticket = front.submit(Request(sequence_of(asked(0))))
+    woken: list[bool] = []
+    wake = ticket._wake.set
+    ticket._wake.set = lambda: woken.append(ticket.done) or wake()  # type: ignore[func-returns-value, method-assign]
+    ticket.wait()
+    assert woken == [True]
+
+
+def test_functions_run_between_steps() -> None:
+    front = Front(Engine(ToyBackend()))
+    ticket = front.submit(endless())
+    next(iter(ticket))
+    assert front.call(lambda: threading.current_thread().name) == "lookahead"
+    with pytest.raises(ZeroDivisionError):
+        front.call(lambda: fails(1))
+    front.cancel(ticket)
+    ticket.join()
+    assert ticket.error is None
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_without_a_thread_the_reader_steps(order: tuple[int, int]) -> None:
+    front = Front(Engine(ToyBackend()), thread=False)
+    tickets = [front.submit(Request(sequence_of(asked(number)))) for number in range(2)]
+    for number in order:
+        told = [token for event in tickets[number] for token in event.tokens]
+        assert told == text_of(asked(number))[0]
+    assert front._threads == []
+    failing = front.submit(endless(fails))
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
+    stopped = front.submit(endless())
+    next(iter(stopped))
+    front.cancel(stopped)
+    stopped.wait()

@@ -1,0 +1,173 @@
+"""A text depends on its request alone: random crowds in little memory, each text token for token as in its own run."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+from paged import PagedToy
+from toys import VOCABULARY, ToyBackend
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
+
+CONFIGS = (
+    LookaheadConfig.autoregressive(),
+    LookaheadConfig(window=0, guesses=4, budget=6, sources=("prompt", "suffix")),
+    LookaheadConfig(window=3, ngram=3, guesses=3, budget=16),
+    LookaheadConfig(window=2, ngram=4, guesses=4, budget=20, shared=True),
+    LookaheadConfig.jacobi(4),
+)
+SAMPLINGS = (SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.2, top_k=9, seed=8))
+Asked = tuple[tuple[int, ...], int, int, int]
+"""A prompt, the most tokens, and the numbers of a config and of a sampling."""
+
+
+def sequence_of(asked: Asked, memory: SharedMemory | None = None) -> DecodingSequence:
+    prompt, tokens, config, sampling = asked
+    rules = StopRules(tokens, frozenset([7]))
+    return DecodingSequence(list(prompt), CONFIGS[config], SAMPLINGS[sampling], rules, memory=memory)
+
+
+@cache
+def alone(prompt: tuple[int, ...], tokens: int, sampling: int) -> tuple[list[int], str | None]:
+    """The text of the plainest run: alone, autoregressive, in a backend without pages."""
+    sequence, engine = sequence_of((prompt, tokens, 0, sampling)), Engine(ToyBackend())
+    engine.submit(Request(sequence))
+    while engine.running:
+        engine.step()
+    return sequence.output, sequence.finish_reason
+
+
+class Crowd:
+    """A seeded workload: requests that join at random, some of which are cancelled."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.backend = PagedToy(rng.choice((16, 20, 28)), 4, rng.choice((8, 17, 32, 64)))
+        self.engine = Engine(self.backend, max_sequences=rng.choice((2, 8, 64)))
+        self.memory = SharedMemory() if rng.random() < 0.5 else None
+        stems = [tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 13))) for _ in range(3)]
+        self.asked: list[Asked] = []
+        for _ in range(rng.randrange(1, most)):
+            end = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(0, 6)))
+            prompt = (rng.choice(stems) + end)[:16]
+            self.asked.append((prompt, rng.randrange(1, 25), rng.randrange(len(CONFIGS)), rng.randrange(3)))
+
+    def run(self) -> list[tuple[list[int], str | None]]:
+        rng, engine, backend = self.rng, self.engine, self.backend
+        to_come = list(self.asked)
+        requests: list[Request] = []
+        told: dict[int, list[int]] = {}
+        while to_come or engine.running:
+            while to_come and rng.random() < 0.6:
+                requests.append(Request(sequence_of(to_come.pop(0), self.memory), salt=rng.choice(("", "", "b"))))
+                told[engine.submit(requests[-1])] = []
+            if engine.running and rng.random() < 0.03:
+                engine.cancel(rng.choice(engine.running))
+            for event in engine.step():
+                assert event.error is None
+                assert 0 <= event.accepted <= event.tried
+                assert not event.tried or event.request.sequence.config.sources
+                told[event.request.id] += event.tokens
+        assert backend.slots == backend.tables == {}
+        assert backend.pool.used == 0
+        assert backend.pool.free + backend.pool.kept == backend.pool.pages
+        for request in requests:
+            assert told[request.id] == request.sequence.output
+        return [(request.sequence.output, request.sequence.finish_reason) for request in requests]
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_text_depends_on_its_request_alone(part: int) -> None:
+    hits = preemptions = whole = 0
+    for seed in range(20 * part, 20 * part + 20):
+        crowd = Crowd(seed, most=64 if seed % 10 == 0 else 16)
+        for (prompt, tokens, _, sampling), (output, reason) in zip(crowd.asked, crowd.run(), strict=True):
+            expected = alone(prompt, tokens, sampling)
+            if reason is None:  # cancelled
+                assert output == expected[0][: len(output)]
+            else:
+                assert (output, reason) == expected
+                whole += 1
+        hits += crowd.backend.pool.hit_tokens
+        preemptions += crowd.engine.preemptions
+    assert hits > 50
+    assert preemptions > 5
+    assert whole > 50
+
+
+def test_the_same_crowd_gives_the_same_texts_five_times() -> None:
+    assert len({repr(Crowd(11, most=40).run()) for _ in range(5)}) == 1
+
+
+def test_a_long_prompt_stops_nobody() -> None:
+    """While it runs in pieces, every decoding request gets a token in every pass."""
+    backend = PagedToy(pages=400, most_rows=16)
+    engine = Engine(backend)
+    early = [Request(sequence_of(((3, i, 5, i), 60, i % len(CONFIGS), i % 3))) for i in range(4)]
+    for request in early:
+        request.sequence.rules = StopRules(60)
+        engine.submit(request)
+    while not all(request.sequence.output for request in early):
+        engine.step()
+    long = Request(sequence_of((tuple(i % VOCABULARY for i in range(300)), 4, 2, 0)))
+    engine.submit(long)
+    passes = len(backend.passes)
+    while not long.sequence.output:
+        running = {request.id for request in early if request.id in engine.running}
+        assert running <= {event.request.id for event in engine.step()}
+    pieces = [trail for one in backend.passes[passes:] for slot, trail, _ in one if slot == long.slot]
+    assert sum(pieces) == 299
+    assert min(pieces[:-1]) >= 8  # half of the rows are the prompt's, whatever the others guess
+    while engine.running:
+        engine.step()
+    assert (long.sequence.output, "length") == alone(tuple(i % VOCABULARY for i in range(300)), 4, 0)
+
+
+def test_several_prompts_share_a_pass() -> None:
+    backend = PagedToy(pages=200, most_rows=64)
+    engine = Engine(backend)
+    sequences = [sequence_of((tuple(range(i, i + 9)), 5, 2, 0)) for i in range(5)]
+    for sequence in sequences:
+        engine.submit(Request(sequence))
+    assert len(engine.step()) == 5
+    assert [trail for _, trail, _ in backend.passes[0]] == [8] * 5
+    engine.step()
+    assert len(backend.passes) == 2
+
+
+def test_a_put_back_text_is_read_again_and_goes_on() -> None:
+    backend = PagedToy(pages=8, page_size=4, most_rows=16)
+    engine = Engine(backend)
+    asked = [((i, 1, 2, i), 14, 0, i) for i in range(3)]
+    sequences = [sequence_of(one) for one in asked]
+    for sequence in sequences:
+        engine.submit(Request(sequence))
+    while engine.running:
+        engine.step()
+    assert engine.preemptions
+    assert [(s.output, s.finish_reason) for s in sequences] == [alone(p, n, sampling) for p, n, _, sampling in asked]
+    assert sequences[2].stats.queue_seconds > 0
+
+
+def test_a_request_that_can_never_run_is_refused() -> None:
+    engine = Engine(PagedToy(pages=8, page_size=4))
+    with pytest.raises(ValueError, match=r"need room for 46 tokens, and the backend holds 32; lower max_tokens"):
+        engine.submit(Request(sequence_of(((1, 2, 3, 4, 5, 6), 24, 2, 0))))
+    assert engine.running == []
+
+
+def test_prompts_run_alone_where_passes_are_padded() -> None:
+    backend = PagedToy(pages=200, most_rows=None)
+    engine = Engine(backend)
+    for i in range(3):
+        engine.submit(Request(sequence_of((tuple(range(i, i + 9)), 5, 0, 0))))
+    engine.step()
+    assert [len(one) for one in backend.passes] == [1, 1, 1]
+    engine.step()
+    assert [len(one) for one in backend.passes[3:]] == [3]
