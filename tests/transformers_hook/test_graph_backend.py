@@ -89,7 +89,7 @@ def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, 
     both(model, batch, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
     assert kept is not None
-    assert not kept._lane, "every lane was given back"
+    assert not kept._slots, "every slot was closed"
 
 
 def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any
         model.generate(**prompt, logits_processor=LogitsProcessorList([fail]), custom_generate=graph())
     kept = facts.known[model].graph
     assert kept is not None
-    assert not kept._lane
+    assert not kept._slots
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
 
@@ -158,7 +158,7 @@ def test_threads_take_turns(
 
 
 def test_the_model_is_not_kept_alive(make_model: Any, prompt: dict[str, Any]) -> None:
-    """Nor is its K/V buffer."""
+    """Nor are its K/V pages."""
 
     def used() -> list[weakref.ref[Any]]:
         model = make_model(eos_token_id=None)

@@ -335,7 +335,7 @@ def test_prompts_longer_than_a_pass(name: str, most: int, device: str, plain: Pl
     config = LookaheadConfig(window=0, budget=most, guesses=1) if most > 1 else AUTOREGRESSIVE
     for length in (1, most, most + 1, 30, 70):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
-        assert outputs(backend, [prompt], config) == [plain(model, prompt, 24)]
+        assert outputs(backend, [prompt], config, 6) == [plain(model, prompt, 6)]
     assert max(kind.rows for kind in backend._steps) == backend.most_rows == most
 
 
@@ -451,11 +451,11 @@ def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) ->
     beginnings = [rng.choices(range(VOCABULARY), k=count) for count in (0, 66, 130)]
     prompts = [rng.choice(beginnings) + rng.choices(range(VOCABULARY), k=rng.choice([1, 5, 40])) for _ in range(24)]
     answers = [plain(model, prompt, rng.choice([4, 12, 30])) for prompt in prompts]
-    backend = GraphBackend(make(rng_name, device), kv_tokens=30 * PAGE)
+    backend = GraphBackend(make(rng_name, device), kv_tokens=18 * PAGE)
     waiting, running, done = list(range(len(prompts))), dict[int, int](), dict[int, list[int]]()
     sizes, refused, shared = list[int](), 0, 0
     while waiting or running:
-        while waiting and len(running) < 16 and (len(running) < 8 or rng.random() < 0.3):
+        while waiting and len(running) < 16 and (len(running) < 8 or rng.random() < 0.8):
             number = waiting.pop(0)
             running[number] = backend.open(prompts[number])
             done[number] = list(prompts[number])
@@ -521,8 +521,16 @@ def test_commits_across_pages(name: str, length: int, device: str) -> None:
     backend, eager = GraphBackend(model), EagerBackend(model)
     prompt = random.Random(length).choices(range(VOCABULARY), k=length)
     slots = {one: one.open() for one in (backend, eager)}
-    other = backend.open()  # takes pages between those of the sequence
-    crossed, trail, total = 0, prompt, length
+    others = [backend.open() for _ in range(9)]  # they take pages between those of the sequence
+    crossed, total = 0, length
+    for begin in range(0, length, 40):  # in pieces, so that its pages do not stand in a row
+        trail = prompt[begin : begin + 40]
+        if begin + 40 < length:
+            backend.step([greedy(slots[backend], trail, NO_TREE)])
+            eager.step([greedy(slots[eager], trail[:-1], root(trail[-1]))])
+            eager.commit([(slots[eager], ())])
+            backend.step([greedy(others[-1], [2] * 40, NO_TREE)])
+    trail = prompt[backend.length(slots[backend]) :]
     for step in range(8):
         tree, path = skipping_tree(13, step)
         results = [one.step([greedy(slot, trail, tree, logits=True)])[0].logits.clone() for one, slot in slots.items()]
@@ -531,12 +539,12 @@ def test_commits_across_pages(name: str, length: int, device: str) -> None:
             one.commit([(slot, path)])
         crossed += any((total + node) // PAGE > (total + i) // PAGE for i, node in enumerate(path, start=1))
         total, trail = total + 1 + len(path), []
-        backend.step([greedy(other, [1] * 30, NO_TREE)])
+        backend.step([greedy(others.pop(), [1], NO_TREE)])
         assert [one.length(slot) for one, slot in slots.items()] == [total, total]
     state = backend._slots[slots[backend]]
-    assert crossed or length in (0, 64, 65, 128, 129)
+    assert crossed or length in (0, 63, 64, 65, 127, 128, 129)
     assert len(state.table.pages) == -(-(total + 6) // PAGE)
-    assert state.table.pages != list(range(min(state.table.pages), max(state.table.pages) + 1))
+    assert state.table.pages != list(range(len(state.table.pages))) or len(state.table.pages) == 1
     assert_close(*(one.cached(slot) for one, slot in slots.items()))
 
 
@@ -601,13 +609,16 @@ def test_more_commits_than_the_packet_has_room_for(count: int, device: str, monk
         backend, eager = GraphBackend(model), EagerBackend(model)
         flushed: list[int] = []
         flush = backend._flush
-        monkeypatch.setattr(
-            backend, "_flush", lambda slots, flush=flush, to=flushed: (to.append(len(slots)), flush(slots))
-        )
+
+        def note(slots: Any, flush: Any = flush, to: list[int] = flushed) -> None:
+            to.append(len(slots))
+            flush(slots)
+
+        monkeypatch.setattr(backend, "_flush", note)
         results, kept = [], []
         for one in (backend, eager):
             slots = [one.open() for _ in range(count)]
-            one.step([greedy(slot, [1 + slot, 2, 3], tree) for slot in slots])
+            one.step([greedy(slot, [1 + i, 2, 3], tree) for i, slot in enumerate(slots)])
             one.commit([(slot, path) for slot in slots])
             results.append(one.step([greedy(slots[0], (), root(9), logits=True)])[0].logits)
             kept.append([one.cached(slot) for slot in slots])
@@ -632,7 +643,7 @@ def test_what_does_not_fit_changes_nothing(device: str) -> None:
     assert backend.pool.used == 4
     lengths = [backend.length(slot) for slot in slots[backend]]
     for item in (greedy(slots[backend][1], [8] * 30, root(3)), greedy(slots[backend][1], [8] * 300, NO_TREE)):
-        with pytest.raises(MemoryError, match="no pages for a sequence of .*: 4 of 4 pages are in use"):
+        with pytest.raises(MemoryError, match=r"no pages for a sequence of .*: 4 of 4 pages are in use"):
             backend.step([greedy(slots[backend][0], [4] * 5, root(2)), item])
         assert [backend.length(slot) for slot in slots[backend]] == lengths
     assert not backend.reserve(slots[backend][1], 100)
@@ -647,6 +658,8 @@ def test_what_does_not_fit_changes_nothing(device: str) -> None:
     ]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+    for one, own in slots.items():
+        one.commit([(slot, ()) for slot in own])
     for own in zip(*slots.values(), strict=True):
         assert_close(backend.cached(own[0]), eager.cached(own[1]))
 
@@ -688,7 +701,7 @@ def test_what_the_pages_hold(device: str) -> None:
     assert not wide.reserve(slot, wide.holds() + 1)
     with pytest.raises(MemoryError, match="a sequence may have 20 of them"):
         wide.step([greedy(slot, [1] * wide.holds(), root(1))])
-    with pytest.raises(UnsupportedModelError, match=r"pages for 100 tokens .* at least 192"):
+    with pytest.raises(UnsupportedModelError, match=r"pages for 100 tokens .*at least 192"):
         GraphBackend(model, kv_tokens=100)
 
 
@@ -754,10 +767,10 @@ def test_room_that_cannot_be_made(
 def test_made_in_inference_mode(settings: LookaheadConfig, plain: Plain) -> None:
     """Its tensors are then inference tensors, and must still be written outside of that mode."""
     model = make("llama")
-    expected = [plain(model, prompt, 24) for prompt in PROMPTS]
+    expected = [plain(model, prompt, 6) for prompt in PROMPTS]
     with torch.inference_mode():
         backend = GraphBackend(model)
-    assert outputs(backend, PROMPTS, settings) == expected
+    assert outputs(backend, PROMPTS, settings, 6) == expected
 
 
 # Shared beginnings
@@ -1382,7 +1395,7 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
     assert_nothing_is_held(backend)
     for length in (1, 2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
-        assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
+        assert outputs(backend, [prompt], LookaheadConfig(budget=60), 8) == [plain(backend.model, prompt, 8)]
     assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 20) == [plain(backend.model, PROMPTS[0], 20)]
     assert backend._steps == steps
     assert backend.kv.cache is cache
