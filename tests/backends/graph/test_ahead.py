@@ -158,7 +158,7 @@ def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, 
 
 
 def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> None:
-    """One of three ends while a step ahead runs for all of them. A new sequence takes its pages, the others continue."""
+    """One of three ends while a step ahead runs for all of them. A new one takes its pages, the others continue."""
     model = tiny("Llama", device=device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     stop = next(token for i, token in enumerate(expected[0]) if i > 3 and token not in expected[0][:i])

@@ -449,8 +449,8 @@ def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) ->
     """
     rng, model = random.Random(seed), make(rng_name := ["llama", "mistral"][seed % 2], device)
     beginnings = [rng.choices(range(VOCABULARY), k=count) for count in (0, 66, 130)]
-    prompts = [rng.choice(beginnings) + rng.choices(range(VOCABULARY), k=rng.choice([1, 5, 40])) for _ in range(24)]
-    answers = [plain(model, prompt, rng.choice([4, 12, 30])) for prompt in prompts]
+    prompts = [rng.choice(beginnings) + rng.choices(range(VOCABULARY), k=rng.choice([1, 5, 40])) for _ in range(20)]
+    answers = [plain(model, prompt, rng.choice([4, 12, 24])) for prompt in prompts]
     backend = GraphBackend(make(rng_name, device), kv_tokens=18 * PAGE)
     waiting, running, done = list(range(len(prompts))), dict[int, int](), dict[int, list[int]]()
     sizes, refused, shared = list[int](), 0, 0

@@ -39,7 +39,7 @@ class PagedKV:
 
     def write(self, pages: Sequence[int], length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put each layer's keys and values [Hkv, n, D] of the last n of `length` tokens into pages."""
-        index = torch.tensor(pages, device=self.cache.device)
+        index = torch.tensor(pages, dtype=torch.long, device=self.cache.device)
         for number, pair in enumerate(layers):
             for i, part in enumerate(pair):
                 first = length - part.shape[1]
