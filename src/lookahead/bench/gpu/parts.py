@@ -52,7 +52,7 @@ def step(bench: GpuBench) -> None:
 
 
 def context(bench: GpuBench) -> None:
-    """A step by context, and the memory beside the weights: K/V of one sequence, and the steps of every size up to K."""
+    """A step by context, and the memory beside the weights: one sequence's K/V, and the steps of every size up to K."""
     bench.backend()  # fuses the weights
     for tokens, count in product(CONTEXTS, (1, 128)):
         bench.free()
