@@ -1416,7 +1416,7 @@ def test_prepare_knows_every_kind(
         tree = graph.chain([0] * nodes, needed)
         return backend._kind([StepInput(0, range(trail), tree, SamplingParams(), ())])
 
-    monkeypatch.setattr(backend, "step", lambda items: kinds.add(backend._kind(items)))
+    monkeypatch.setattr(backend, "step", lambda items: kinds.add(backend._kind(items)))  # and captures nothing
     backend.prepare(tokens, budget)
     budget = min(budget, most)
     shapes = [(trail, nodes) for nodes in range(budget + 1) for trail in range(min(tokens, most - nodes) + 1)]

@@ -60,7 +60,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         for name in ("attend", "place_nodes", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         monkeypatch.setattr(graph, "Ops", partial(Ops, compiled=True, processors=processors))
-        return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=192)
+        return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512)
 
     return make
 

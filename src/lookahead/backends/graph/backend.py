@@ -263,7 +263,7 @@ class GraphBackend:
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
         self._ahead.forget()
-        slot, done = self.open(), set[StepKind]()
+        slot = self.open()
         most = min(self._most_rows, self.kv.pages * PAGE, self.kv.tables.shape[1] * PAGE)
         try:
             for trail, nodes, needed in self._shapes(min(tokens, most), min(budget, MOST_NEEDED, most), most):
@@ -271,8 +271,8 @@ class GraphBackend:
                 # So that the step ahead is captured, too.
                 alone = (trail, nodes, needed) == (0, 1, 1)
                 item = StepInput(slot, [0] * trail, tree, SamplingParams(), (), continues_alone=alone)
-                if (kind := self._kind([item])) not in done:
-                    done.add(kind)
+                known = self._steps.get(self._kind([item]))
+                if known is None or (alone and self.capture and known.graph_ahead is None):
                     self.step([item])
                     self._ahead.forget()
                     self._slots[slot].length = 0
