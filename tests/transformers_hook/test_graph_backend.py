@@ -19,6 +19,7 @@ from transformers import DynamicCache, LogitsProcessorList
 import lookahead
 from lookahead.backends import choose
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph import backend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
@@ -89,7 +90,21 @@ def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, 
     both(model, batch, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
     assert kept is not None
-    assert not kept._lane, "every lane was given back"
+    assert not kept._slots, "every slot was closed"
+
+
+def test_pages_for_every_row_of_a_call(
+    both: Both, model: Any, prompt: dict[str, Any], batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the kept backend has too few, it gets others, whatever the call asked for."""
+    monkeypatch.setattr(backend, "CPU_TOKENS", 192)
+    both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
+    kept = facts.known[model].graph
+    assert kept is not None
+    assert kept.holds() == 192
+    both(model, batch, max_new_tokens=MANY, hook=graph()).same()
+    assert facts.known[model].graph is kept
+    assert kept.kv.pages >= 3 * 3
 
 
 def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, Any]) -> None:
@@ -132,7 +147,7 @@ def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any
         model.generate(**prompt, logits_processor=LogitsProcessorList([fail]), custom_generate=graph())
     kept = facts.known[model].graph
     assert kept is not None
-    assert not kept._lane
+    assert not kept._slots
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
 
@@ -158,7 +173,7 @@ def test_threads_take_turns(
 
 
 def test_the_model_is_not_kept_alive(make_model: Any, prompt: dict[str, Any]) -> None:
-    """Nor is its K/V buffer."""
+    """Nor are its K/V pages."""
 
     def used() -> list[weakref.ref[Any]]:
         model = make_model(eos_token_id=None)

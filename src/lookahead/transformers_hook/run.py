@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, cast
@@ -80,8 +81,9 @@ class Run:
                 kept.model = proxy(self.model)  # or the model would live as long as what is known about it
                 self.facts.graph = kept
             entries, tokens = self.batch.mask.shape
-            if self._backend_name == "auto":
-                kept.check_room(padded(entries), tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
+            # Who asked for the graph backend by name gets it: an answer may end before the pages do.
+            with nullcontext() if self._backend_name == "auto" else suppress(UnsupportedModelError):
+                kept.check_room(entries, tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
         return kept
 
     def _eager(self, start: Start) -> EagerBackend:

@@ -1,7 +1,7 @@
 """The step ahead: it changes neither tokens nor the number of steps, whatever the host asks for next.
 
-`ran` lists what the device ran: passes over prompts, steps, and steps ahead. It shows that steps ahead are used: an
-answer of n tokens takes one step and n - 1 steps ahead.
+`ran` lists what the device ran: passes over pieces of prompts, steps, and steps ahead. It shows that steps ahead are
+used: an answer of n tokens takes a step with the prompt, one step more, and n - 2 steps ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import ahead, lanes
+from lookahead.backends.graph import ahead
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
@@ -42,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
     def note_step(captured: CapturedStep) -> None:
-        told.append("step" if captured.head else "prompt")
+        told.append("step" if captured.packet._next_needed else "prompt")
         step(captured)
 
     def note_ahead(captured: CapturedStep, turn: int) -> None:
@@ -89,15 +89,16 @@ def test_greedy_equals_transformers(
         (alone,) = run(backend, [prompt], AUTOREGRESSIVE)
         assert alone.output == output
         assert alone.stats.steps == 24
-        assert ran == [*(["prompt"] if len(prompt) > 1 else []), "step", *["ahead"] * 23]
+        with_prompt = ["step"] if len(prompt) > 1 else []
+        assert ran == [*with_prompt, "step", *["ahead"] * (23 - len(with_prompt))]
     for size in (2, 3, 4):
         ran.clear()
         together = run(backend, PROMPTS[:size], AUTOREGRESSIVE)
         assert [sequence.output for sequence in together] == expected[:size]
         assert [sequence.stats.steps for sequence in together] == [24] * size
-        # Each sequence takes its first step alone, then they take one together; the other 22 are steps ahead.
-        assert ran.count("step") == size + 1
-        assert ran.count("ahead") == 22
+        # After the steps that carry prompts they take one together; the other 22 are steps ahead.
+        assert ran[-23:] == ["step", *["ahead"] * 22]
+        assert set(ran[:-23]) == {"step"}
 
 
 def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
@@ -116,7 +117,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: list[str]) -> None:
-    """Up to five sequences, of several lengths. The batch is padded at times, and lanes are reused."""
+    """Up to five sequences, of several lengths. The batch is padded at times, and pages are reused."""
     rng = random.Random(seed)
     model = tiny("Llama", device=device)
     engine = Engine(GraphBackend(tiny("Llama", device=device)))
@@ -136,7 +137,7 @@ def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: lis
 
 @pytest.mark.parametrize("end", [1, 2, 7])
 def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, ran: list[str]) -> None:
-    """The step ahead was wasted. The next sequences, in the same lane, are not affected by it."""
+    """The step ahead was wasted. The next sequences, in the same pages, are not affected by it."""
     model = tiny("Llama", device=device)
     expected = plain(model, PROMPTS[2], 24)
     stop = expected[end - 1]
@@ -148,7 +149,7 @@ def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, 
     finish(engine)
     assert sequence.output == expected[:count]
     assert sequence.stats.steps == count
-    assert ran == ["prompt", "step", *["ahead"] * count]
+    assert ran == (["step"] if count == 1 else ["step", "step", *["ahead"] * (count - 1)])
     for prompt, config in ((PROMPTS[1], AUTOREGRESSIVE), (PROMPTS[0], LookaheadConfig(window=3, ngram=4, budget=14))):
         following = sequence_of(prompt, 24, config)
         engine.submit(Request(following))
@@ -157,7 +158,7 @@ def test_a_stop_token_and_the_next_request(end: int, device: str, plain: Plain, 
 
 
 def test_a_stop_token_in_a_batch(device: str, plain: Plain, ran: list[str]) -> None:
-    """One of three ends while a step ahead runs for all of them. A new sequence takes its lane, the others continue."""
+    """One of three ends while a step ahead runs for all of them. A new one takes its pages, the others continue."""
     model = tiny("Llama", device=device)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     stop = next(token for i, token in enumerate(expected[0]) if i > 3 and token not in expected[0][:i])
@@ -247,9 +248,12 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "stream_of", lambda device: now[0])
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
-    engine.submit(Request(sequence_of(PROMPTS[0], 4)))
+    engine.submit(Request(sequence_of(PROMPTS[0], 5)))
     engine.step()
-    assert ran == ["prompt", "step", "mark a", "ahead", "wait for mark of a"]
+    assert ran == ["step", "wait for a"]
+    ran.clear()
+    engine.step()
+    assert ran == ["step", "mark a", "ahead", "wait for mark of a"]
     ran.clear()
     engine.step()
     assert ran == ["mark a", "ahead", "wait for mark of a"]
@@ -262,7 +266,7 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
     assert ran == ["wait for b"]
     ran.clear()
     assert len(outputs(backend, PROMPTS[:1], LookaheadConfig(), 3)[0]) == 3
-    assert set(ran) == {"prompt", "step", "wait for b"}
+    assert set(ran) == {"step", "wait for b"}
 
 
 def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:
@@ -278,24 +282,47 @@ def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> No
     assert "ahead" not in ran
 
 
-def test_the_buffer_grows(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    """A step ahead never makes the buffer grow. Without room there is none, and the next step makes room."""
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
+@pytest.mark.parametrize("length", [1, 62, 63, 64, 65])
+def test_a_step_ahead_takes_pages(length: int, device: str, plain: Plain, ran: list[str]) -> None:
+    """The device is told of a new page before the step ahead that writes to it. No step waits for the host there."""
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
-    assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 90) == [plain(model, PROMPTS[0], 90)]
-    assert backend.kv.cache.shape[4] > 95
-    # 26 tokens fit behind the prompt's six; no step ran ahead of the last of them.
-    assert ran == ["prompt", "step", *["ahead"] * 26, "step", *["ahead"] * 62]
-    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
-    assert outputs(backend, prompts, AUTOREGRESSIVE, 90) == [plain(model, prompt, 90) for prompt in prompts]
+    prompt = random.Random(length).choices(range(VOCABULARY), k=length)
+    assert outputs(backend, [prompt], AUTOREGRESSIVE, 70) == [plain(model, prompt, 70)]
+    assert ran == [*["step"] * (1 + (length > 1)), *["ahead"] * (69 - (length > 1))]
 
 
-def test_a_new_lane_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
-    """The buffer is replaced, and the captured steps are dropped, together with the step ahead."""
+def test_no_step_ahead_without_a_page(device: str, plain: Plain, ran: list[str]) -> None:
+    """Another sequence has the last page. When it has left, a step takes the page, and steps run ahead again."""
+    model = tiny("Llama", device=device)
+    backend = GraphBackend(tiny("Llama", device=device), kv_tokens=192)
+    other = backend.open()
+    assert backend.reserve(other, 128)
+    slot, tokens, expected = backend.open(), [5], plain(model, [5], 70)
+    found = list[int]()
+    for _ in range(63):
+        tokens = hinted(backend, [slot], tokens)
+        found += tokens
+    assert ran == ["step", *["ahead"] * 63]
+    ran.clear()
+    tokens = hinted(backend, [slot], tokens)  # its last token's place is the page's last: it ran ahead already
+    found += tokens
+    assert ran == []
+    with pytest.raises(MemoryError):
+        hinted(backend, [slot], tokens)
+    backend.close(other)
+    for _ in range(6):
+        tokens = hinted(backend, [slot], tokens)
+        found += tokens
+    assert ran == ["step", *["ahead"] * 6]
+    assert found == expected
+
+
+def test_a_new_sequence_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
+    """Its prompt runs instead of the step ahead. Nothing is captured anew, and no K/V is copied."""
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
-    engine = Engine(backend)
+    engine, cache = Engine(backend), backend.kv.cache
     sequences = [sequence_of(prompt, 40) for prompt in PROMPTS]
     for sequence in sequences:
         assert ran[-1:] in ([], ["ahead"])
@@ -303,8 +330,41 @@ def test_a_new_lane_while_a_step_is_ahead(device: str, plain: Plain, ran: list[s
         for _ in range(5):
             engine.step()
     finish(engine)
-    assert backend.kv.cache.shape[2] >= 4
+    assert backend.kv.cache is cache
     assert [sequence.output for sequence in sequences] == [plain(model, prompt, 40) for prompt in PROMPTS]
+
+
+def test_pages_of_a_wasted_step_ahead(device: str, plain: Plain, ran: list[str]) -> None:
+    """It wrote to a page that another sequence has by now; that one writes later, and is not disturbed."""
+    model = tiny("Llama", device=device)
+    backend = GraphBackend(tiny("Llama", device=device), kv_tokens=192)
+    slot, tokens = backend.open(), [5]
+    for _ in range(3):
+        tokens = hinted(backend, [slot], tokens)
+    assert ran[-1] == "ahead"
+    pages = list(backend._slots[slot].table.pages)
+    backend.close(slot)
+    following = sequence_of(PROMPTS[2], 40)
+    engine = Engine(backend)
+    engine.submit(Request(following))
+    engine.step()
+    assert backend._slots[slot + 1].table.pages[0] == pages[0]
+    finish(engine)
+    assert following.output == plain(model, PROMPTS[2], 40)
+
+
+def test_room_is_made_while_a_step_is_ahead(device: str, plain: Plain, ran: list[str]) -> None:
+    """It runs on pages that are gone then. The next sequence has other ones, and other captured steps."""
+    model = tiny("Llama", device=device)
+    backend = GraphBackend(tiny("Llama", device=device), kv_tokens=192)
+    slot, tokens = backend.open(), [5]
+    for _ in range(3):
+        tokens = hinted(backend, [slot], tokens)
+    backend.close(slot)
+    backend.check_room(2, 200)
+    ran.clear()
+    assert outputs(backend, [[5]], AUTOREGRESSIVE, 24) == [plain(model, [5], 24)]
+    assert ran == ["step", *["ahead"] * 23]
 
 
 def test_padding_without_a_best_token(device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,12 +390,12 @@ class Replayed:
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeating a step ahead would go one token further. (The first ordinary step of a size does run twice.)"""
-    monkeypatch.setattr(GraphBackend, "_new_pool", lambda backend: None)
+    monkeypatch.setattr(GraphBackend, "_new_graph_pool", lambda backend: None)
     monkeypatch.setattr(CapturedStep, "_capture", lambda captured, step: Replayed(step))
     backend = GraphBackend(tiny("Llama"), capture=True)
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
     assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
-    assert {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None} == {1, 4}
+    assert {kind.rows for kind, captured in backend._steps.items() if captured.graph_ahead is not None} == {1, 4}
 
 
 # Whatever the host asks for next
@@ -465,17 +525,15 @@ def cache_of(model: Any, tokens: Sequence[int], device: str) -> list[tuple[torch
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
-def test_kv_is_adopted_into_the_lane_of_the_padding(device: str) -> None:
-    """Three sequences run, padded to four. A fourth adopts K/V into the padding's lane, which must stay untouched."""
+def test_kv_is_adopted_beside_padding(device: str) -> None:
+    """Three sequences run, padded to four rows. The padding writes to no page that a fourth one adopts K/V into."""
     model = tiny("Llama", device=device)
     backend, eager = GraphBackend(model), EagerBackend(tiny("Llama", device=device))
-    backend._reserve(5, 1)  # so that the buffer does not grow, which would forget the step ahead
     slots, tokens = [backend.open() for _ in range(3)], [5, 6, 7]
     for _ in range(3):
         tokens = hinted(backend, slots, tokens)
     layers = cache_of(eager.model, PROMPTS[2], device)
     fourth = {one: one.open() for one in (backend, eager)}
-    assert backend._lane[fourth[backend]] == 3
     tokens = hinted(backend, slots, tokens)
     for one, slot in fourth.items():
         one.adopt(slot, len(PROMPTS[2]), layers)

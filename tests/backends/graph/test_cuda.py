@@ -1,7 +1,7 @@
 """On CUDA: the tokens of the model's own `generate`, and sampling equal to autoregressive sampling.
 
 Then the graph backend on a model large enough for several tiles, heads and splits: half precision, captured graphs, and
-what happens to them when the buffer grows or a larger step is captured. `test_graph.py` runs on CUDA as well.
+what happens to them when the pages are replaced or a larger step is captured. `test_graph.py` runs on CUDA as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from tiny import greedy, outputs, random_tree, root, run, tiny
 import lookahead
 from lookahead import LookaheadConfig, LookaheadModel
 from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.base import NO_TREE
 from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import lanes
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import PAGE, bucket
+from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
@@ -105,22 +106,50 @@ def test_half_precision_lookahead_equals_autoregressive(dtype: torch.dtype) -> N
 
 
 def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
-    """The root's logits alone, in a tree of 30, of 100, and in a batch, bit for bit."""
+    """The root's logits alone, in a tree of 30, of 100, and in batches, bit for bit."""
     backend = GraphBackend(medium(torch.bfloat16))
-    slots = [backend.open() for _ in range(3)]
     for prompt in texts(10, (8, 40, 300, 900)):
         found = []
-        for sizes in ((1,), (30,), (100,), (1, 10, 5)):
-            items = []
-            for slot, size in zip(slots, sizes, strict=False):
+        for sizes in ((1,), (30,), (100,), (1, 10, 5), (1,) * 12, (7,) * 20, (1, 128, 128)):
+            slots, items = [backend.open() for _ in sizes], []
+            for slot, size in zip(slots, sizes, strict=True):
                 tree = random_tree(size, 0)
                 tree.tokens[0] = prompt[-1]
-                items.append(greedy(slot, prompt[:-1], tree, logits=True))
+                items.append(greedy(slot, prompt[:-1] if slot == slots[0] else prompt[:20], tree, logits=True))
             found.append(backend.step(items)[0].logits[0].clone())
             for slot in slots:
                 backend.close(slot)
-            slots = [backend.open() for _ in range(3)]
         assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_prompt_does_not_depend_on_its_pieces(dtype: torch.dtype) -> None:
+    """Whole, in pieces, beside others, token by token, or on pages of another sequence: the same K/V, bit for bit."""
+    backend = GraphBackend(medium(dtype))
+    (prompt,) = texts(1, (700,))
+    other = texts(2, (100,))[1]
+
+    def kept(*pieces: int, beside: bool = False) -> list[torch.Tensor]:
+        slot, begin = backend.open(), 0
+        for count in pieces:
+            items = [greedy(slot, prompt[begin : begin + count], NO_TREE)]
+            if beside:
+                items.append(greedy(backend.open(), other, random_tree(20, begin)))
+            backend.step(items)
+            begin += count
+        assert backend.length(slot) == begin == len(prompt)
+        if pieces == (700,):
+            backend.remember(slot, prompt)
+        return [part for layer in backend.cached(slot) for part in layer]
+
+    expected = kept(700)
+    for found in (kept(300, 1, 399), kept(64, 64, 572), kept(350, 350, beside=True), kept(*[1] * 20, 680)):
+        assert all(map(torch.equal, found, expected))
+    shared = backend.open([*prompt, 1])
+    assert backend.length(shared) == 640
+    backend.step([greedy(shared, prompt[640:], NO_TREE)])
+    found = [part for layer in backend.cached(shared) for part in layer]
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,16 +192,18 @@ def test_capture_changes_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("context", [60, 3000])
 def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int, invariant: bool) -> None:
     """Replay it thousands of times: programs wait for each other, and a race would show here."""
-    backend = GraphBackend(medium(torch.bfloat16), invariant=invariant)
-    backend.step([greedy(backend.open(), texts(1, (context,))[0], random_tree(count, 0), logits=True)])
-    captured = backend._steps[1, graph.bucket(count), True]
+    backend = GraphBackend(medium(torch.bfloat16), invariant=invariant, kv_tokens=1 << 13)
+    slot, prompt = backend.open(), texts(1, (context,))[0]
+    backend.step([greedy(slot, prompt, NO_TREE)])
+    backend.step([greedy(slot, (), random_tree(count, 0), logits=True)])
+    (captured,) = [step for kind, step in backend._steps.items() if kind.rows == kind.needed == bucket(count)]
     assert captured.graph is not None
-    assert captured.logits is not None
-    first, cache = captured.logits[:count].clone(), backend.kv.cache.clone()
+    logits = backend.state.buffers.logits
+    first, cache = logits[:count].clone(), backend.kv.cache.clone()
     differed = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(3000):
         captured.graph.replay()
-        differed += (captured.logits[:count] != first).any()
+        differed += (logits[:count] != first).any()
     assert int(differed) == 0
     assert torch.equal(backend.kv.cache, cache)
 
@@ -190,7 +221,7 @@ def test_graph_equals_eager(invariant: bool) -> None:
 
 
 def test_batches_equal_their_sequences_alone() -> None:
-    """Three and five at once, which are padded; then eight that join one by one, with different budgets."""
+    """Three and five at once; then eight that join one by one, with different budgets."""
     backend = GraphBackend(medium(torch.float32))
     prompts = texts(8, (300, 8, 40, 1))
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
@@ -213,33 +244,59 @@ def test_batches_equal_their_sequences_alone() -> None:
 
 @pytest.mark.parametrize("count", [2, 5, 16])
 def test_half_precision_batches_that_share_equal_their_sequences_alone(count: int) -> None:
-    """A shared budget keeps a step within 128 rows, where a row's bits do not depend on the others."""
+    """With a budget that they share, and with one for each: a row's bits do not depend on the others."""
     backend = GraphBackend(medium(torch.bfloat16, 64))
     prompts = texts(count, (300, 8, 40, 1), 64)
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
     assert outputs(backend, prompts, AUTOREGRESSIVE, 40) == expected
     assert outputs(backend, prompts, LookaheadConfig(shared=True), 40) == expected
+    if count * LookaheadConfig().budget <= 1024:
+        assert outputs(backend, prompts, LookaheadConfig(), 40) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replays_after_the_buffer_grew(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs hold the buffer's address, so they must be dropped with it. The results stay the same, bit for bit."""
+def test_replays_after_the_pages_were_replaced(dtype: torch.dtype) -> None:
+    """Graphs hold the pages' address, so they must be dropped with them. The results stay the same, bit for bit."""
     model, prompts = medium(dtype), texts(3, (100, 8))
-    wide = GraphBackend(model)
-    expected = [run(wide, [prompt], LookaheadConfig(), 900)[0] for prompt in prompts]
-    capacity = wide.kv.cache.shape[4]
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 160)
-    backend = GraphBackend(model)
-    found, sizes = [], []
-    for prompt in prompts:
-        found.append(run(backend, [prompt], LookaheadConfig(), 900)[0])
-        sizes.append(backend.kv.cache.shape[4])
-    assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
-    assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
-    assert 160 < sizes[0] < capacity
-    if dtype is torch.float32:  # and with several lanes, where the buffer grows while others' commits wait
-        batch = outputs(GraphBackend(model), prompts, LookaheadConfig(), 300)
-        assert batch == [sequence.output[:300] for sequence in expected]
+    wide = GraphBackend(model, kv_tokens=1 << 14)
+    expected = [run(wide, [prompt], LookaheadConfig(), 300)[0] for prompt in prompts]
+    backend = GraphBackend(model, kv_tokens=8 * PAGE)
+    for room in (400, 600, 900):
+        backend.check_room(1, room)
+        assert backend.kv.pages * PAGE >= room
+        found = [run(backend, [prompt], LookaheadConfig(), 300)[0] for prompt in prompts]
+        assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
+        assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
+        assert all(captured.graph is not None for captured in backend._steps.values())
+    if dtype is torch.float32:
+        backend.check_room(3, 400)
+        assert outputs(backend, prompts, LookaheadConfig(), 300) == [sequence.output for sequence in expected]
+
+
+def test_pages_are_made_while_memory_is_short() -> None:
+    """More than there is, is refused; what was there before still works."""
+    model, (prompt,) = medium(torch.bfloat16), texts(1, (40,))
+    backend = GraphBackend(model, kv_tokens=1 << 12)
+    expected = outputs(backend, [prompt], LookaheadConfig(), 24)
+    with pytest.raises(UnsupportedModelError, match="GiB are free"):
+        backend.check_room(1 << 16, 4096)
+    assert outputs(backend, [prompt], LookaheadConfig(), 24) == expected
+    with pytest.raises(UnsupportedModelError, match="GiB are free"):
+        GraphBackend(model, kv_tokens=1 << 40)
+
+
+def test_nothing_is_captured_after_prepare() -> None:
+    """One sequence of any prompt, by trees and token by token, in steps that were captured in advance."""
+    backend = GraphBackend(medium(torch.bfloat16))
+    backend.prepare(500, 128)
+    steps, memory = dict(backend._steps), torch.cuda.memory_allocated()
+    assert all(captured.graph is not None for captured in steps.values())
+    for prompt in texts(8, (1, 2, 9, 40, 100, 300, 372)):
+        for config in (LookaheadConfig(), AUTOREGRESSIVE, LookaheadConfig(window=0, budget=20)):
+            outputs(backend, [prompt], config, 40)
+    assert backend._steps == steps
+    assert any(captured.graph_ahead is not None for captured in steps.values())
+    assert torch.cuda.memory_allocated() <= memory + (1 << 20)
 
 
 def test_a_captured_step_outlives_the_capture_of_a_larger_one() -> None:
@@ -278,7 +335,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured or not, alone and in padded batches, steps ahead give the same tokens and the same K/V, in half
-    precision as well. The buffer grows on the way.
+    precision as well. Pages are taken on the way.
     """
     model, prompts = medium(dtype, 64), texts(5, (300, 8, 1, 40), 64)
     batches = [prompts[:1], prompts[1:2], prompts[:3], prompts]
@@ -303,10 +360,8 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
             found += [sequence.output for sequence in sequences]
         return backend, found, kept
 
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 320)
     backend, found, kept = decoded()
-    assert backend.kv.cache.shape[4] > 320
-    ahead = {batch for (batch, _, _), captured in backend._steps.items() if captured.graph_ahead is not None}
+    ahead = {kind.rows for kind, captured in backend._steps.items() if captured.graph_ahead is not None}
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):
         if not hint:

@@ -1,4 +1,4 @@
-"""The graph backend gives the tokens of `model.generate` for every family, batch, K, and state of its K/V buffer.
+"""The graph backend gives the tokens of `model.generate` for every family, batch, K, and state of its K/V pages.
 
 On a CPU its steps run on the kernels' slow twins. Where there is CUDA, every test runs there as well, captured.
 """
@@ -24,13 +24,15 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput, TokenTree
-from lookahead.backends.base import StepInput
+from lookahead.algorithm.verify import accept
+from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import lanes
+from lookahead.backends.graph import packet
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.captured import StepKind
 from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import SamplingParams, StopRules
@@ -134,19 +136,18 @@ def test_scaled_rotary_positions(kind: str, device: str, settings: LookaheadConf
     assert outputs(GraphBackend(model), PROMPTS, settings) == expected
 
 
-def test_a_context_that_is_full_before_the_buffer_is(
-    device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last step's padding reaches past the context, so the buffer grows. The rotary factors must stay the same,
-    because the cached keys were rotated with them.
+def test_trees_reach_past_a_full_context(device: str, plain: Plain) -> None:
+    """The last steps have pages behind the context for trees larger than an invariant step's. The rotary factors there
+    must be those of the context's end: the factors of a text longer than the context would change all keys.
     """
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 64)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = make("llama", device, rope_parameters=rope, max_position_embeddings=64)
     expected = plain(model, PROMPTS[2], 34)
     backend = GraphBackend(model)
-    assert outputs(backend, [PROMPTS[2]], settings, 100) == [expected]
-    assert backend.kv.cache.shape[4] > 64
+    config = LookaheadConfig(window=30, ngram=8, budget=300, step_cost=None)
+    (sequence,) = run(backend, [PROMPTS[2]], config, 100)
+    assert sequence.output == expected
+    assert max(kind.rows for kind in backend._steps) > 2 * INVARIANT_ROWS
 
 
 def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings: LookaheadConfig) -> None:
@@ -175,7 +176,7 @@ def test_a_guess_beyond_the_context_is_harmless(device: str) -> None:
 def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadConfig) -> None:
     """Up to seven at once, greedy and sampled, each with its own budget. One is removed; the others stay exact.
 
-    Lanes are given back and taken again, and batches of 3, 5, 6 and 7 are padded to a power of two.
+    Pages and lines of the tables are given back and taken again.
     """
     rng = random.Random(seed)
     eager = EagerBackend(make("llama", device))
@@ -200,12 +201,19 @@ def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadCon
         engine.step()
         step += 1
     assert max(sizes) > 4
-    assert backend._lane == backend._length == backend._pending == {}
+    assert_nothing_is_held(backend)
     for sequence in everyone:
         prompt, count = sequence.tokens[: sequence.prompt_tokens], sequence.rules.max_tokens
         expected = outputs(eager, [prompt], AUTOREGRESSIVE, count, sequence.sampling)[0]
         assert sequence.output == expected[: len(sequence.output)]
         assert sequence is dropped or sequence.output == expected
+
+
+def assert_nothing_is_held(backend: GraphBackend) -> None:
+    """All slots were closed, and gave their pages and their lines of the tables back."""
+    assert backend._slots == {}
+    assert backend.pool.used == 0
+    assert len(set(backend._lines)) == len(backend._lines) == len(backend.kv.tables)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -216,7 +224,7 @@ def test_invariant_or_not(invariant: bool, device: str, settings: LookaheadConfi
     backend = GraphBackend(model, invariant=invariant)
     assert outputs(backend, PROMPTS, settings) == expected
     assert outputs(backend, PROMPTS[:1], LookaheadConfig(budget=200), 24) == expected[:1]
-    assert {count for _, count, _ in backend._steps} >= {1, 64, 256}
+    assert max(kind.rows for kind in backend._steps) >= 192
 
 
 @pytest.mark.parametrize("bug", ["every earlier token is seen", "accepted K/V does not move", "no rotation"])
@@ -224,16 +232,15 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     """With a bug in the backend, the tokens differ: so the comparisons above can fail."""
     backend = GraphBackend(make("llama"))
     if bug == "every earlier token is seen":
-        put = Packet.put_tree
+        put = Packet.put
 
-        def put_chain(packet: Packet, place: int, tree: TokenTree) -> None:
-            put(packet, place, replace(tree, parents=list(range(-1, len(tree) - 1))))
+        def put_chain(packet: Packet, slot: int, length: int, trail: Any, tree: TokenTree, queries: Any) -> int:
+            return put(packet, slot, length, trail, replace(tree, parents=list(range(-1, len(tree) - 1))), queries)
 
-        monkeypatch.setattr(Packet, "put_tree", put_chain)
+        monkeypatch.setattr(Packet, "put", put_chain)
     elif bug == "accepted K/V does not move":
         monkeypatch.setattr(backend.state.ops, "move_accepted", lambda *args: None)
     else:
-        backend.close(backend.open())  # the tables are made with the first lane
         backend.kv.cosine, backend.kv.sine = torch.ones_like(backend.kv.cosine), torch.zeros_like(backend.kv.sine)
     found = []
     for seed in range(8):
@@ -246,26 +253,70 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
 
 
 def test_buckets() -> None:
-    assert [bucket(k) for k in (1, 2, 16, 17, 128, 129, 512, 513, 1025)] == [1, 16, 16, 32, 128, 256, 512, 1024, 1536]
-    assert [bucket(k, 8) for k in (1, 2, 5, 9, 17, 128, 513)] == [1, 4, 8, 16, 32, 128, 1024]
+    assert [bucket(k) for k in (0, 1, 2, 3, 17, 65, 128, 129, 513, 1024)] == [1, 1, 2, 4, 32, 96, 128, 192, 768, 1024]
+    assert [needed_bucket(*k) for k in ((1, 0), (32, 1), (64, 64), (128, 64), (128, 65), (1024, 65), (1024, 512))] == [
+        1, 32, 64, 64, 128, 512, 512,
+    ]  # fmt: skip
+    assert sizes_to(1) == [1]
+    assert sizes_to(100) == [1, 2, 4, 8, 16, 32, 64, 96, 128]
+    assert sizes_to(5000)[-1] == 1024
+    with pytest.raises(ValueError, match="a step of 1025 rows; at most 1024 are captured"):
+        bucket(1025)
+    with pytest.raises(ValueError, match="needs 513 rows of logits; at most 512 are computed"):
+        needed_bucket(1024, 513)
+
+
+@pytest.mark.parametrize(
+    ("trails", "trees", "rows", "needed", "small", "within"),
+    [
+        ([0], [1], 1, 1, True, True),
+        ([0], [16], 16, 16, True, True),
+        ([0], [17], 32, 32, False, True),  # two heads share keys: 17 nodes are 34 queries
+        ([0], [128], 128, 128, False, True),
+        ([0], [129], 192, 192, False, False),
+        ([0] * 5, [16] * 5, 96, 96, True, True),
+        ([0] * 5, [16, 16, 17, 1, 1], 64, 64, False, True),
+        ([100], [1], 128, 64, False, True),
+        ([300], [0], 384, 64, False, True),
+        ([300, 0, 4], [0, 40, 40], 384, 384, False, True),
+        ([3, 0], [1, 1], 8, 8, True, True),
+    ],
+)
+@pytest.mark.parametrize("invariant", [True, False])
+def test_the_kind_of_a_step(
+    trails: list[int], trees: list[int], rows: int, needed: int, small: bool, within: bool, invariant: bool
+) -> None:
+    """Rows of all sequences together; small tiles if all of them have few; invariant unless a tree is too large."""
+    backend = GraphBackend(make("llama").to(torch.bfloat16), invariant=invariant)
+    items = [
+        greedy(backend.open(), [3] * trail, random_tree(tree, 0) if tree else NO_TREE)
+        for trail, tree in zip(trails, trees, strict=True)
+    ]
+    backend.step(items)
+    (kind,) = backend._steps
+    assert kind == StepKind(rows, needed, False, small, kind.alone, invariant and within)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
 def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain: Plain) -> None:
-    """However many sequences there are, a step has at most 128 rows, padding included."""
+    """However many sequences there are, the trees of a step have at most 128 rows together."""
     rng, model = random.Random(3), make("llama", device)
     prompts = [rng.choices(range(VOCABULARY), k=rng.randrange(1, 30)) * 2 for _ in range(count)]
-    backend = GraphBackend(model)
+    backend, trees, launch = GraphBackend(model), list[int](), GraphBackend.launch
+
+    def noting(inputs: Sequence[StepInput]) -> Any:
+        trees.append(sum(len(item.tree) for item in inputs))
+        return launch(backend, inputs)
+
+    backend.launch = noting  # type: ignore[method-assign]
     found = outputs(backend, prompts, LookaheadConfig(shared=True), 24)
     assert found == [plain(model, prompt, 24) for prompt in prompts]
-    batches = [(batch, size) for batch, size, head in backend._steps if head and batch > 1]
-    assert max(batch * size for batch, size in batches) == INVARIANT_ROWS
-    assert max(batch for batch, _ in batches) >= count
+    assert INVARIANT_ROWS // 2 < max(trees) <= INVARIANT_ROWS
 
 
 @pytest.mark.parametrize("budget", [1, 2, 9, 16, 17, 33, 100, 200])
 def test_every_budget(budget: int, device: str, plain: Plain) -> None:
-    """Steps of every captured size up to 256, full ones and padded ones."""
+    """Steps of many captured sizes, full ones and padded ones."""
     prompt = random.Random(5).choices(range(VOCABULARY), k=40) * 2
     config = AUTOREGRESSIVE if budget == 1 else LookaheadConfig().adapted(budget=budget)
     model = make("llama", device)
@@ -273,159 +324,593 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     backend = GraphBackend(model)
     assert outputs(backend, [prompt], config, 40) == [expected]
     assert outputs(backend, [prompt, PROMPTS[1]], config, 40) == [expected, plain(model, PROMPTS[1], 40)]
-    assert max(count for _, count, head in backend._steps if head) == bucket(budget)
+    assert max(kind.rows for kind in backend._steps) >= bucket(budget)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.parametrize("chunk", slow_but([1, 8, 29, 30], 8))
-def test_chunked_prefill(
-    name: str, chunk: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts of several chunks, of exactly one, of one and a token more, and of one token, which needs no prefill."""
-    monkeypatch.setattr(graph, "PREFILL_TOKENS", chunk)
+@pytest.mark.parametrize("most", slow_but([1, 8, 32], 8))
+def test_prompts_longer_than_a_pass(name: str, most: int, device: str, plain: Plain) -> None:
+    """They run in several passes, of which the last one has the tree, too."""
     model = make(name, device)
-    expected = [plain(model, prompt, 24) for prompt in PROMPTS]
-    backend = GraphBackend(model)
-    assert outputs(backend, PROMPTS, settings) == expected
-    assert max(count for _, count, head in backend._steps if not head) == bucket(min(chunk, 29))
+    backend = GraphBackend(model, most_rows=most)
+    config = LookaheadConfig(window=0, budget=most, guesses=1) if most > 1 else AUTOREGRESSIVE
+    for length in (1, most, most + 1, 30, 70):
+        prompt = random.Random(length).choices(range(VOCABULARY), k=length)
+        assert outputs(backend, [prompt], config, 6) == [plain(model, prompt, 6)]
+    assert max(kind.rows for kind in backend._steps) == backend.most_rows == most
 
 
-def test_a_prompt_is_run_without_the_head(device: str) -> None:
-    """Only a prompt's last token needs logits, and the head is a fifth of a small model's work."""
-    backend = GraphBackend(make("llama", device))
-    slot = backend.open()
-    backend.step([greedy(slot, [3] * 20, root(5))])
-    assert set(backend._steps) == {(1, 32, False), (1, 1, True)}
-    assert backend._steps[1, 32, False].logits is None
-    assert backend.length(slot) == 20  # the root counts once it is committed
-    backend.commit([(slot, ())])
-    assert backend.length(slot) == 21
-
-
-# The K/V buffer
-
-
-def growing(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Note every growth of the buffer: its lanes, its capacity, and whether accepted K/V was waiting to move."""
-    noted: list[tuple[int, int, bool]] = []
-    reserve = backend._reserve
-
-    def reserve_and_note(lanes: int, capacity: int) -> None:
-        before, waiting = backend.kv.cache.shape, any(pending.path for pending in backend._pending.values())
-        reserve(lanes, capacity)
-        if backend.kv.cache.shape != before:
-            noted.append((backend.kv.cache.shape[2], backend.kv.cache.shape[4], waiting))
-
-    monkeypatch.setattr(backend, "_reserve", reserve_and_note)
-    return noted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [32, pytest.param(48, marks=pytest.mark.slow), 80])
-def test_an_answer_outgrows_the_buffer(
-    start: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of a generation; alone, and then with others in the lanes beside it."""
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", start)
+def test_a_step_larger_than_a_pass(device: str) -> None:
+    """Several long trails in one step: what does not fit runs before. Trees have to fit."""
     model = make("llama", device)
+    rng = random.Random(1)
+    trails = [rng.choices(range(VOCABULARY), k=count) for count in (40, 3, 25, 90)]
+    trees = [random_tree(size, 5) for size in (9, 4, 1, 12)]
+    results, kept = [], []
+    for one in (GraphBackend(model, most_rows=32), EagerBackend(model)):
+        slots = [one.open() for _ in trails]
+        items = [greedy(*parts, logits=True) for parts in zip(slots, trails, trees, strict=True)]
+        results.append([result.logits for result in one.step(items)])
+        one.commit([(slot, ()) for slot in slots])
+        kept.append([one.cached(slot) for slot in slots])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+    for ours, theirs in zip(*kept, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_trees_that_fit_into_no_pass(device: str) -> None:
+    """They are refused before anything runs, and the backend goes on."""
+    backend = GraphBackend(make("llama", device, max_position_embeddings=1024), most_rows=32)
+    slots = [backend.open(), backend.open()]
+    items = [greedy(slot, [1, 2, 3], random_tree(17, 0), logits=True) for slot in slots]
+    with pytest.raises(ValueError, match="trees of 34 tokens in a pass of 32"):
+        backend.step(items)
+    large = GraphBackend(backend.model)
+    with pytest.raises(ValueError, match=f"a tree of 600 tokens; at most {MOST_NEEDED} are captured"):
+        large.step([greedy(large.open(), (), random_tree(600, 0, 3))])
+    assert [backend.length(slot) for slot in slots] == [0, 0]
+    assert backend._steps == large._steps == {}
+    alone = [backend.step([item])[0].logits for item in items]
+    torch.testing.assert_close(*alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("pieces", [[70, 60, 1, 5], [64, 64, 8], [1, 1, 134]])
+def test_a_prompt_in_pieces(name: str, pieces: list[int], device: str) -> None:
+    """Trails without a tree are cached, and there is nothing to commit. The prompt in one piece gives the same."""
+    model = make(name, device)
     backend = GraphBackend(model)
-    noted = growing(backend, monkeypatch)
-    config = LookaheadConfig(window=3, ngram=4, budget=14)
-    assert outputs(backend, PROMPTS[:1], config, 90) == [plain(model, PROMPTS[0], 90)]
-    assert noted[0][1] == start
-    assert noted[-1][1] >= 96
-    assert outputs(backend, PROMPTS, settings, 90) == [plain(model, p, 90) for p in PROMPTS]
-    assert noted[-1][0] >= len(PROMPTS)
+    prompt, tree = random.Random(3).choices(range(VOCABULARY), k=136), random_tree(10, 1)
+    whole, slot = backend.open(), backend.open()
+    expected = backend.step([greedy(whole, prompt, tree, logits=True)])[0]
+    done = 0
+    for count in pieces:
+        (nothing,) = backend.step([greedy(slot, prompt[done : done + count], NO_TREE)])
+        done += count
+        assert nothing.targets == []
+        assert backend.length(slot) == done
+    found = backend.step([greedy(slot, (), tree, logits=True)])[0]
+    torch.testing.assert_close(found.logits, expected.logits, atol=2e-4, rtol=1e-4)
+    assert found.targets == expected.targets
+    assert_close(backend.cached(slot), backend.cached(whole))
 
 
-def test_a_step_that_grows_the_buffer_while_a_commit_waits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit's K/V moves before the buffer is replaced."""
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 32)
-    model = make("llama", device)
+@pytest.mark.parametrize("name", ["llama", "qwen2-hybrid"])
+def test_trails_and_trees_in_one_pass(name: str, device: str) -> None:
+    """Pieces of prompts, prompts with their trees, trees and single tokens of seven sequences, as one by one."""
+    model = make(name, device)
+    rng = random.Random(7)
+    cached = [rng.choices(range(VOCABULARY), k=count) for count in (0, 0, 63, 64, 65, 100, 3)]
+    trails = [rng.choices(range(VOCABULARY), k=count) for count in (80, 30, 20, 0, 0, 70, 0)]
+    trees = [NO_TREE, random_tree(9, 1), random_tree(1, 2), random_tree(40, 3), root(4), NO_TREE, random_tree(3, 5)]
+    found: list[list[StepOutput]] = []
+    kept: list[list[Any]] = []
+    for together in (True, False):
+        backend = GraphBackend(model)
+        slots = [backend.open() for _ in cached]
+        for slot, text in zip(slots, cached, strict=True):
+            if text:
+                backend.step([greedy(slot, text, NO_TREE)])
+        items = [greedy(*parts, logits=True) for parts in zip(slots, trails, trees, strict=True)]
+        found.append(backend.step(items) if together else [backend.step([item])[0] for item in items])
+        backend.commit([(slot, descent(tree)) for slot, tree in zip(slots, trees, strict=True) if len(tree)])
+        kept.append([backend.cached(slot) for slot in slots])
+    for tree, ours, theirs in zip(trees, *found, strict=True):
+        assert ours.targets == theirs.targets
+        assert (ours.logits is None) == (theirs.logits is None) == (not len(tree))
+        if len(tree):
+            torch.testing.assert_close(ours.logits, theirs.logits, atol=2e-4, rtol=1e-4)
+    for ours, theirs in zip(*kept, strict=True):
+        assert_close(ours, theirs)
+
+
+def guesses(rng: random.Random, token: int, answer: Sequence[int], size: int) -> TokenTree:
+    """A tree of random tokens below this one. The answer's next tokens hang somewhere between them."""
+    tokens, parents, depths, right, taken = [token], [-1], [0], 0, list(answer)
+    while len(tokens) < size:
+        parent, guess = rng.randrange(len(tokens)), rng.randrange(VOCABULARY)
+        follows = bool(taken) and rng.random() < 0.4
+        if follows:
+            parent, guess = right, taken.pop(0)
+        if guess not in (tokens[node] for node in range(len(tokens)) if parents[node] == parent):
+            right = len(tokens) if follows else right
+            tokens.append(guess)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+        elif follows:
+            right = next(n for n in range(len(tokens)) if parents[n] == parent and tokens[n] == guess)
+    return TokenTree(tokens, parents, depths, list(range(size)))
+
+
+@pytest.mark.parametrize("seed", slow_but(range(4), 0))
+def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) -> None:
+    """8 to 16 at once join and leave, with prompts in pieces, random trees, shared beginnings, and too few pages for
+    all of them. Each says what it says alone.
+    """
+    rng, model = random.Random(seed), make(rng_name := ["llama", "mistral"][seed % 2], device)
+    beginnings = [rng.choices(range(VOCABULARY), k=count) for count in (0, 66, 130)]
+    prompts = [rng.choice(beginnings) + rng.choices(range(VOCABULARY), k=rng.choice([1, 5, 40])) for _ in range(20)]
+    answers = [plain(model, prompt, rng.choice([4, 12, 24])) for prompt in prompts]
+    backend = GraphBackend(make(rng_name, device), kv_tokens=18 * PAGE)
+    waiting, running, done = list(range(len(prompts))), dict[int, int](), dict[int, list[int]]()
+    sizes, refused, shared = list[int](), 0, 0
+    while waiting or running:
+        while waiting and len(running) < 16 and (len(running) < 8 or rng.random() < 0.8):
+            number = waiting.pop(0)
+            running[number] = backend.open(prompts[number])
+            done[number] = list(prompts[number])
+            shared += backend.length(running[number]) > 0
+        members = rng.sample(sorted(running), k=rng.randint(1, len(running)))
+        items: dict[int, StepInput] = {}
+        for number in members:
+            slot, text = running[number], done[number]
+            trail = text[backend.length(slot) : -1]
+            left = answers[number][len(text) - len(prompts[number]) :]
+            tree = guesses(rng, text[-1], left, rng.choice([1, 2, 7, 20]))
+            if trail and rng.random() < 0.5:
+                trail, tree = trail[: rng.randint(1, len(trail))], NO_TREE
+            if backend.reserve(slot, backend.length(slot) + len(trail) + len(tree)):
+                items[number] = greedy(slot, trail, tree)
+            else:
+                refused += 1
+        if not items:  # nobody has room: the youngest begins anew
+            number = max(running)
+            backend.close(running.pop(number))
+            waiting.insert(0, number)
+            continue
+        results = backend.step(list(items.values()))
+        commits = []
+        for (number, item), result in zip(items.items(), results, strict=True):
+            if len(item.tree):
+                path, tokens = accept(item.tree, result.targets)
+                commits.append((item.slot, path))
+                done[number] += tokens
+        backend.commit(commits)
+        sizes.append(len(running))
+        for number in [n for n in running if len(done[n]) >= len(prompts[n]) + len(answers[n])]:
+            slot = running.pop(number)
+            backend.remember(slot, done[number][: backend.length(slot)])
+            backend.close(slot)
+    assert max(sizes) >= 12
+    assert shared
+    assert refused
+    assert_nothing_is_held(backend)
+    for number, text in done.items():
+        assert text[len(prompts[number]) :][: len(answers[number])] == answers[number]
+
+
+# The K/V pages
+
+
+def skipping_tree(size: int, seed: int) -> tuple[TokenTree, list[int]]:
+    """A tree of two chains below the root, odd nodes and even ones, and the path along the even ones.
+
+    All K/V of that path has to move.
+    """
+    rng = random.Random(seed)
+    tokens = [rng.randrange(VOCABULARY) for _ in range(size)]
+    tree = TokenTree(tokens, [-1, 0, *range(size - 2)], [0, *((n + 1) // 2 for n in range(1, size))], [*range(size)])
+    return tree, list(range(2, size, 2))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("length", slow_but([0, 50, 62, 63, 64, 65, 126, 127, 128, 129], 62, 63, 64, 128))
+def test_commits_across_pages(name: str, length: int, device: str) -> None:
+    """A prompt that ends at a page's border, then accepted nodes that move from one page to another."""
+    model = make(name, device)
     backend, eager = GraphBackend(model), EagerBackend(model)
-    noted = growing(backend, monkeypatch)
-    tree, results = random_tree(12, 1), []
-    path = [max(node for node in range(12) if tree.parents[node] == 0)]
-    assert path[0] > 1
-    for one in (backend, eager):
-        slot = one.open()
-        one.step([greedy(slot, [1, 2, 3], tree)])
-        one.commit([(slot, path)])
-        results.append(one.step([greedy(slot, (), random_tree(40, 2), logits=True)])[0].logits)
-    assert noted[-1][1:] == (backend.kv.cache.shape[4], True)
-    assert noted[-1][1] > 32
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    prompt = random.Random(length).choices(range(VOCABULARY), k=length)
+    slots = {one: one.open() for one in (backend, eager)}
+    others = [backend.open() for _ in range(9)]  # they take pages between those of the sequence
+    crossed, total = 0, length
+    for begin in range(0, length, 40):  # in pieces, so that its pages do not stand in a row
+        trail = prompt[begin : begin + 40]
+        if begin + 40 < length:
+            backend.step([greedy(slots[backend], trail, NO_TREE)])
+            eager.step([greedy(slots[eager], trail[:-1], root(trail[-1]))])
+            eager.commit([(slots[eager], ())])
+            backend.step([greedy(others[-1], [2] * 40, NO_TREE)])
+    trail = prompt[backend.length(slots[backend]) :]
+    for step in range(8):
+        tree, path = skipping_tree(13, step)
+        results = [one.step([greedy(slot, trail, tree, logits=True)])[0].logits.clone() for one, slot in slots.items()]
+        torch.testing.assert_close(*results, atol=2e-4, rtol=1e-4)
+        for one, slot in slots.items():
+            one.commit([(slot, path)])
+        crossed += any((total + node) // PAGE > (total + i) // PAGE for i, node in enumerate(path, start=1))
+        total, trail = total + 1 + len(path), []
+        backend.step([greedy(others.pop(), [1], NO_TREE)])
+        assert [one.length(slot) for one, slot in slots.items()] == [total, total]
+    state = backend._slots[slots[backend]]
+    assert crossed or length in (0, 63, 64, 65, 127, 128, 129)
+    assert len(state.table.pages) == -(-(total + 6) // PAGE)
+    assert state.table.pages != list(range(len(state.table.pages))) or len(state.table.pages) == 1
+    assert_close(*(one.cached(slot) for one, slot in slots.items()))
+
+
+def test_a_growing_sequence_copies_and_captures_nothing(device: str, plain: Plain) -> None:
+    """It takes a page when it needs one. Every step is one that was captured for the first of them."""
+    backend = GraphBackend(make("llama", device))
+    prompt, slot = PROMPTS[0], backend.open()
+    answer, steps, cache, pages = plain(backend.model, prompt, 200), None, backend.kv.cache, list[int]()
+    text, rng, held = list(prompt), random.Random(0), backend._slots[slot].table.pages
+    backend.step([greedy(slot, prompt[:-1], NO_TREE)])
+    while len(text) < len(prompt) + 190:
+        tree = guesses(rng, text[-1], answer[len(text) - len(prompt) :], 16)
+        path, tokens = accept(tree, backend.step([greedy(slot, (), tree)])[0].targets)
+        backend.commit([(slot, path)])
+        text += tokens
+        steps = steps or dict(backend._steps)
+        assert backend._steps == steps
+        assert held[: len(pages)] == pages  # what it has stays where it is
+        pages = list(held)
+    assert len(pages) == 4
+    assert backend.kv.cache is cache
+    assert text[len(prompt) :][:190] == answer[:190]
 
 
 @pytest.mark.slow
-def test_a_long_answer_outgrows_the_buffer_again_and_again(
-    device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes, "LEAST_CAPACITY", 64)
+def test_a_long_answer_takes_page_after_page(device: str, plain: Plain) -> None:
     model = make("llama", device, max_position_embeddings=2048)
     backend = GraphBackend(model)
-    noted = growing(backend, monkeypatch)
     assert outputs(backend, [PROMPTS[0]], LookaheadConfig(window=0, budget=16), 700) == [plain(model, PROMPTS[0], 700)]
-    sizes = [capacity for _, capacity, _ in noted]
-    assert sizes == sorted(set(sizes))
-    assert len(sizes) > 2
 
 
-def test_a_new_lane_while_commits_wait(
-    device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One more lane replaces the buffer. Accepted K/V that has not moved yet must move before that."""
+def test_a_new_sequence_while_commits_wait(device: str, settings: LookaheadConfig, plain: Plain) -> None:
+    """A newcomer's first step carries the commits of the others."""
     model = make("llama", device)
     expected = [plain(model, prompt, 40) for prompt in PROMPTS]
     backend = GraphBackend(model)
-    noted = growing(backend, monkeypatch)
-    engine = Engine(backend)
+    engine, waited = Engine(backend), 0
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(40)) for prompt in PROMPTS]
+
+    def waiting() -> bool:
+        return bool(backend._pending)
+
     for sequence in reversed(sequences):
+        waited += waiting()
         engine.submit(Request(sequence))
         engine.step()
-        while engine.running and not any(pending.path for pending in backend._pending.values()):
+        while engine.running and not waiting():
             engine.step()
     while engine.running:
         engine.step()
-    assert sum(waiting for _, _, waiting in noted) >= 2
+    assert waited >= 2
     assert [sequence.output for sequence in sequences] == expected
 
 
-@pytest.mark.parametrize("longest", [1, 3])
-def test_a_path_longer_than_the_packet_has_room_for(
-    longest: int, device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph, "LONGEST_PATH", longest)
+@pytest.mark.parametrize("count", [1, 3])
+def test_more_commits_than_the_packet_has_room_for(count: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one row has room for one commit, and here for four moves. What is more moves without a step."""
+    monkeypatch.setattr(packet, "SPARE_MOVES", 3)
     model = make("llama", device)
-    prompts = [PROMPTS[3], PROMPTS[0]]
-    expected = [plain(model, prompt, 40) for prompt in prompts]
-    backend = GraphBackend(model)
-    for batch, tokens in (([0], expected[:1]), ([0, 1], expected)):
-        sequences = run(backend, [prompts[i] for i in batch], settings, 40)
-        assert [sequence.output for sequence in sequences] == tokens
-        assert len(sequences[0].stats.accepted_by_depth) > longest + 1
-
-
-def test_a_path_of_just_the_packets_length(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest path that a packet has room for, and one node more, give the eager backend's logits and K/V."""
-    monkeypatch.setattr(graph, "LONGEST_PATH", 4)
-    model = make("llama", device)
-    tokens = random_tree(12, 0).tokens
-    depths = [0, *((node + 1) // 2 for node in range(1, 12))]
-    tree = TokenTree(tokens, [-1, 0, *range(10)], depths, list(range(12)))  # two chains: odd nodes and even ones
-    for path in ([2, 4, 6, 8], [2, 4, 6, 8, 10]):
+    for size in (9, 11):
+        tree, path = skipping_tree(size, 4)
         backend, eager = GraphBackend(model), EagerBackend(model)
-        slots = {one: one.open() for one in (backend, eager)}
-        for one, slot in slots.items():
-            one.step([greedy(slot, [1, 2, 3], tree)])
-            one.commit([(slot, path)])
-        assert bool(backend._pending) == (len(path) == 4)
-        results = [one.step([greedy(slot, (), root(9), logits=True)])[0].logits for one, slot in slots.items()]
+        flushed: list[int] = []
+        flush = backend._flush
+
+        def note(one: GraphBackend = backend, flush: Any = flush, to: list[int] = flushed) -> None:
+            to += [len(one._pending)] if one._pending else []
+            flush()
+
+        monkeypatch.setattr(backend, "_flush", note)
+        results, kept = [], []
+        for one in (backend, eager):
+            slots = [one.open() for _ in range(count)]
+            one.step([greedy(slot, [1 + i, 2, 3], tree) for i, slot in enumerate(slots)])
+            one.commit([(slot, path) for slot in slots])
+            results.append(one.step([greedy(slots[0], (), root(9), logits=True)])[0].logits)
+            kept.append([one.cached(slot) for slot in slots])
+        assert len(path) == {9: 4, 11: 5}[size]
+        assert flushed == ([] if (count, size) == (1, 9) else [count])
         torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-        kept = [one.cached(slot) for one, slot in slots.items()]
-        assert kept[0][0][0].shape[1] == 4 + len(path)
-        assert_close(*kept)
+        for ours, theirs in zip(*kept, strict=True):
+            assert_close(ours, theirs)
+
+
+def test_what_does_not_fit_changes_nothing(device: str) -> None:
+    """Pages run out for the second input of a step, while commits wait. When room was made, all goes on."""
+    model = make("llama", device)
+    tree, path = skipping_tree(13, 2)
+    backend, eager = GraphBackend(model, kv_tokens=4 * PAGE), EagerBackend(model)
+    slots = {one: [one.open() for _ in range(3)] for one in (backend, eager)}
+    for one, (first, second, third) in slots.items():
+        one.step([greedy(first, [1, 2, 3], tree)])
+        one.step([greedy(second, [7] * 50, tree)])
+        one.commit([(first, path), (second, path)])
+        one.step([greedy(third, [5] * 100, root(1))])
+    assert backend.pool.used == 4
+    lengths = [backend.length(slot) for slot in slots[backend]]
+    for item in (greedy(slots[backend][1], [8] * 30, root(3)), greedy(slots[backend][1], [8] * 300, NO_TREE)):
+        with pytest.raises(MemoryError, match=r"no pages for a sequence of .*: 4 of 4 pages are in use"):
+            backend.step([greedy(slots[backend][0], [4] * 5, root(2)), item])
+        assert [backend.length(slot) for slot in slots[backend]] == lengths
+    assert not backend.reserve(slots[backend][1], 100)
+    with pytest.raises(MemoryError):
+        backend.adopt(slots[backend][1], 100, [])
+    for one, own in slots.items():
+        one.close(own.pop())
+    assert backend.reserve(slots[backend][1], 100)
+    found = [
+        one.step([greedy(own[0], [4] * 5, root(2), logits=True), greedy(own[1], [8] * 30, root(3), logits=True)])
+        for one, own in slots.items()
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+    for one, own in slots.items():
+        one.commit([(slot, ()) for slot in own])
+    for own in zip(*slots.values(), strict=True):
+        assert_close(backend.cached(own[0]), eager.cached(own[1]))
+
+
+def test_a_commit_that_waits_while_pages_run_out(device: str) -> None:
+    """The refused step must not have taken the commit with it."""
+    model = make("llama", device)
+    tree, path = skipping_tree(13, 2)
+    backend, eager = GraphBackend(model, kv_tokens=3 * PAGE), EagerBackend(model)
+    slots = {one: one.open() for one in (backend, eager)}
+    for one, slot in slots.items():
+        one.step([greedy(slot, [1, 2, 3], tree)])
+        one.commit([(slot, path)])
+    with pytest.raises(MemoryError):
+        backend.step([greedy(slots[backend], [4] * 300, root(1))])
+    assert len(backend._pending[0]) == 2 * len(path)
+    found = [one.step([greedy(slot, (), root(2), logits=True)])[0].logits for one, slot in slots.items()]
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_what_the_pages_hold(device: str) -> None:
+    """A sequence may have all pages, but no more than its line of the tables names: the context and a tree."""
+    model = make("llama", device)
+    backend = GraphBackend(model, kv_tokens=5 * PAGE - 10)
+    assert backend.holds() == 5 * PAGE
+    first, second = backend.open(), backend.open()
+    assert backend.reserve(first, 4 * PAGE)
+    assert backend.reserve(second, PAGE)
+    assert not backend.reserve(second, PAGE + 1)
+    assert backend.reserve(first, 10)  # it has more
+    backend.close(first)
+    assert backend.reserve(second, 5 * PAGE)
+    backend.close(second)
+    assert_nothing_is_held(backend)
+    wide = GraphBackend(model)
+    assert wide.holds() == 256 + wide.most_rows < wide.kv.pages * PAGE
+    slot = wide.open()
+    assert wide.reserve(slot, wide.holds())
+    assert not wide.reserve(slot, wide.holds() + 1)
+    with pytest.raises(MemoryError, match="a sequence may have 20 of them"):
+        wide.step([greedy(slot, [1] * wide.holds(), root(1))])
+    with pytest.raises(UnsupportedModelError, match=r"pages for 100 tokens .*at least 192"):
+        GraphBackend(model, kv_tokens=100)
+
+
+def test_too_many_sequences() -> None:
+    backend = GraphBackend(make("llama"))
+    slots = [backend.open() for _ in range(packet.MOST_ENTRIES)]
+    with pytest.raises(RuntimeError, match="256 sequences are open"):
+        backend.open()
+    found = backend.step([greedy(slot, (), root(slot % VOCABULARY)) for slot in slots])
+    assert [result.targets for result in found[:61]] == [result.targets for result in found[61:122]]
+    backend.close(slots.pop())
+    backend.open()
+
+
+def test_room_is_made_while_nobody_is_there(device: str, settings: LookaheadConfig, plain: Plain) -> None:
+    """Larger pages replace these, and the captured steps, which hold their address, go with them."""
+    model = make("llama", device)
+    expected = [plain(model, prompt, 24) for prompt in PROMPTS]
+    backend = GraphBackend(model, kv_tokens=4 * PAGE)
+    assert outputs(backend, PROMPTS[:1], settings) == expected[:1]
+    cache, steps = backend.kv.cache, dict(backend._steps)
+    backend.check_room(1, 4 * PAGE - INVARIANT_ROWS)
+    assert backend.kv.cache is cache
+    assert backend._steps == steps
+    slot = backend.open()
+    with pytest.raises(UnsupportedModelError, match="pages hold 256 tokens and are in use"):
+        backend.check_room(4, 100)
+    backend.close(slot)
+    backend.check_room(4, 100)
+    assert backend.kv.pages == backend.pool.pages == 4 * 4
+    assert backend._steps == {}
+    assert outputs(backend, PROMPTS, settings) == expected
+    steps, cache = dict(backend._steps), backend.kv.cache
+    backend.check_room(3, 100)
+    backend.check_room(1, 800)  # more than the context: some models can go on
+    assert backend.kv.cache is cache
+    backend.check_room(1, 2000)
+    assert backend.holds() >= 2000 + INVARIANT_ROWS
+    again = backend.kv.cache
+    backend.check_room(1, 2000)
+    assert backend.kv.cache is again
+    assert outputs(backend, PROMPTS, settings) == expected
+
+
+def test_room_that_cannot_be_made(
+    device: str, settings: LookaheadConfig, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so, and goes on with the pages it had."""
+    model = make("llama", device)
+    backend = GraphBackend(model, kv_tokens=8 * PAGE)
+    slot = backend.open()
+    backend.step([greedy(slot, [3] * 200, NO_TREE)])
+    backend.remember(slot, [3] * 200)
+    backend.close(slot)
+    monkeypatch.setattr(backend, "_free_bytes", lambda: 100 * 2 * 2 * 2 * PAGE * 8 * 4)
+    with pytest.raises(UnsupportedModelError, match=r"pages for 64\d\d\d tokens need .* GiB are free"):
+        backend.check_room(10, 6300)
+    assert backend.kv.pages == backend.pool.pages == 8
+    assert backend.length(backend.open([3] * 200)) == 0  # the new pages are empty
+    assert outputs(backend, PROMPTS[:2], settings) == [plain(model, prompt, 24) for prompt in PROMPTS[:2]]
+
+
+def test_made_in_inference_mode(settings: LookaheadConfig, plain: Plain) -> None:
+    """Its tensors are then inference tensors, and must still be written outside of that mode."""
+    model = make("llama")
+    expected = [plain(model, prompt, 6) for prompt in PROMPTS]
+    with torch.inference_mode():
+        backend = GraphBackend(model)
+    assert outputs(backend, PROMPTS, settings, 6) == expected
+
+
+# Shared beginnings
+
+
+def pages_of(backend: GraphBackend, slot: int, count: int) -> torch.Tensor:
+    """A copy of the contents of a slot's first pages."""
+    return backend.kv.cache[:, :, [page + 1 for page in backend._slots[slot].table.pages[:count]]].clone()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_shared_beginning(name: str, device: str) -> None:
+    """A later sequence gets the full pages of an earlier one, open or closed, and never writes to them."""
+    model = make(name, device)
+    backend, eager = GraphBackend(model), EagerBackend(model)
+    rng = random.Random(0)
+    text = rng.choices(range(VOCABULARY), k=150)
+    tree, path = skipping_tree(13, 1)
+    first = backend.open(text)
+    assert backend.length(first) == 0
+    backend.step([greedy(first, text, tree)])
+    backend.commit([(first, path)])  # it waits, and the page it is in is not full
+    whole = [*text, tree.tokens[0], *(tree.tokens[node] for node in path)]
+    backend.remember(first, whole)
+    before = pages_of(backend, first, 2)
+
+    def check(slot: int, prompt: Sequence[int]) -> None:
+        """The rest of the prompt and a tree, as on the eager backend, and a commit, without a change to the pages."""
+        other = eager.open()
+        found = backend.step([greedy(slot, prompt[backend.length(slot) :], tree, logits=True)])[0].logits
+        expected = eager.step([greedy(other, prompt, tree, logits=True)])[0].logits
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        for one, own in ((backend, slot), (eager, other)):
+            one.commit([(own, path)])
+        assert_close(backend.cached(slot), eager.cached(other))
+        assert torch.equal(pages_of(backend, slot, 2), before)
+        eager.close(other)
+
+    same, different = backend.open(text), backend.open([*text[:130], *([1] * 40)])
+    assert [backend.length(slot) for slot in (same, different)] == [128, 128]
+    assert backend._slots[same].table.pages == backend._slots[first].table.pages[:2]
+    check(same, text)
+    check(different, [*text[:130], *([1] * 40)])
+    # The last token of a prompt has to run, and a page is shared whole or not at all.
+    for size, length in ((65, 64), (64, 0), (128, 64), (129, 128)):
+        slot = backend.open(text[:size])
+        assert backend.length(slot) == length
+        backend.close(slot)
+    other = [*text[:70], (text[70] + 1) % VOCABULARY, *text[71:]]
+    slot = backend.open(other)
+    assert backend.length(slot) == 64
+    backend.close(slot)
+    for slot in (first, same, different):
+        backend.close(slot)
+    assert_nothing_is_held(backend)
+    late = backend.open(text)
+    assert backend.length(late) == 128
+    check(late, text)
+
+
+def test_another_salt_shares_nothing(device: str) -> None:
+    backend = GraphBackend(make("llama", device))
+    text = random.Random(0).choices(range(VOCABULARY), k=150)
+    slot = backend.open(text, "mine")
+    backend.step([greedy(slot, text, NO_TREE)])
+    backend.remember(slot, text)
+    assert [backend.length(backend.open(text, salt)) for salt in ("mine", "yours", "")] == [128, 0, 0]
+
+
+def test_pages_are_remembered_as_a_text_grows(device: str) -> None:
+    """In pieces, and with a commit that waits: its K/V moves before the page is shared."""
+    model = make("llama", device)
+    backend, eager = GraphBackend(model), EagerBackend(model)
+    text = random.Random(0).choices(range(VOCABULARY), k=60)
+    tree, path = skipping_tree(21, 3)
+    slot = backend.open()
+    backend.step([greedy(slot, text, tree)])
+    backend.commit([(slot, path)])
+    text += [tree.tokens[0], *(tree.tokens[node] for node in path)]
+    assert backend._pending
+    backend.remember(slot, text)
+    shared = backend.open([*text, 1, 2])
+    assert backend.length(shared) == 64
+    with torch.inference_mode():
+        ids = torch.tensor([text[:64]], device=device)
+        layers = eager.model(ids, use_cache=True).past_key_values.layers
+    assert_close(backend.cached(shared), [(layer.keys[0], layer.values[0]) for layer in layers])
+    backend.step([greedy(slot, [5] * 70, NO_TREE)])
+    backend.remember(slot, [*text, *[5] * 70])
+    assert backend.length(backend.open([*text, *[5] * 70])) == 128
+
+
+def test_shared_pages_leave_when_room_is_needed(device: str) -> None:
+    """Nobody uses them, so a new sequence may have them. What it writes there is then no longer shared."""
+    backend = GraphBackend(make("llama", device), kv_tokens=3 * PAGE)
+    text = random.Random(0).choices(range(VOCABULARY), k=180)
+    slot = backend.open(text)
+    backend.step([greedy(slot, text, NO_TREE)])
+    backend.remember(slot, text)
+    backend.close(slot)
+    slot = backend.open()
+    backend.step([greedy(slot, [5] * 128, NO_TREE)])
+    assert backend.pool.kept == 1
+    backend.close(slot)
+    assert backend.length(backend.open(text)) == 64
+
+
+def test_adopting_does_not_write_to_shared_pages(device: str) -> None:
+    """A slot that has some gets others when it adopts K/V from elsewhere."""
+    model = make("llama", device)
+    backend, eager = GraphBackend(model), EagerBackend(model)
+    text = random.Random(0).choices(range(VOCABULARY), k=150)
+    first = backend.open(text)
+    backend.step([greedy(first, text, NO_TREE)])
+    backend.remember(first, text)
+    before, second, other = pages_of(backend, first, 3), backend.open(text), eager.open()
+    backend.step([greedy(second, text[128:], NO_TREE)])
+    layers = [tuple(torch.randn(2, 140, 8, device=device) for _ in range(2)) for _ in range(2)]
+    found = []
+    for one, slot in ((backend, second), (eager, other)):
+        one.adopt(slot, 140, layers)
+        found.append(one.step([greedy(slot, (), root(3), logits=True)])[0].logits)
+    torch.testing.assert_close(*found, atol=2e-4, rtol=1e-4)
+    assert torch.equal(pages_of(backend, first, 3), before)
+
+
+def test_adopting_a_window_into_used_pages(device: str) -> None:
+    """A sliding window's layers come without the tokens out of sight. What the pages held before must not spread."""
+    model = make("mistral", device)
+    backend, eager = GraphBackend(model), EagerBackend(model)
+    with torch.inference_mode():
+        backend.kv.cache.fill_(float("nan"))
+    layers = [tuple(torch.randn(2, 7, 8, device=device) for _ in range(2)) for _ in range(2)]
+    found = []
+    for one in (backend, eager):
+        slot = one.open()
+        one.adopt(slot, 100, layers)
+        found.append(one.step([greedy(slot, (), random_tree(9, 0), logits=True)])[0].logits)
+    torch.testing.assert_close(*found, atol=2e-4, rtol=1e-4)
 
 
 def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, plain: Plain) -> None:
@@ -436,27 +921,30 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     slot = backend.open()
     backend.step([greedy(slot, PROMPTS[2], random_tree(20, 0))])
     backend.commit([(slot, [1])])
+    state = backend._slots[slot]
     assert backend._pending
-    lane = backend._lane[slot]
+    assert len(state.table.pages) > 0
+    pages, line = list(state.table.pages), state.line
     backend.close(slot)
-    assert not backend._pending
+    assert_nothing_is_held(backend)
     with torch.inference_mode():
         backend.kv.cache.fill_(float("nan"))
 
     second = backend.open()
-    assert (backend._lane[second], backend.length(second)) == (lane, 0)
+    assert (backend._slots[second].line, backend.length(second)) == (line, 0)
     fresh = GraphBackend(make("mistral", device))
     found, wanted = (
         one.step([greedy(s, [8, 9], root(3), logits=True)])[0] for one, s in ((backend, second), (fresh, fresh.open()))
     )
     assert torch.equal(found.logits, wanted.logits)
+    assert set(backend._slots[second].table.pages) <= set(pages)
     backend.close(second)
     assert outputs(backend, [*PROMPTS[:3]], settings) == expected[:3]
     assert [outputs(backend, [prompt], settings)[0] for prompt in PROMPTS] == expected
 
 
 def test_slots_in_any_order(device: str) -> None:
-    """A step's inputs may come in any order of their lanes, with gaps between them."""
+    """A step's inputs may come in any order of their lines in the tables, with gaps between them."""
     model = make("llama", device)
     backend = GraphBackend(model)
     slots = [backend.open() for _ in range(5)]
@@ -464,9 +952,6 @@ def test_slots_in_any_order(device: str) -> None:
     for slot, prompt in zip(slots, [*PROMPTS, [1, 2]], strict=True):
         alone += backend.step([greedy(slot, prompt, random_tree(9, slot), logits=True)])
         alone[-1].logits = alone[-1].logits.clone()
-        backend.commit([(slot, [])])
-        backend._length[slot] -= 1  # step back, to take the same step again
-    backend._pending.clear()
     backend.close(slots[1])
     order = [4, 0, 3]
     together = backend.step([greedy(slots[i], (), random_tree(9, slots[i]), logits=True) for i in order])
@@ -495,7 +980,7 @@ def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, pla
     assert path[0] > 1  # so the commit moves something
     slots = []
     for one in (backend, eager):
-        one.open()  # another sequence's lane before it
+        one.open()  # another sequence before it
         slots.append(one.open())
         one.step([greedy(slots[-1], PROMPTS[2], tree)])
         one.commit([(slots[-1], path)])
@@ -743,7 +1228,7 @@ def assert_same_results(found: StepOutput, expected: StepOutput, top: int) -> No
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("size", [1, 2, 16, 33, 130, 600])
+@pytest.mark.parametrize("size", [1, 2, 16, 33, 130, 512])
 def test_results_equal_the_eager_backends(name: str, size: int, device: str) -> None:
     """One tree behind a prompt: logits, targets, the likeliest tokens and their levels."""
     model = make(name, device, max_position_embeddings=1024)
@@ -782,10 +1267,7 @@ def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
     model = make(name, device)
     backend = kind(model)
     rng = random.Random(0)
-    trails = [
-        [rng.randrange(VOCABULARY) for _ in range(count)]
-        for count in (0, 3, graph.LONGEST_TRAIL, graph.LONGEST_TRAIL + 5)
-    ]
+    trails = [[rng.randrange(VOCABULARY) for _ in range(count)] for count in (0, 3, 32, 70)]
     trees = [random_tree(size, size) for size in (12, 5, 20, 7)]
     paths = [descent(tree) for tree in trees]
     slots = [backend.open() for _ in PROMPTS]
@@ -798,9 +1280,8 @@ def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
     for text, trail, tree, path in zip(texts, trails, trees, paths, strict=True):
         text += [*trail, tree.tokens[0], *(tree.tokens[node] for node in path)]
     assert [backend.length(slot) for slot in slots] == list(map(len, texts))
-    if kind is GraphBackend:  # the short trails needed no pass of their own
-        assert max(count for batch, count, head in backend._steps if head and batch == 4) >= 32 + 20
-        assert [count for _, count, head in backend._steps if not head and count > 32] == [64]
+    if kind is GraphBackend:  # all in one pass
+        assert max(step.rows for step in backend._steps) == bucket(sum(map(len, (*trails, *trees))))
     found = backend.step([greedy(slot, (), root(2), logits=True) for slot in slots])
     for text, result in zip(texts, found, strict=True):
         ids = torch.tensor([[*text, 2]], device=device)
@@ -906,20 +1387,49 @@ def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypa
 
 
 def test_prepared_for_every_length(device: str, plain: Plain) -> None:
-    """After `prepare` nothing more is captured, and the K/V buffer does not grow. The tokens are the usual ones."""
+    """After `prepare` nothing more is captured. The tokens are the usual ones."""
     backend = GraphBackend(make("llama", device))
     backend.prepare(230, 64)
     steps, cache = dict(backend._steps), backend.kv.cache
-    assert {(count, head) for _, count, head in steps} == {
-        *((size, False) for size in (1, 16, 32, 64, 128, 256)),
-        *((size, True) for size in (1, 16, 32, 64)),
-    }
-    assert backend._lane == backend._length == backend._pending == {}
-    for length in (2, 3, 20, 60, 100, 200):
+    assert {kind.rows for kind in steps} == {1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384}
+    assert_nothing_is_held(backend)
+    for length in (1, 2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
-        assert outputs(backend, [prompt], LookaheadConfig(budget=60), 20) == [plain(backend.model, prompt, 20)]
+        assert outputs(backend, [prompt], LookaheadConfig(budget=60), 8) == [plain(backend.model, prompt, 8)]
+    assert outputs(backend, [PROMPTS[0]], AUTOREGRESSIVE, 20) == [plain(backend.model, PROMPTS[0], 20)]
     assert backend._steps == steps
     assert backend.kv.cache is cache
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "budget", "most"),
+    [("llama", 40, 12, 1024), ("llama-mqa", 100, 100, 1024), ("llama-tied-mha", 300, 150, 256), ("llama", 5, 90, 64)],
+)
+def test_prepare_knows_every_kind(
+    name: str, tokens: int, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all steps that one sequence may have, whatever its trail, its tree, and how many nodes are needed."""
+    backend = GraphBackend(make(name).to(torch.bfloat16), most_rows=most)
+    kinds = set[StepKind]()
+
+    def kind(trail: int, nodes: int, needed: int) -> StepKind:
+        tree = graph.chain([0] * nodes, needed)
+        return backend._kind([StepInput(0, range(trail), tree, SamplingParams(), ())])
+
+    monkeypatch.setattr(backend, "step", lambda items: kinds.add(backend._kind(items)))  # and captures nothing
+    backend.prepare(tokens, budget)
+    budget = min(budget, most)
+    shapes = [(trail, nodes) for nodes in range(budget + 1) for trail in range(min(tokens, most - nodes) + 1)]
+    wanted = {kind(*shape, needed) for shape in shapes for needed in {min(1, shape[1]), min(64, shape[1]), shape[1]}}
+    assert kinds == wanted
+
+
+def test_prepare_in_few_pages(plain: Plain) -> None:
+    """It runs no step that the pages do not hold."""
+    backend = GraphBackend(make("llama"), kv_tokens=192)
+    backend.prepare(1000, 128)
+    assert max(kind.rows for kind in backend._steps) == 192
+    assert outputs(backend, PROMPTS[:1], LookaheadConfig()) == [plain(backend.model, PROMPTS[0], 24)]
 
 
 @pytest.mark.parametrize(("has_it", "current", "entered"), [(1, 0, [1]), (1, 1, []), (0, 0, [])])

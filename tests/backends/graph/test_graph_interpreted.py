@@ -6,8 +6,9 @@ to test is how the backend calls the kernels: strides, dtypes, and which buffer 
 
 from __future__ import annotations
 
-import weakref
+import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ pytest.importorskip("triton")
 from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph import captured, sizes
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference
@@ -28,7 +31,7 @@ from lookahead.backends.graph.ops import Ops, TopTokens
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
 SETTINGS = LookaheadConfig(window=0, budget=5)
-SIZES = (1, 5, 16)
+SIZES = (1, 4, 5, 16)
 """Small steps with little padding: the interpreter takes a millisecond per program, and a launch has one per token."""
 PROMPT = [*range(2, 14)]
 
@@ -53,13 +56,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
         monkeypatch.setattr(captured, "TopTokens", InterpretedTop)
-        monkeypatch.setattr(sizes, "STEP_SIZES", SIZES)
-        monkeypatch.setattr(sizes, "BATCH_SIZES", SIZES)
-        for name in ("attend", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
+        monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
+        for name in ("attend", "place_nodes", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
-        backend = GraphBackend(model)
-        backend.state.ops = Ops(backend.device, compiled=True, processors=processors)
-        return backend
+        monkeypatch.setattr(graph, "Ops", partial(Ops, compiled=True, processors=processors))
+        return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512)
 
     return make
 
@@ -120,7 +121,7 @@ def test_a_ragged_batch(
     interpreted: Callable[[Any], GraphBackend],
     plain: Callable[[Any, Sequence[int], int], list[int]],
 ) -> None:
-    """Three sequences, padded to four. Token by token, the device continues with its own targets."""
+    """Three sequences, padded to four rows. Token by token, the device continues with its own targets."""
     model = tiny("Llama", num_hidden_layers=1)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
@@ -128,18 +129,42 @@ def test_a_ragged_batch(
 
 
 @pytest.mark.slow
+def test_trails_and_trees_in_one_pass(interpreted: Callable[[Any], GraphBackend]) -> None:
+    """A piece of a prompt, a tree behind a page's border, and single tokens, against the eager backend."""
+    model = tiny("Llama", num_hidden_layers=1)
+    rng = random.Random(0)
+    texts = [rng.choices(range(VOCABULARY), k=count) for count in (63, 4, 0)]
+    trails, trees = ([], [9, 8, 7], [5, 6]), (random_tree(6, 1), random_tree(3, 2), root(4))
+    results = []
+    for make in (interpreted, EagerBackend):
+        backend = make(model)
+        slots = [backend.open() for _ in texts]
+        generator = torch.Generator().manual_seed(0)
+        for slot, text in zip(slots, texts, strict=True):
+            layer = tuple(torch.randn(2, len(text), 8, generator=generator) for _ in range(2))
+            backend.adopt(slot, len(text), [layer])
+        items = [greedy(*parts, logits=True) for parts in zip(slots, trails, trees, strict=True)]
+        first = [result.logits.clone() for result in backend.step(items)]
+        backend.commit([(slots[0], [2] if trees[0].parents[2] == 0 else [1]), (slots[1], ()), (slots[2], ())])
+        again = backend.step([greedy(slot, (), root(3), logits=True) for slot in slots])
+        results.append([*first, *(result.logits.clone() for result in again)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., GraphBackend]) -> None:
-    """A captured graph writes to the addresses that it was captured with. Capturing a larger step later must not free
-    that memory, as the smaller step's graph may be replayed.
+    """A captured graph writes to the addresses that it was captured with. So a step that comes later, of any size, must
+    find the workspace large enough, and all of them share it.
     """
     model = tiny("Llama", num_hidden_layers=1)
     backend = interpreted(model, processors=132)
-    given: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    given: dict[int, list[int]] = {}
 
     def noting(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = next(arg for arg in args if isinstance(arg, attention.Workspace))
         result = attention.attend(q, *args, **kwargs)
-        given[q.shape[1]] = [weakref.ref(x) for x in (work.part, work.top, work.arrived)]
+        given[len(q)] = [x.data_ptr() for x in (work.part, work.top, work.arrived, work.order)]
         return result
 
     backend.state.ops.attend = noting
@@ -148,6 +173,5 @@ def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., Graph
     backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])
     backend.step([greedy(slot, (), root(3))])
     backend.step([greedy(slot, (), random_tree(14, 0))])
-    assert set(given) == {1, 16}
-    assert {count for _, count, _ in backend._steps} == {1, 16}
-    assert all(ref() is not None for refs in given.values() for ref in refs)
+    assert {kind.rows for kind in backend._steps} == set(given) == {1, 16}
+    assert given[1] == given[16]

@@ -31,16 +31,31 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
 def test_torch_is_given_the_rows_that_make_it_invariant(
     products: Products, weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here torch adds products of fewer than 30 rows, and of 64, in another order. No step may use those."""
+    """Here torch adds products of fewer than 30 rows, of 64, and of more than 200 in another order. No step may use
+    those. A larger step runs in pieces."""
 
     def mm(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-        FakeKernel(0, usual=30 <= len(x) != 64)(x, y.t(), out)
+        FakeKernel(0, usual=30 <= len(x) != 64 and len(x) < 200)(x, y.t(), out)
 
     monkeypatch.setattr(torch, "mm", mm)
-    rows = [products.plan(weights, size).rows for size in (1, 16, 32, 64, 128, 256)]
-    assert rows == [32, 32, 32, 128, 128, 256]
+    rows = [products.plan(weights, size).rows for size in (1, 2, 16, 32, 64, 96, 128)]
+    assert rows == [32, 32, 32, 32, 96, 96, 128]
+    assert products.plan(weights, 256) == Product(256, by_torch)  # in fp32 it does not matter
+    monkeypatch.setattr(products, "dtype", torch.bfloat16)
+    assert products.plan(weights, 192) == Product(192, by_torch)
+    assert_pieces(products.plan(weights, 256), weights[0], 256)
+    assert_pieces(products.plan(weights, 768), weights[0], 768)
     monkeypatch.setattr(products, "invariant", False)
-    assert [products.plan(weights, size).rows for size in (1, 64)] == [1, 64]
+    assert [products.plan(weights, size) for size in (1, 64, 256)] == [Product(k, by_torch) for k in (1, 64, 256)]
+
+
+def assert_pieces(plan: Product, weight: torch.Tensor, rows: int) -> None:
+    """The plan is for so many rows, and each of them gets the bits that it gets among 128."""
+    assert plan.rows == rows
+    assert plan.run is not by_torch
+    x, out = torch.randn(rows, weight.shape[1]), torch.full((rows, len(weight)), torch.nan)
+    plan(x, weight, out)
+    assert torch.equal(out, (x[:, None] * weight).sum(-1))
 
 
 class FakeKernel:
@@ -65,7 +80,7 @@ def with_kernels(products: Products, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
         products._fastest.clear()
         monkeypatch.setattr(products, "library", object())
-        monkeypatch.setattr(products, "_kernels", lambda weight, rows: kernels[rows])
+        monkeypatch.setattr(products, "_kernels", lambda weight, rows: kernels.get(rows, []))
         monkeypatch.setattr(products, "_time", time)
         monkeypatch.setattr(cublaslt, "takes", lambda weight: True)
         return products
@@ -78,7 +93,7 @@ def test_the_fastest_kernel_of_the_same_bits_is_taken(
 ) -> None:
     slow, other, fast = FakeKernel(3), FakeKernel(1, usual=False), FakeKernel(2)
     many = [FakeKernel(9), *(FakeKernel(8 - i / 10) for i in range(6)), FakeKernel(5)]
-    products = with_kernels({1: [slow, other, fast], 16: [slow], 32: [other], 64: [], 128: many})
+    products = with_kernels({1: [slow, other, fast], 16: [slow], 32: [other], 128: many})
     assert products.plan(weights, 1) == Product(1, fast)
     assert products.plan(weights, 16) == Product(16, slow)
     assert products.plan(weights, 32) == products.plan(weights, 64) == Product(128, many[-1])
@@ -89,16 +104,43 @@ def test_the_first_kernel_for_128_rows_says_which_bits(
     with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
 ) -> None:
     usual, other = FakeKernel(1), FakeKernel(2, usual=False)
-    products = with_kernels({1: [usual], 16: [], 32: [], 64: [other], 128: [FakeKernel(9, usual=False), usual]})
+    products = with_kernels({1: [usual], 64: [other], 128: [FakeKernel(9, usual=False), usual]})
     assert products.plan(weights, 1) == Product(64, other)
+
+
+def test_a_large_step_has_the_bits_of_a_small_one(
+    with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kernel of its own, or else in pieces of 128 rows, the last of which may hold more rows than the step has."""
+    whole, other, slow, fast = FakeKernel(9), FakeKernel(1, usual=False), FakeKernel(3), FakeKernel(2)
+    products = with_kernels({128: [whole], 256: [other, slow, fast], 192: [other]})
+    monkeypatch.setattr(products, "dtype", torch.bfloat16)
+    assert products.plan(weights, 256) == Product(256, fast)
+    calls: list[int] = []
+    monkeypatch.setattr(FakeKernel, "__call__", noting(FakeKernel.__call__, whole, calls))
+    assert_pieces(products.plan(weights, 192), weights[0], 256)
+    assert calls[-2:] == [128, 128]
+    monkeypatch.setattr(products, "invariant", False)
+    assert products.plan(weights, 256) == Product(256, by_torch)
+
+
+def noting(call: Callable[..., None], which: FakeKernel, calls: list[int]) -> Callable[..., None]:
+    """The call, which notes the rows that this kernel is given."""
+
+    def run(kernel: FakeKernel, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        if kernel is which:
+            calls.append(len(x))
+        call(kernel, x, weight, out)
+
+    return run
 
 
 def test_torch_is_asked_where_there_is_no_kernel(
     with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products = with_kernels({rows: [] for rows in (1, 16, 32, 64, 128)})
+    products = with_kernels({})
     assert products.plan(weights, 1).run is by_torch
-    products = with_kernels({rows: [FakeKernel(1)] for rows in (1, 16, 32, 64, 128)})
+    products = with_kernels({128: [FakeKernel(1)]})
     monkeypatch.setattr(cublaslt, "takes", lambda weight: weight is not weights[1])
     assert products.plan(weights[:1], 128).run is not by_torch
     assert products.plan(weights, 128).run is by_torch
@@ -165,22 +207,27 @@ def test_rows_have_the_same_bits_in_every_size(shape: tuple[int, int], dtype: to
     weights = [torch.randn(shape, dtype=dtype, device="cuda") for _ in range(3)]
     x, out = (
         torch.randn(128, shape[1], dtype=dtype, device="cuda"),
-        torch.zeros(128, shape[0], dtype=dtype, device="cuda"),
+        torch.zeros(1024, shape[0], dtype=dtype, device="cuda"),
     )
     state = torch.cuda.get_rng_state()
-    plans = {size: products.plan(weights, size) for size in (1, 2, 16, 32, 64, 128)}
+    plans = {size: products.plan(weights, size) for size in (1, 2, 8, 16, 32, 64, 96, 128)}
+    large = {size: products.plan(weights, size) for size in (192, 256, 768, 1024)}
     assert torch.equal(torch.cuda.get_rng_state(), state)
     exact = x.double() @ weights[0].double().t()
     plans[128](x, weights[0], out)
-    assert (out - exact).abs().max() <= 2 * (torch.mm(x, weights[0].t()) - exact).abs().max()
+    assert (out[:128] - exact).abs().max() <= 2 * (torch.mm(x, weights[0].t()) - exact).abs().max()
     x, weights[0] = (part[:, torch.arange(shape[1]).flip(0)].contiguous() for part in cancelling(weights[0]))
     plans[128](x, weights[0], out)
-    whole = out.clone()
+    whole = out[:128].clone()
     for size, plan in plans.items():
         assert size <= plan.rows <= 128
         for start in range(0, 129 - plan.rows, 13):
             out.fill_(torch.nan)
             plan(x[start : start + plan.rows].clone(), weights[0], out)
             assert torch.equal(out[:size], whole[start : start + size]), (size, start)
+    for size, plan in large.items():
+        out.fill_(torch.nan)
+        plan(x.repeat(8, 1), weights[0], out)
+        assert torch.equal(out[:size], whole.repeat(8, 1)[:size]), size
     if products.library is not None:
         assert all(plan.run is not by_torch for plan in plans.values())

@@ -12,7 +12,7 @@ On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,6 +29,7 @@ from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.pages import PagePool, PageTable
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import (
+    FEW_NEEDED,
     INVARIANT_ROWS,
     MOST_NEEDED,
     PAGE,
@@ -59,16 +60,13 @@ SPARE_BYTES = 1 << 30
 class Slot:
     """A sequence: its `line` in the device's tables, its pages, and how many of its tokens are cached.
 
-    `told` pages are in the device's table. `pending` is a commit whose K/V has not moved yet: the accepted nodes of a
-    tree whose root stands at `root`.
+    `told` pages are in the device's table.
     """
 
     line: int
     table: PageTable
     length: int
     told: int = 0
-    root: int = 0
-    pending: list[int] | None = None
 
     def place(self, position: int) -> int:
         """Where a token stands in all pages. The pool's page 0 is the device's page 1."""
@@ -131,12 +129,14 @@ class GraphBackend:
             kv=self._new_kv(kv_tokens),
             buffers=buffers,
             capture=self.capture,
-            pool=torch.cuda.graph_pool_handle() if self.capture else None,
+            pool=self._new_graph_pool(),
             stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
         )
         self.pool = PagePool(self.kv.pages, PAGE)
+        self._group = self.weights.heads // self.weights.kv_heads  # query heads per K/V head
         self._steps: dict[StepKind, CapturedStep] = {}
         self._slots: dict[int, Slot] = {}
+        self._pending: list[list[int]] = []  # commits whose K/V has not moved yet: per sequence, from where to where
         self._lines = list(range(MOST_ENTRIES - 1, -1, -1))  # those of the device's tables that no slot has
         self._next_slot = 0
         self._ahead = StepAhead(self.device)
@@ -147,9 +147,17 @@ class GraphBackend:
 
     # Memory.
 
-    def _new_kv(self, tokens: int | None) -> PagedKV:
-        """Pages for so many tokens, or as many as are useful and leave enough memory."""
-        positions = min(self.max_length or LONGEST_TEXT, LONGEST_TEXT) + INVARIANT_ROWS
+    def _new_graph_pool(self) -> Any:
+        """Memory that all captured graphs share. It ends with the last graph that used it."""
+        return torch.cuda.graph_pool_handle() if self.capture else None
+
+    def _new_kv(self, tokens: int | None, longest: int = 0) -> PagedKV:
+        """Pages for so many tokens, or as many as are useful and leave enough memory.
+
+        A sequence may have `longest` tokens, or as many as the context, and a tree behind them.
+        """
+        context = min(self.max_length or LONGEST_TEXT, LONGEST_TEXT)
+        positions = context + INVARIANT_ROWS
         each, free = bytes_per_page(self.weights), self._free_bytes()
         if tokens is None:
             useful = KV_SEQUENCES * -(-positions // PAGE)
@@ -164,7 +172,8 @@ class GraphBackend:
                 f"{max(pages, least) * each / 2**30:.2f} GiB{room}; give it another number of kv_tokens (at least "
                 f"{least * PAGE}), or free some memory"
             )
-        return PagedKV(self.weights, pages, min(positions, pages * PAGE))
+        most = max(context, longest) + max(self._most_rows, INVARIANT_ROWS)
+        return PagedKV(self.weights, pages, min(most, pages * PAGE))
 
     def _free_bytes(self) -> int | None:
         """The free memory of the GPU, what torch keeps for itself included; None on a CPU."""
@@ -188,10 +197,16 @@ class GraphBackend:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a forgotten step ahead may still use what is freed here
         self._steps.clear()
-        least = PagedKV(self.weights, 1, PAGE)
-        self.state.kv = least  # the old pages are freed before the new ones are made
-        self.state.kv = self._new_kv(sequences * each * PAGE)
-        self.pool = PagePool(self.kv.pages, PAGE)
+        self.state.pool = self._new_graph_pool()
+        pages, positions = self.kv.pages, self.kv.tables.shape[1] * PAGE
+        self.state.kv = PagedKV(self.weights, 1, PAGE)  # the old pages are freed before the new ones are made
+        try:
+            self.state.kv = self._new_kv(max(sequences * each, pages) * PAGE, tokens)
+        except UnsupportedModelError:
+            self.state.kv = PagedKV(self.weights, pages, positions)
+            raise
+        finally:
+            self.pool = PagePool(self.kv.pages, PAGE)
 
     # Slots.
 
@@ -205,7 +220,7 @@ class GraphBackend:
         return slot
 
     def close(self, slot: int) -> None:
-        """Give the slot and its pages back. A commit that has not moved is dropped."""
+        """Give the slot and its pages back. What was given to `remember` stays while there is room."""
         closed = self._slots.pop(slot)
         self._lines.append(closed.line)
         self.pool.close(closed.table)
@@ -216,7 +231,22 @@ class GraphBackend:
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Take pages for so many tokens of the sequence. False if there are too few."""
-        return self.pool.reserve(self._slots[slot].table, tokens)
+        return self._has_pages(self._slots[slot], tokens)
+
+    def _has_pages(self, slot: Slot, tokens: int) -> bool:
+        """Whether the sequence has pages for so many tokens; if need be, it gets some."""
+        if not self.pool.free:  # give back what a larger tree needed before
+            self.pool.shrink(slot.table, tokens)
+            slot.told = min(slot.told, len(slot.table.pages))
+        return tokens <= self.kv.tables.shape[1] * PAGE and self.pool.reserve(slot.table, tokens)
+
+    def _need_pages(self, slot: Slot, tokens: int) -> None:
+        """Take pages for so many tokens of the sequence, or raise MemoryError."""
+        if not self._has_pages(slot, tokens):
+            raise MemoryError(
+                f"no pages for a sequence of {tokens} tokens: {self.pool.used} of {self.kv.pages} pages are in use, "
+                f"and a sequence may have {self.kv.tables.shape[1]} of them"
+            )
 
     def holds(self) -> int | None:
         """All pages, as far as a sequence's table has room for them."""
@@ -225,8 +255,6 @@ class GraphBackend:
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Let later sequences share the full pages of these tokens, which are the slot's cached ones."""
         state = self._slots[slot]
-        if state.pending:
-            self._flush([state])
         self.pool.remember(state.table, tokens[: state.length])
 
     @on_its_device
@@ -237,18 +265,38 @@ class GraphBackend:
         """
         self._ahead.forget()
         slot = self.open()
+        most = min(self._most_rows, self.kv.pages * PAGE, self.kv.tables.shape[1] * PAGE)
         try:
-            for size in sizes_to(min(tokens, self._most_rows)):
-                self._run_alone(StepInput(slot, [0] * size, NO_TREE, SamplingParams(), ()))
-                self._slots[slot].length = 0
-            for size in sizes_to(min(budget, MOST_NEEDED)):
-                continues_alone = size == 1  # so that its step ahead is captured, too
-                self.step(
-                    [StepInput(slot, (), chain([0] * size), SamplingParams(), (), continues_alone=continues_alone)]
-                )
+            for trail, nodes, needed in self._shapes(min(tokens, most), min(budget, MOST_NEEDED, most), most):
+                tree = chain([0] * nodes, needed)
+                # So that the step ahead is captured, too.
+                alone = (trail, nodes, needed) == (0, 1, 1)
+                item = StepInput(slot, [0] * trail, tree, SamplingParams(), (), continues_alone=alone)
+                known = self._steps.get(self._kind([item]))
+                if known is None or (alone and self.capture and known.graph_ahead is None):
+                    self.step([item])
+                    self._ahead.forget()
+                    self._slots[slot].length = 0
         finally:
             self._ahead.forget()
             self.close(slot)
+
+    def _shapes(self, tokens: int, budget: int, most: int) -> Iterator[tuple[int, int, int]]:
+        """Steps of one sequence that together have every kind: the lengths of trail and tree, and the needed nodes.
+
+        A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`.
+        """
+        few = 2 * SMALL_TILE // self._group
+        trees = {0, 1, few, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget}
+        before = 0
+        for size in sizes_to(min(tokens + budget, most)):
+            for tree in sorted({min(tree, budget, size) for tree in trees | {size}}, reverse=True):
+                for rows in (before + 1, min(size, most)):
+                    trail = rows - tree
+                    for needed in (tree, min(1, tree)):
+                        if 0 <= trail <= tokens:
+                            yield trail, tree, needed
+            before = size
 
     # A step.
 
@@ -266,35 +314,33 @@ class GraphBackend:
     def _has_page_ahead(self, item: StepInput) -> bool:
         """Whether the sequence has a page for the token after its next one; if need be, it gets one."""
         slot = self._slots[item.slot]
-        if slot.length + 2 > self.kv.tables.shape[1] * PAGE or not self.pool.reserve(slot.table, slot.length + 2):
+        if not self._has_pages(slot, slot.length + 2):
             return False
         self._tell_pages(slot)
         return True
 
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
-        # 1. A pass has so many rows at most: run the rest of the trails in passes before it.
+        # 1. Take the pages first: without them, nothing has happened yet.
         items = list(inputs)
+        self._check_trees([len(item.tree) for item in items])
+        for item in items:
+            slot = self._slots[item.slot]
+            self._need_pages(slot, slot.length + len(item.trail) + len(item.tree))
+        # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
         while sum(len(item.trail) + len(item.tree) for item in items) > self._most_rows:
             place = max(range(len(items)), key=lambda i: len(items[i].trail))
             trail = items[place].trail
-            if not trail:
-                raise ValueError(
-                    f"trees of {sum(len(item.tree) for item in items)} tokens in a pass of {self.most_rows}"
-                )
             self._run_alone(replace(items[place], trail=trail[: self._most_rows], tree=NO_TREE))
             items[place] = replace(items[place], trail=trail[self._most_rows :])
-        # 2. Choose the captured step.
+        # 3. Choose the captured step.
         step = self._captured_step(items)
-        # 3. Fill the packet, and go.
+        # 4. Fill the packet, and go.
         packet, starts, lengths = step.packet, [], []
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
         for item in items:
             slot = self._slots[item.slot]
-            end = slot.length + len(item.trail) + len(item.tree)
-            if not self.pool.reserve(slot.table, end):
-                raise MemoryError(f"no pages for a sequence of {end} tokens; {self.kv.pages} pages are in use")
             self._tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
             if step.kind.drawn:
@@ -306,30 +352,43 @@ class GraphBackend:
         step.run()
         return RunningStep(step, items, starts, lengths, 0, stream_of(self.device))
 
+    def _check_trees(self, sizes: Sequence[int]) -> None:
+        """Raise ValueError for trees that do not fit into a pass."""
+        if sum(sizes) > self._most_rows:
+            raise ValueError(f"trees of {sum(sizes)} tokens in a pass of {self._most_rows}")
+        if max(sizes) > MOST_NEEDED:
+            raise ValueError(f"a tree of {max(sizes)} tokens; at most {MOST_NEEDED} are captured")
+
     def _run_alone(self, item: StepInput) -> None:
         """Run a pass of one trail, and wait for it: its packet may be written again then."""
         self._start([item]).wait()
 
     def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
         """The captured step for these inputs; it is captured when it runs first."""
-        rows = bucket(sum(len(item.trail) + len(item.tree) for item in items))
-        needed = needed_bucket(rows, sum(len(item.tree.needed) for item in items))
-        group, largest = self.weights.heads // self.weights.kv_heads, max(len(item.tree) for item in items)
-        small = all(self._is_small(item, group) for item in items)
-        block = SMALL_TILE if small else LARGE_TILE
-        tiles = sum(-(-len(rows) * group // block) for item in items for rows in (item.trail, item.tree.tokens))
-        alone = tiles * self.weights.kv_heads >= self.state.ops.processors
-        drawn = any(item.uniforms for item in items)
-        kind = StepKind(rows, needed, drawn, small, alone, self.invariant and largest <= INVARIANT_ROWS)
+        kind = self._kind(items)
         step = self._steps.get(kind)
         if step is None:
             step = self._steps[kind] = CapturedStep(self.state, kind)
         return step
 
-    def _is_small(self, item: StepInput, group: int) -> bool:
-        """Whether an input is served best by small tiles of attention: if it has few queries, or little to read."""
-        trail, nodes = len(item.trail) * group, len(item.tree) * group
-        return nodes <= 2 * SMALL_TILE and (trail <= 2 * SMALL_TILE or self._slots[item.slot].length + trail <= SHORT)
+    def _kind(self, items: Sequence[StepInput]) -> StepKind:
+        """The kind of a step of these inputs."""
+        rows = needed = largest = small_tiles = large_tiles = 0
+        small, drawn, group = True, False, self._group
+        for item in items:
+            trail, nodes = len(item.trail), len(item.tree.tokens)
+            rows, needed, largest = rows + trail + nodes, needed + len(item.tree.needed), max(largest, nodes)
+            drawn = drawn or bool(item.uniforms)
+            # Small tiles serve best who has few queries, or little to read.
+            few = 2 * SMALL_TILE // group
+            small = small and nodes <= few and (trail <= few or self._slots[item.slot].length + trail <= SHORT)
+            for count in (trail, nodes):
+                small_tiles += -(-count * group // SMALL_TILE)
+                large_tiles += -(-count * group // LARGE_TILE)
+        rows = bucket(rows)
+        alone = (small_tiles if small else large_tiles) * self.weights.kv_heads >= self.state.ops.processors
+        invariant = self.invariant and largest <= INVARIANT_ROWS
+        return StepKind(rows, needed_bucket(rows, needed), drawn, small, alone, invariant)
 
     def _tell_pages(self, slot: Slot) -> None:
         """Tell the device which pages the sequence has got since it was told last."""
@@ -339,21 +398,22 @@ class GraphBackend:
             slot.told = len(pages)
 
     def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
-        """The commits that the next packet carries, and their moves; see `Packet`. The commits are then done."""
-        pending = [slot for slot in self._slots.values() if slot.pending]
-        if len(pending) > most or sum(len(slot.pending or ()) for slot in pending) > most_moves:
-            self._flush(pending)
-            return [], []
-        return _moves(pending)
+        """The commits that the next packet carries, and their moves; see `Packet`. They then count as done."""
+        if len(self._pending) > most or sum(map(len, self._pending)) > 2 * most_moves:
+            self._flush()
+        pending, self._pending = self._pending, []
+        return _flat(pending)
 
     @on_its_device
     @torch.inference_mode()
-    def _flush(self, pending: Sequence[Slot]) -> None:
-        """Move the accepted K/V of these pending commits now, without a step."""
+    def _flush(self) -> None:
+        """Move the accepted K/V of all pending commits now, without a step."""
         self._ahead.forget()
-        commits, moves = (torch.tensor(part, dtype=torch.int32).view(-1, 2) for part in _moves(pending))
-        counts = torch.tensor([0, len(commits)], dtype=torch.int32)
-        self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
+        pending, self._pending = self._pending, []
+        if pending:
+            commits, moves = (torch.tensor(part, dtype=torch.int32).view(-1, 2) for part in _flat(pending))
+            counts = torch.tensor([0, len(commits)], dtype=torch.int32)
+            self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
 
     @on_its_device
     @torch.inference_mode()
@@ -370,7 +430,7 @@ class GraphBackend:
             output = StepOutput(results[start:end, 0].tolist())
             if item.top:
                 output.top = step.top.best(results[start:end], item.top)
-            if item.logits:
+            if item.logits and end > start:
                 output.logits = self.state.buffers.logits[start:end].clone()
             outputs.append(output)
         self._ahead.collected(running, outputs)
@@ -384,7 +444,13 @@ class GraphBackend:
         """Keep the root and these nodes. The root's K/V is in place; that of the nodes is moved by the next step."""
         for number, path in accepted:
             slot = self._slots[number]
-            slot.root, slot.pending = slot.length, list(path)
+            if path and path[-1] != len(path):  # some nodes do not stand right behind the root
+                # They are noted as places in the pages, because the sequence may give some of its pages back, or end,
+                # before they move. That is no harm: a step moves them before it writes anything.
+                moves: list[int] = []
+                for target, node in enumerate(path, start=1):
+                    moves += slot.place(slot.length + node), slot.place(slot.length + target)
+                self._pending.append(moves)
             slot.length += 1 + len(path)
 
     # K/V from and for elsewhere.
@@ -395,10 +461,12 @@ class GraphBackend:
         """Take over a sequence's K/V: per layer, keys and values [Hkv, n, D] of the last n of `length` tokens."""
         if any(offset):
             raise ValueError(f"the graph backend's positions are places, and cannot be moved by {tuple(offset)}")
-        self._ahead.forget()  # it has read the slot's old K/V
+        self._flush()  # a pending move might write to the pages that are taken now
         state = self._slots[slot]
-        if not self.pool.reserve(state.table, length):
-            raise MemoryError(f"no pages for a sequence of {length} tokens; {self.kv.pages} pages are in use")
+        if state.table.digests:  # it has pages that others may share
+            self.pool.shrink(state.table, 0)
+            state.told = 0
+        self._need_pages(state, length)
         self.kv.write([page + 1 for page in state.table.pages], length, layers)
         state.length = length
 
@@ -407,25 +475,21 @@ class GraphBackend:
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]."""
         state = self._slots[slot]
-        if state.pending:
-            self._flush([state])
+        self._flush()
         return self.kv.read([page + 1 for page in state.table.pages], state.length)
 
 
-def chain(tokens: Sequence[int]) -> TokenTree:
-    """A tree that is a single chain of these tokens, none of whose logits are needed."""
+def chain(tokens: Sequence[int], needed: int = 0) -> TokenTree:
+    """A tree that is a single chain of these tokens. The logits of the first `needed` are needed."""
     size = len(tokens)
-    return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), [])
+    return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), list(range(needed)))
 
 
-def _moves(pending: Sequence[Slot]) -> tuple[list[int], list[int]]:
-    """The commits and moves of these slots, flat, as the packet has them. The commits then count as done."""
+def _flat(pending: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """The commits and moves of some sequences, flat, as the packet has them."""
     commits: list[int] = []
     moves: list[int] = []
-    for slot in pending:
-        path = slot.pending or []
-        commits += len(moves) // 2, len(path)
-        for number, node in enumerate(path, start=1):
-            moves += slot.place(slot.root + node), slot.place(slot.root + number)
-        slot.pending = None
+    for own in pending:
+        commits += len(moves) // 2, len(own) // 2
+        moves += own
     return commits, moves

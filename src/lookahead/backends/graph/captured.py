@@ -81,7 +81,7 @@ class Buffers:
 
     def __init__(self, weights: Weights, ops: Ops, most_rows: int) -> None:
         w, like = weights, weights.embedding
-        rows = max(most_rows, INVARIANT_ROWS)  # a product may be given so many
+        rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be given so many
         hidden, inner = like.shape[1], w.layers[0].down.shape[1]
 
         def new(width: int, count: int = rows) -> torch.Tensor:

@@ -30,6 +30,7 @@ class PagedKV:
         self._host_tables = torch.zeros(MOST_ENTRIES, longest, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.cosine, self.sine = w.tables(longest * PAGE)
 
+    @torch.inference_mode()
     def set_table(self, line: int, pages: Sequence[int], first: int = 0) -> None:
         """Tell the device a sequence's pages from number `first` on. It is told before the next step runs."""
         end = len(pages)
@@ -38,10 +39,14 @@ class PagedKV:
 
     def write(self, pages: Sequence[int], length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put each layer's keys and values [Hkv, n, D] of the last n of `length` tokens into pages."""
-        index = torch.tensor(pages, device=self.cache.device)
+        index = torch.tensor(pages, dtype=torch.long, device=self.cache.device)
         for number, pair in enumerate(layers):
             for i, part in enumerate(pair):
-                place = torch.arange(length - part.shape[1], length, device=self.cache.device)
+                first = length - part.shape[1]
+                place = torch.arange(length, device=self.cache.device)
+                if first > 0:  # out of a sliding window's sight, but they must be numbers
+                    self.cache[number, i, index[place[:first] // PAGE], :, place[:first] % PAGE] = 0
+                place = place[first:]
                 self.cache[number, i, index[place // PAGE], :, place % PAGE] = part.transpose(0, 1).to(self.cache.dtype)
 
     def read(self, pages: Sequence[int], length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

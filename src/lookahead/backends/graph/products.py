@@ -56,7 +56,10 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def by_pieces(run: Run) -> Run:
-    """Run a product INVARIANT_ROWS rows at a time: for GPUs where a product of more rows adds in another order."""
+    """Run a product INVARIANT_ROWS rows at a time: for GPUs where a product of more rows adds in another order.
+
+    x must have a multiple of INVARIANT_ROWS rows: `run` is right for so many, and not for less.
+    """
 
     def run_pieces(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         for start in range(0, len(x), INVARIANT_ROWS):
@@ -102,7 +105,7 @@ class Products:
         piece = self.plan(weights, INVARIANT_ROWS).run
         if piece is by_torch and same_bits(by_torch, *self._expected(weights[0], by_torch), size):
             return Product(size, by_torch)
-        return Product(size, by_pieces(piece))
+        return Product(-(-size // INVARIANT_ROWS) * INVARIANT_ROWS, by_pieces(piece))
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
         """How many rows to give torch's product, so that each row gets the bits that it gets among INVARIANT_ROWS.

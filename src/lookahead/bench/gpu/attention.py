@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from lookahead.algorithm.tree import packed_visibility
-from lookahead.backends.graph.kernels import attention, depths, tiles
+from lookahead.backends.graph.captured import SMALL_TILE, most_tiles
+from lookahead.backends.graph.kernels import attention, depths, fused, tiles
+from lookahead.backends.graph.kernels.rows import Rows, new_rows
+from lookahead.backends.graph.packet import Packet
+from lookahead.backends.graph.sizes import PAGE, bucket
 from lookahead.bench.gpu.timing import graphed, median_ms, tree_of
 
 HEADS = ((64, 64, 64), (32, 32, 128), (32, 8, 128))
 """(heads, K/V heads, dimension)."""
 COUNTS, CONTEXTS = (1, 121), (1024, 2048, 16384)
+"""Rows of one sequence, and its prefixes."""
+SEVERAL, SEVERAL_CONTEXTS = ((16, 1), (16, 8)), (1024, 2048)
+"""Several sequences and the rows of each, and their prefixes."""
 CACHED = 2e8
 """Bytes of K/V that are read in turn, so that none of it is in the device's own cache."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`sequences` trees of `count` nodes each, every one behind its own prefix of `context` tokens."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    sequences: int
+    count: int
+    context: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def bytes(self) -> int:
+        """The K/V that a step reads, in bf16."""
+        return 2 * self.sequences * self.kv_heads * (self.context + self.count) * self.dim * 2
 
 
 def attention_records() -> Iterator[dict[str, Any]]:
@@ -24,58 +52,79 @@ def attention_records() -> Iterator[dict[str, Any]]:
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / median_ms(lambda: target.copy_(source)) * 1e3
-    for heads, kv_heads, dim in HEADS:
+    for heads in HEADS:
         for count in COUNTS:
             for context in CONTEXTS:
-                yield from _case(heads, kv_heads, dim, count, context, bandwidth)
+                yield from _records(Case(*heads, 1, count, context), bandwidth)
+        for sequences, count in SEVERAL:
+            for context in SEVERAL_CONTEXTS:
+                yield from _records(Case(*heads, sequences, count, context), bandwidth)
 
 
-def _case(heads: int, kv_heads: int, dim: int, count: int, context: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+def _records(case: Case, bandwidth: float) -> Iterator[dict[str, Any]]:
     device, dtype = torch.device("cuda"), torch.bfloat16
-    integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    capacity = context + 512
-    sets = max(2, int(CACHED // (2 * kv_heads * capacity * dim * 2)) + 1)
-    caches = [torch.randn(2, 1, kv_heads, capacity, dim, device=device, dtype=dtype) for _ in range(sets)]
-    q = torch.randn(1, count, heads, dim, device=device, dtype=dtype)
-    tree = tree_of(count)
-    bits = torch.from_numpy(packed_visibility(tree.parents).view("<i4").copy())[None].to(device)
-    places: dict[str, Any] = {
-        "lanes": torch.zeros(1, **integers),
-        "lengths": torch.tensor([context], **integers),
-        "positions": torch.tensor([[context + d for d in tree.depths]], **integers),
-        "bits": bits,
-    }
-    out, work, scale = torch.empty_like(q), attention.Workspace(device), dim**-0.5
+    sets, scale = max(2, int(CACHED // case.bytes) + 1), case.dim**-0.5
+    size, each = bucket(case.sequences * case.count), -(-(case.context + case.count) // PAGE)
+    q = torch.randn(size, case.heads, case.dim, device=device, dtype=dtype)
+    sdpa = median_ms(graphed(_dense(case, q, sets, scale)), repeats=10) / sets * 1e3
+    shape = (2, case.sequences * each + 1, case.kv_heads, PAGE, case.dim)
+    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(sets)]
+    # Pages in any order, as sequences take them when they grow.
+    tables = (torch.randperm(case.sequences * each, device=device) + 1).to(torch.int32).view(case.sequences, each)
+    out = torch.empty_like(q)
 
-    def ours(cut: Any, order: Any) -> None:
+    def ours(rows: Rows, work: attention.Workspace, cut: tiles.Tiles) -> None:
         for keys, values in caches:
-            attention.attend(q, keys, values, **places, out=out, work=work, scale=scale, tiles=cut, order=order)
+            attention.attend(q, keys, values, rows, out, work, cut, scale=scale)
 
-    node = torch.arange(count, device=device)
-    seen = (bits[0][:, node // 32] >> (node % 32)) & 1 == 1
-    mask = torch.zeros(1, 1, count, (context + count + 15) // 16 * 16, device=device, dtype=dtype)
-    mask = mask[..., : context + count]
-    mask[0, 0, :, context:].masked_fill_(~seen, float("-inf"))
-    query, grouped = q.transpose(1, 2), heads != kv_heads
+    for invariant in (True, False):
+        rows, work, cut = _planned(case, tables, invariant)
+        us = median_ms(graphed(partial(ours, rows, work, cut)), repeats=10) / sets * 1e3
+        yield {
+            "heads": case.heads, "kv_heads": case.kv_heads, "dim": case.dim, "sequences": case.sequences,
+            "K": case.count, "context": case.context, "invariant": invariant,
+            "us": round(us, 1), "sdpa_us": round(sdpa, 1), "speedup": round(sdpa / us, 2),
+            "of_copy_bandwidth": round(case.bytes / bandwidth * 1e6 / us, 2), "copy_tb_s": round(bandwidth / 1e12, 2),
+        }  # fmt: skip
 
-    def dense() -> None:
+
+def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, attention.Workspace, tiles.Tiles]:
+    """What a captured step gives the kernel: the step's rows, the workspace, and how it is cut."""
+    size, small = bucket(case.sequences * case.count), case.count * case.group <= 2 * SMALL_TILE
+    cut = tiles.tiles_for(size, case.heads, case.kv_heads, case.dim, small=small, alone=False, invariant=invariant)
+    count = most_tiles(size, case.group, cut.block_m)
+    packet = Packet(size, size, count, pinned=False)
+    packet.begin()
+    for sequence in range(case.sequences):
+        packet.put(sequence, case.context, (), tree_of(case.count), (case.group, cut.block_m))
+    packet.end((), ())
+    rows = new_rows(packet.views(packet.host.to(tables.device)), tables, size)
+    fused.place_nodes(rows)
+    work = attention.Workspace(tables.device)
+    work.reserve(size, count, cut, case.heads, case.kv_heads, case.dim)
+    if cut.reach:  # the trees' nodes by depth, once for all layers
+        depths.order_by_depth(rows, work.order, cut, case.group)
+    return rows, work, cut
+
+
+def _dense(case: Case, q: torch.Tensor, sets: int, scale: float) -> partial[None]:
+    """SDPA over K/V in one piece per sequence, with a dense mask."""
+    total, tree = case.context + case.count, tree_of(case.count)
+    caches = [q.new_empty(2, case.sequences, case.kv_heads, total, case.dim).normal_() for _ in range(sets)]
+    query = q[: case.sequences * case.count].view(case.sequences, case.count, case.heads, case.dim).transpose(1, 2)
+    mask = q.new_zeros(1, 1, case.count, (total + 15) // 16 * 16)[..., :total]
+    for node in range(case.count):
+        seen, above = {node}, tree.parents[node]
+        while above >= 0:
+            seen.add(above)
+            above = tree.parents[above]
+        hidden = [case.context + other for other in range(case.count) if other not in seen]
+        mask[0, 0, node, hidden] = float("-inf")
+
+    def run() -> None:
         for keys, values in caches:
-            k, v = keys[:, :, : context + count], values[:, :, : context + count]
             torch.nn.functional.scaled_dot_product_attention(
-                query, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale
+                query, keys, values, attn_mask=mask, enable_gqa=case.group > 1, scale=scale
             )
 
-    sdpa = median_ms(graphed(dense), repeats=10) / sets * 1e3
-    floor = 2 * kv_heads * (context + count) * dim * 2 / bandwidth * 1e6
-    for invariant in (True, False):
-        cut, order = tiles.tiles_for(1, count, heads, kv_heads, dim), None
-        if invariant:  # the tree's nodes by depth, once for all layers
-            cut, group = tiles.invariant_tiles(count, heads, kv_heads, dim), heads // kv_heads
-            order = depths.new_order(1, count, cut, group, device)
-            depths.order_by_depth(places["positions"], places["lengths"], bits, order, cut, group)
-        us = median_ms(graphed(partial(ours, cut, order)), repeats=10) / sets * 1e3
-        yield {
-            "heads": heads, "kv_heads": kv_heads, "dim": dim, "K": count, "context": context, "invariant": invariant,
-            "us": round(us, 1), "sdpa_us": round(sdpa, 1), "speedup": round(sdpa / us, 2),
-            "of_copy_bandwidth": round(floor / us, 2), "copy_tb_s": round(bandwidth / 1e12, 2),
-        }  # fmt: skip
+    return partial(run)

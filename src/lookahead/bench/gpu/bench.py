@@ -89,13 +89,17 @@ class GpuBench:
     def large(self) -> Any:
         return self.shaped(getattr(torch, self.options.dtype))
 
-    def backend(self, model: Any = None, *, invariant: bool = True) -> GraphBackend:
-        """A new backend. What the one before it held is given back."""
+    def free(self) -> None:
+        """Give back what the last backend held."""
         gc.collect()  # a backend and its captured steps hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def backend(self, model: Any = None, *, invariant: bool = True, kv_tokens: int | None = None) -> GraphBackend:
+        """A new backend. What the one before it held is given back."""
+        self.free()
         with torch.inference_mode(False):
-            return GraphBackend(self.large if model is None else model, invariant=invariant)
+            return GraphBackend(self.large if model is None else model, invariant=invariant, kv_tokens=kv_tokens)
 
     @property
     def invariances(self) -> tuple[bool, ...]:

@@ -57,7 +57,7 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
     ),
     "attention": (
         "Attention",
-        "heads kv_heads dim K context invariant us sdpa_us speedup of_copy_bandwidth",
+        "heads kv_heads dim sequences K context invariant us sdpa_us speedup of_copy_bandwidth",
         "Of a step's tree, against SDPA with a dense mask over the live prefix.",
     ),
     "exact": ("Exactness", "method set prompts identical identical_to_own S", "fp32, TF32 off."),

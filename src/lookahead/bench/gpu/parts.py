@@ -12,7 +12,7 @@ import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.sizes import bucket
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
 from lookahead.bench.gpu.bench import METHODS, GpuBench
 from lookahead.bench.gpu.timing import ROOM, products_ms, step_ms
 from lookahead.bench.run.decode import Decoded, decode
@@ -52,10 +52,12 @@ def step(bench: GpuBench) -> None:
 
 
 def context(bench: GpuBench) -> None:
-    """A step by context, and the memory beside the weights: K/V, and the steps of every size up to K."""
+    """A step by context, and the memory beside the weights: one sequence's K/V, and the steps of every size up to K."""
+    bench.backend()  # fuses the weights
     for tokens, count in product(CONTEXTS, (1, 128)):
-        backend = bench.backend()
+        bench.free()
         before = torch.cuda.memory_allocated()  # 0 without CUDA
+        backend = bench.backend(kv_tokens=tokens + ROOM + INVARIANT_ROWS)
         device, wall = step_ms(backend, count, tokens)
         held = torch.cuda.memory_allocated() - before
         record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
@@ -69,7 +71,8 @@ def speed(bench: GpuBench) -> None:
     longest = max(map(len, everything)) + bench.options.max_tokens
     for invariant in bench.invariances:
         backend = bench.backend(invariant=invariant)
-        # Everything is captured before it is timed. There is room for `gap`, too: a buffer that grows drops all graphs.
+        # Everything is captured before it is timed. There is room for `gap`, too: larger pages would drop all graphs.
+        backend.check_room(1, longest + ROOM)
         backend.prepare(longest + ROOM, max(config.budget for config in METHODS.values()))
         plain: dict[str, list[list[int]]] = {}
         for name, config in METHODS.items():

@@ -72,6 +72,7 @@ def step_ms(backend: GraphBackend, count: int, context: int) -> tuple[float, flo
 
     Only the root is kept of a step, so that the context grows by one token with each.
     """
+    backend.check_room(1, context + ROOM)
     backend.prepare(context + ROOM, count)
     slot, rng = backend.open(), random.Random(0)
     vocabulary = min(1000, backend.vocab_size)
