@@ -23,9 +23,9 @@ def attend(
 ) -> torch.Tensor:
     """As `attention.attend`, with a dense mask, in the dtype of `q`. `work` and `tiles` are ignored."""
     heads, kv_heads, page = q.shape[1], keys.shape[1], keys.shape[2]
-    for entry, (slot, length, first, trail, nodes) in enumerate(rows.entries.tolist()):
-        if not (rows.entry_of == entry).any():
-            continue
+    entries = rows.entries.tolist()
+    for entry in sorted(set(rows.entry_of.tolist()) - {-1}):
+        slot, length, first, trail, nodes = entries[entry]
         end, root, last = length + trail, first + trail, first + trail + nodes
         pages = rows.tables[slot, : -(-(end + nodes) // page)].long()
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
