@@ -276,7 +276,7 @@ def test_buckets() -> None:
         ([0], [129], 192, 192, False, False),
         ([0] * 5, [16] * 5, 96, 96, True, True),
         ([0] * 5, [16, 16, 17, 1, 1], 64, 64, False, True),
-        ([100], [1], 128, 64, False, True),
+        ([100], [1], 128, 64, True, True),  # a short prompt
         ([300], [0], 384, 64, False, True),
         ([300, 0, 4], [0, 40, 40], 384, 384, False, True),
         ([3, 0], [1, 1], 8, 8, True, True),
@@ -919,8 +919,9 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     backend = GraphBackend(model)
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     slot = backend.open()
-    backend.step([greedy(slot, PROMPTS[2], random_tree(20, 0))])
-    backend.commit([(slot, [1])])
+    tree, path = skipping_tree(20, 2)
+    backend.step([greedy(slot, PROMPTS[2], tree)])
+    backend.commit([(slot, path)])
     state = backend._slots[slot]
     assert backend._pending
     assert len(state.table.pages) > 0
@@ -1414,12 +1415,12 @@ def test_prepare_knows_every_kind(
 
     def kind(trail: int, nodes: int, needed: int) -> StepKind:
         tree = graph.chain([0] * nodes, needed)
-        return backend._kind([StepInput(0, range(trail), tree, SamplingParams(), ())])
+        return backend._kind([StepInput(slot, range(trail), tree, SamplingParams(), ())])
 
     monkeypatch.setattr(backend, "step", lambda items: kinds.add(backend._kind(items)))  # and captures nothing
     backend.prepare(tokens, budget)
-    budget = min(budget, most)
-    shapes = [(trail, nodes) for nodes in range(budget + 1) for trail in range(min(tokens, most - nodes) + 1)]
+    budget, slot = min(budget, most), backend.open()
+    shapes = [(trail, nodes) for nodes in range(budget + 1) for trail in range(min(tokens, most - nodes) + 1)][1:]
     wanted = {kind(*shape, needed) for shape in shapes for needed in {min(1, shape[1]), min(64, shape[1]), shape[1]}}
     assert kinds == wanted
 

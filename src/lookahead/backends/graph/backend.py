@@ -287,7 +287,7 @@ class GraphBackend:
         A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`.
         """
         few = 2 * SMALL_TILE // self._group
-        trees = {0, 1, few, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget}
+        trees = {0, 1, few, few + 1, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget}
         before = 0
         for size in sizes_to(min(tokens + budget, most)):
             for tree in sorted({min(tree, budget, size) for tree in trees | {size}}, reverse=True):
