@@ -74,7 +74,7 @@ class DecodingSequence:
     @property
     def continues_alone(self) -> bool:
         """True when this sequence never guesses, so its next step needs only this step's token."""
-        return self.left > 1 and self.sampling.greedy and not self._sources and not self._window.width
+        return self.left > 1 and not self._sources and not self._window.width
 
     def propose(self, together: int = 1) -> TokenTree:
         """The next step's tree. `together` is how many sequences share the step's budget."""
@@ -114,11 +114,23 @@ class DecodingSequence:
         if self.sampling.greedy:
             return []
         generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
-        while len(self._uniforms) <= generated + max(depths, default=0):
-            self._uniforms.append(self._random.random())
+        self._draw_uniforms(generated + max(depths, default=0) + 1)
         ahead = self._uniforms[generated:]
         window = len(tree.needed) - 1 - len(depths)
         return [ahead[0], *[NO_DRAW] * window, *[ahead[depth] for depth in depths]]
+
+    def next_uniforms(self, count: int) -> list[float]:
+        """The uniforms of the output positions after the next one. None of them for greedy decoding."""
+        if self.sampling.greedy:
+            return []
+        first = self.stats.generated_tokens + 1
+        self._draw_uniforms(first + count)
+        return self._uniforms[first : first + count]
+
+    def _draw_uniforms(self, count: int) -> None:
+        """Draw the uniforms of the first `count` output positions, as far as they have not been drawn yet."""
+        while len(self._uniforms) < count:
+            self._uniforms.append(self._random.random())
 
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""

@@ -11,7 +11,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
-from lookahead.backends.base import Backend, StepInput
+from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
 from lookahead.config import SamplingParams
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, Verifier
@@ -193,6 +193,8 @@ class Engine:
             return StepInput(request.slot, part.trail, tree, GREEDY, (), top, logits=True)
         item = StepInput(request.slot, part.trail, tree, sequence.sampling, sequence.uniforms(tree), top)
         item.continues_alone = only_pass and sequence.continues_alone
+        if item.continues_alone:
+            item.next_uniforms = sequence.next_uniforms(MOST_AHEAD)
         return item
 
     def _learn_while_running(self, parts: Sequence[Part]) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 PAGE = 64
 """Tokens per page of the K/V. Attention reads keys in blocks of 64, so that a block lies in one page."""
-ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+ROW_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
 """Captured numbers of rows, of all sequences together. Padding costs little up to about 128 rows, because a GPU waits
 for the weights to be read anyway; beyond that every row costs."""
 MOST_NEEDED = 512
