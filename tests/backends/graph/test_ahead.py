@@ -42,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
     def note_step(captured: CapturedStep) -> None:
-        told.append("step" if captured.packet._next_needed else "prompt")
+        told.append("step" if captured.packet._needed else "prompt")
         step(captured)
 
     def note_ahead(captured: CapturedStep, turn: int) -> None:
@@ -269,11 +269,21 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
     assert set(ran) == {"step", "wait for b"}
 
 
-def test_not_where_tokens_are_drawn_or_judged(device: str, ran: list[str]) -> None:
+@pytest.mark.parametrize("count", [20, 33, 34, 80])
+def test_drawn_tokens(device: str, ran: list[str], count: int) -> None:
+    """The device has the uniforms of the next 32 positions. Then the host sends more. The tokens are the eager
+    backend's."""
+    eager, backend = (kind(tiny("Llama", device=device)) for kind in (EagerBackend, GraphBackend))
+    expected = outputs(eager, PROMPTS, AUTOREGRESSIVE, count, sampling=SAMPLING)
+    assert outputs(backend, PROMPTS, AUTOREGRESSIVE, count, sampling=SAMPLING) == expected
+    ran.clear()
+    assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE, count, sampling=SAMPLING) == expected[:1]
+    assert ran == ["step", *(["step", *["ahead"] * 32] * 3)[: count - 1]]
+
+
+def test_not_where_tokens_are_judged(device: str, ran: list[str]) -> None:
     """The device does not know the next token then, so no step runs ahead. The tokens are the eager backend's."""
     eager, backend = (kind(tiny("Llama", device=device)) for kind in (EagerBackend, GraphBackend))
-    expected = outputs(eager, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING)
-    assert outputs(backend, PROMPTS, AUTOREGRESSIVE, sampling=SAMPLING) == expected
     sequence = sequence_of(PROMPTS[0])
     engine = Engine(backend)
     engine.submit(Request(sequence, PathVerifier([sequence], torch.tensor([PROMPTS[0]], device=device), Rule())))

@@ -66,8 +66,10 @@ class StepAhead:
 
     def may_follow(self, before: RunningStep) -> bool:
         """Whether the inputs of the step after `before` are known."""
-        known = before.ahead < MOST_AHEAD and all(item.continues_alone and is_plain(item) for item in before.inputs)
-        return known and not self._paused
+        if self._paused or not all(item.continues_alone and is_plain(item) for item in before.inputs):
+            return False
+        drawn = [item for item in before.inputs if item.uniforms]
+        return not drawn or (before.ahead < MOST_AHEAD and all(item.next_uniforms for item in drawn))
 
     def start(self, before: RunningStep) -> None:
         """Start the step after `before`, whose inputs are known and have pages for it."""

@@ -58,17 +58,20 @@ def by_torch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.t(), out=out)
 
 
-def by_pieces(run: Run, rows: int) -> Run:
-    """Run a product so many rows at a time, where a product of all rows is slower or adds in another order.
+@dataclass(frozen=True)
+class Pieces:
+    """A product that runs `rows` rows at a time, where a product of all rows is slower or adds in another order.
 
-    x must have a multiple of so many rows: `run` is right for these, and not for less.
+    x [a multiple of rows, inner]: `run` is right for so many rows, and not for less.
     """
 
-    def run_pieces(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        for start in range(0, len(x), rows):
-            run(x[start : start + rows], weight, out[start : start + rows])
+    run: Run
+    rows: int
 
-    return run_pieces
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        for start in range(0, len(x), self.rows):
+            piece = slice(start, start + self.rows)
+            self.run(x[piece], weight, out[piece])
 
 
 @cache
@@ -108,7 +111,7 @@ class Products:
         piece = self.plan(weights, INVARIANT_ROWS).run
         if piece is by_torch and same_bits(by_torch, *self._expected(weights[0], by_torch), size):
             return Product(size, by_torch)
-        return Product(-(-size // INVARIANT_ROWS) * INVARIANT_ROWS, by_pieces(piece, INVARIANT_ROWS))
+        return Product(-(-size // INVARIANT_ROWS) * INVARIANT_ROWS, Pieces(piece, INVARIANT_ROWS))
 
     def _torch_rows(self, weight: torch.Tensor, size: int) -> int:
         """How many rows to give torch's product, so that each row gets the bits that it gets among INVARIANT_ROWS.
@@ -136,7 +139,7 @@ class Products:
             found = list(self._same_bits(weights[0], rows))
             for piece in PIECES:
                 if rows > piece and rows % piece == 0 and (kernel := self._fastest_of(weights, piece)) is not None:
-                    found.append(by_pieces(kernel, piece))
+                    found.append(Pieces(kernel, piece))
             for times, keep in ((1, FINALISTS), (5, 1)):
                 timed = [(self._time(run, weights, rows, times), place) for place, run in enumerate(found)]
                 found = [found[place] for _, place in sorted(timed)[:keep]]
