@@ -258,6 +258,7 @@ typedef struct {
     int32_t first_origin, room, max_depth, branch;
     int32_t text_end[3];
     double taught; /* what a guess is worth for what it teaches, in tokens */
+    double floor;  /* the first guess that scores less ends the search */
 } Draft;
 
 typedef struct {
@@ -474,6 +475,7 @@ int32_t draft_grow(const Draft *d) {
     while (count <= d->room) {
         if (taken[count - 1].depth < d->max_depth) offer(heap, &size, taken, count - 1, trie, tables, d);
         if (!take(heap, &size, taken, count, &d->origins[count - 1], trie, d->rates)) break;
+        if (taken[count].score < d->floor) break;
         count++;
     }
     int32_t kept = (d->cost ? worth(taken, count, d) : count) - 1;

@@ -39,7 +39,7 @@ class _Draft(Structure):
         *[(name, c_int32) for name in ("rate_count", "cost_count", "chain_token_count", "chain_count")],
         *[(name, c_int32) for name in ("first_origin", "room", "max_depth", "branch")],
         ("text_end", c_int32 * 3),
-        ("taught", c_double),
+        *[(name, c_double) for name in ("taught", "floor")],
     )
 
 
@@ -120,7 +120,7 @@ class NativeDrafter:
             *[first + 4 * start for start in starts], _address(scores),
             len(draft.rates), 0 if times is None else len(times), len(draft.chain_tokens), len(draft.chain_lengths),
             0 if tables is None else tables.first_origin, room, min(limits.max_depth, room), limits.branch,
-            draft.text_end, 0.0 if tables is None else TAUGHT,
+            draft.text_end, 0.0 if tables is None else TAUGHT, limits.floor,
         )  # fmt: skip
         count = _check(self._c.draft_grow(addressof(c_draft)))
         tokens, parents, depths, origins = (numbers[start : start + count] for start in starts)
