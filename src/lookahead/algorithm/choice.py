@@ -64,11 +64,9 @@ def choose_trees(
             filled = max(filled, config.budget)
         kept.append(own)
     # 3. The step takes the best of all.
+    most = sum(len(offer.guesses.scores) for offer, own in zip(offers, kept, strict=True) if own or cost is not None)
     if cost is None:
-        filled -= sum(layout.size for layout, own in zip(layouts, kept, strict=True) if not own)
-        most = filled + sum(len(offer.guesses.scores) for offer, own in zip(offers, kept, strict=True) if own)
-    else:
-        most = len(cost) - rows
+        most += max(0, filled - sum(layout.size for layout, own in zip(layouts, kept, strict=True) if not own))
     counts, cut = best_counts(
         [offer.guesses.scores for offer in offers],
         [sequence.trust for sequence in sequences],
@@ -96,6 +94,7 @@ def best_counts(
 
     A guess of sequence i is worth its score times `weights[i]`, plus `bonuses[i]`. All guesses of a `kept` sequence
     are taken, before those of any other. `rows` are in the step anyway, and at most `most` guesses are taken.
+    Other guesses are taken only as far as the `cost` table reaches.
     """
     joined = array("d")
     for one in scores:
@@ -107,6 +106,8 @@ def best_counts(
     order = np.argsort(-rank, kind="stable")
     count = max(0, min(most, len(order)))
     least = min(count, sum(len(one) for one, own in zip(scores, kept, strict=True) if own))
+    if cost is not None:
+        count = max(least, min(count, len(cost) - rows))
     if cost is not None and count > least:
         tokens = np.empty(count + 1)
         tokens[0] = len(scores)
