@@ -43,9 +43,9 @@ class Draft:
     text_end: tuple[int, int, int]
     rates: array[float]
     tables: SuccessorTables | None = None
-    chain_tokens: array[int] = field(default_factory=lambda: array("i"))
-    chain_origins: array[int] = field(default_factory=lambda: array("i"))
-    chain_lengths: array[int] = field(default_factory=lambda: array("i"))
+    chain_tokens: list[int] = field(default_factory=list)
+    chain_origins: list[int] = field(default_factory=list)
+    chain_lengths: list[int] = field(default_factory=list)
 
     @classmethod
     def after(cls, text: Sequence[int], rates: array[float]) -> Draft:
@@ -57,8 +57,8 @@ class Draft:
         """Add a run of guessed tokens below the root, with the origin of each."""
         if len(tokens) != len(origins):
             raise ValueError(f"a chain of {len(tokens)} tokens with {len(origins)} origins")
-        self.chain_tokens.extend(tokens)
-        self.chain_origins.extend(origins)
+        self.chain_tokens += tokens
+        self.chain_origins += origins
         self.chain_lengths.append(len(tokens))
 
 

@@ -65,6 +65,7 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
+        self._waiting: Outcome | None = None
         self.trust = 1.0
         self.cut = 0.0
         if memory is None or self.config.recycle_scope != "model":
@@ -171,16 +172,19 @@ class DecodingSequence:
             new = output.targets[first : first + tree.width]
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
-        # 3. Learn: how good the guesses were, and new ones for the sources.
-        self._learn(Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams))
+        # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
+        self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
+        self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
+        for source in self._sources:
+            source.absorb(self._waiting)
         return verdict
 
-    def _learn(self, outcome: Outcome) -> None:
-        self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
-        for source in self._sources:
-            source.absorb(outcome)
-
     def learn_while_running(self) -> None:
-        """Do the part of learning that may wait until the device runs the next step."""
+        """Do the part of learning that may wait until the device runs the next step: how good the guesses were, and
+        what the sources leave for it."""
+        if self._waiting is None:
+            return
+        outcome, self._waiting = self._waiting, None
+        self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
         for source in self._sources:
             source.learn_while_running()

@@ -56,9 +56,9 @@ class TokenTree:
         origins: Iterable[int] = (),
         expected: float = 0.0,
     ) -> None:
-        self.tokens, self.parents = array("i", tokens), array("i", parents)
-        self.depths, self.needed = array("i", depths), array("i", needed)
-        self.branch, self.width, self.origins = branch, width, array("i", origins)
+        self.tokens, self.parents = _integers(tokens), _integers(parents)
+        self.depths, self.needed = _integers(depths), _integers(needed)
+        self.branch, self.width, self.origins = branch, width, _integers(origins)
         self.expected = expected
         self._below = None
 
@@ -84,6 +84,11 @@ class TokenTree:
             if self.tokens[guess] == token:
                 return guess
         return None
+
+
+def _integers(numbers: Iterable[int]) -> array[int]:
+    """32-bit integers. An array is taken as it is: no tree changes its arrays."""
+    return numbers if isinstance(numbers, array) else array("i", numbers)
 
 
 def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
