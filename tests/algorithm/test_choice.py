@@ -14,7 +14,7 @@ from toy import targets_of, toy_model
 from lookahead.algorithm.choice import best_counts, choose_trees
 from lookahead.algorithm.draft import TAUGHT
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import SharedMemory
+from lookahead.algorithm.sources import SharedMemory, Trust
 from lookahead.config import LookaheadConfig, StopRules
 
 # Against brute force.
@@ -220,3 +220,46 @@ def test_batches_give_the_text_of_each_alone(count: int, limit: int | None, slop
             text.append(row.index(max(row)))
         assert sequence.output == text[len(prompt) :]
         assert sequence.stats.expected_tokens >= sequence.stats.steps
+
+
+# Whose scores can be trusted.
+
+
+def test_trust_follows_what_was_accepted() -> None:
+    trust = Trust(memory=16, prior=8.0)
+    assert (trust.ratio(), trust.ratio(1.3)) == (1.0, 1.3)
+    for _ in range(200):
+        trust.learn(3, 2.0)
+    assert trust.ratio() == pytest.approx((8 + 48) / (8 + 32), rel=1e-3)
+    for _ in range(200):
+        trust.learn(0, 2.0)
+    assert 0 < trust.ratio() < 0.25
+    for _ in range(200):
+        trust.learn(0, 0.0)  # without guesses there is nothing to hold against it
+    assert trust.ratio(1.2) == pytest.approx(1.2, rel=1e-3)
+
+
+def test_a_sequence_whose_guesses_were_accepted_gets_more_of_the_step() -> None:
+    config = replace(CONFIG, window=0, sources=("suffix",), budget=12)
+    lucky, unlucky = (DecodingSequence([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], config) for _ in range(2))
+    trees = choose_trees([lucky, unlucky])
+    assert [len(tree) for tree in trees] == [6, 6]
+    for _ in range(8):
+        lucky._own_trust.learn(4, 2.0)
+        unlucky._own_trust.learn(0, 2.0)
+    assert lucky.trust > 1 > unlucky.trust
+    trees = choose_trees([lucky, unlucky])
+    assert len(trees[0]) > len(trees[1]) > 1
+    assert sum(map(len, trees)) == 12
+
+
+def test_expected_tokens_are_counted_as_they_are_trusted() -> None:
+    (sequence,) = warm(CONFIG, steps=0)
+    model = toy_model(6, seed=3, order=2)
+    expected = 0.0
+    for _ in range(6):
+        tree = sequence.propose()
+        expected += 1 + sequence.trust * tree.expected
+        sequence.absorb(tree, targets_of(sequence, tree, model))
+        assert sequence.stats.expected_tokens == pytest.approx(expected)
+    assert expected > 6

@@ -53,14 +53,15 @@ def choose_trees(
     # 2. Every sequence offers guesses, best first. `kept`: it takes them all, as its config says.
     offers, kept, filled = [], list[bool](), 0
     floor = SLACK * max(sequence.cut for sequence in sequences)
-    for sequence, share, layout in zip(sequences, shares, layouts, strict=True):
+    trusts = [sequence.trust for sequence in sequences]
+    for sequence, share, layout, trust in zip(sequences, shares, layouts, trusts, strict=True):
         config = sequence.config
         own = not config.shared or (cost is None and config.step_cost is not None)
         if own:
             weighed = None if share < config.budget else config.step_cost
             offers.append(sequence.offer(layout, share, weighed))
         else:
-            offers.append(sequence.offer(layout, config.budget, config.step_cost, floor / sequence.trust))
+            offers.append(sequence.offer(layout, config.budget, config.step_cost, floor / trust))
             filled = max(filled, config.budget)
         kept.append(own)
     # 3. The step takes the best of all.
@@ -69,7 +70,7 @@ def choose_trees(
         most += max(0, filled - sum(layout.size for layout, own in zip(layouts, kept, strict=True) if not own))
     counts, cut = best_counts(
         [offer.guesses.scores for offer in offers],
-        [sequence.trust for sequence in sequences],
+        trusts,
         [TAUGHT if sequence.wants_top else 0.0 for sequence in sequences],
         kept,
         rows,

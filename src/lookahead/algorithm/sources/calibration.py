@@ -18,6 +18,27 @@ BUCKETS = 128
 SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point")
 
 
+class Trust:
+    """How many guesses were accepted for each that the scores expected, over about the last `memory` steps.
+
+    `prior` expected guesses count beside them, of which as many were accepted as the `base` of `ratio` says. Rates alone
+    expect too few: on MT-Bench, steps of 64 tokens expected 2.26 tokens and gave 2.54. A guess right below the root was
+    accepted 1.13 times as often as its score said, and deeper ones 1.25 times, at any depth up to 12.
+    """
+
+    def __init__(self, memory: int, prior: float) -> None:
+        self._keep, self._prior = 1 - 1 / memory, prior
+        self._accepted = self._expected = 0.0
+
+    def learn(self, accepted: int, expected: float) -> None:
+        """One more step."""
+        self._accepted = self._keep * self._accepted + accepted
+        self._expected = self._keep * self._expected + expected
+
+    def ratio(self, base: float = 1.0) -> float:
+        return (self._prior * base + self._accepted) / (self._prior + self._expected)
+
+
 class Calibration:
     """Per origin, the estimated probability that such a guess is right, given that its parent is.
 
@@ -30,6 +51,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self.rates = array("d", [0.0]) * (BUCKETS * len(SOURCE_NAMES))
+        self.trust = Trust(memory=200, prior=20.0)  # of all requests
         self._trials = array("q", [self.PRIOR_TRIALS]) * len(self.rates)
 
     def prior(self, source: str, rates: Sequence[float]) -> int:
