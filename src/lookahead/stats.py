@@ -13,8 +13,8 @@ class Stats:
 
     A step is one forward pass that accepts tokens; the pass over the prompt, which gives the first token, is one too.
     `compression` is the paper's S. `expected_tokens` is what `generated_tokens` should be by the scores of the guesses
-    that were taken: the root's token of every step, and the chance of every guess. `accepted_by_depth[d]` counts the steps that accepted a guess at depth d + 1.
-    `accepted_by_source` counts the accepted guesses of each source.
+    that were taken: one token per step, and the chance of every guess. `accepted_by_depth[d]` counts the steps that
+    accepted a guess at depth d + 1. `accepted_by_source` counts the accepted guesses of each source.
     """
 
     prompt_tokens: int = 0
