@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lookahead.algorithm.draft import Draft, Limits
 from lookahead.algorithm.sampling import NO_DRAW
-from lookahead.algorithm.sources import Outcome, SharedMemory, Trust, build, source_of, wants_top
+from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
@@ -66,7 +66,6 @@ class DecodingSequence:
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
         self._waiting: Outcome | None = None
-        self._own_trust = Trust(memory=16, prior=8.0)  # neither number was tuned
         self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory(None if memory is None else memory.drafter)
@@ -95,9 +94,8 @@ class DecodingSequence:
 
     @property
     def trust(self) -> float:
-        """What this sequence's scores are multiplied by, to be compared with those of others: how many guesses were
-        accepted for each expected one, in its own last steps and in those of all requests."""
-        return self._own_trust.ratio(self._memory.calibration.trust.ratio())
+        """What scores are multiplied by before they are weighed against time."""
+        return self._memory.calibration.trust.ratio()
 
     def propose(self, together: int = 1, limit: int | None = None) -> TokenTree:
         """The next step's tree, of at most `limit` tokens. `together` sequences share the step's budget equally."""
@@ -172,7 +170,6 @@ class DecodingSequence:
         self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins], expected)
         if self.finish_reason is not None:
             return verdict
-        self._own_trust.learn(len(path), tree.expected)
         self._memory.calibration.trust.learn(len(path), tree.expected)
         # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
