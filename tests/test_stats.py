@@ -48,3 +48,11 @@ def test_the_total_of_several_turns() -> None:
     assert total.compression == 2.0
     assert first.generated_tokens == 3, "the parts stay as they are"
     assert Stats.total([]) == Stats()
+
+
+def test_expected_tokens_add_up() -> None:
+    first, second = Stats(), Stats()
+    first.count_step(9, 3, ["suffix", "suffix"], 1.5)
+    second.count_step(1, 1, [])
+    assert (first.expected_tokens, second.expected_tokens) == (2.5, 1.0)
+    assert Stats.total([first, second]).expected_tokens == 3.5

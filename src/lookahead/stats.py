@@ -12,15 +12,17 @@ class Stats:
     """Counters of one request.
 
     A step is one forward pass that accepts tokens; the pass over the prompt, which gives the first token, is one too.
-    `compression` is the paper's S. `accepted_by_depth[d]` counts the steps that accepted a guess at depth d + 1.
-    `accepted_by_source` counts the accepted guesses of each source. `seconds` includes `queue_seconds`, the time that
-    the request waited for others before it ran, or between, if it had to make room for them.
+    `compression` is the paper's S. `expected_tokens` is what `generated_tokens` should be by the scores of the guesses
+    that were taken: one token per step, and the chance of every guess. `accepted_by_depth[d]` counts the steps that
+    accepted a guess at depth d + 1. `accepted_by_source` counts the accepted guesses of each source. `seconds` includes
+    `queue_seconds`, the time that the request waited for others before it ran, or between, if it had to make room.
     """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
+    expected_tokens: float = 0.0
     accepted_by_depth: list[int] = field(default_factory=list)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     propose_seconds: float = 0.0
@@ -45,9 +47,11 @@ class Stats:
         """Mean size of a step's tree. The prompt is not counted."""
         return self.step_tokens / self.steps if self.steps else 0.0
 
-    def count_step(self, tree_tokens: int, accepted: int, sources: list[str]) -> None:
-        """Count a step: its tree's tokens, its accepted tokens, and the source of each accepted guess."""
+    def count_step(self, tree_tokens: int, accepted: int, sources: list[str], expected: float = 0.0) -> None:
+        """Count a step: its tree's tokens, its accepted tokens, the source of each accepted guess, and how many guesses
+        were expected to be accepted."""
         self.steps += 1
+        self.expected_tokens += 1 + expected
         self.step_tokens += tree_tokens
         self.generated_tokens += accepted
         for depth, source in enumerate(sources):
@@ -61,7 +65,7 @@ class Stats:
         """The sum of several requests, such as the turns of a chat. The first token's time is the first request's."""
         whole = cls()
         for index, part in enumerate(parts):
-            for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens"):
+            for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens", "expected_tokens"):
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
             for name in ("propose_seconds", "forward_seconds", "absorb_seconds", "queue_seconds", "seconds"):
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))

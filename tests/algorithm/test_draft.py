@@ -269,3 +269,13 @@ def test_no_depth_no_guesses(drafter: Drafter) -> None:
 def test_a_chain_needs_an_origin_for_every_token(drafter: Drafter) -> None:
     with pytest.raises(ValueError, match="a chain of 2 tokens with 1 origins"):
         draft_of(drafter, [0.5], [([5, 6], [0])])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(DRAFTERS), cases(), st.floats(0.0, 1.0))
+def test_a_floor_ends_the_search(drafter: Drafter, case: Case, floor: float) -> None:
+    everything, above = case.grow(drafter, Limits(30, 3)), case.grow(drafter, Limits(30, 3, floor=floor))
+    count = len(above.tokens)
+    assert above == everything.first(count)
+    assert min(above.scores, default=1.0) >= floor
+    assert count == len(everything.tokens) or everything.scores[count] < floor

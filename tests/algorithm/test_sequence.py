@@ -353,6 +353,7 @@ def test_a_guess_is_learned_from_only_if_its_parent_was_accepted() -> None:
     before = list(memory.calibration.rates)
     tree, tokens = next(stepping)
     assert (list(tree.tokens), tokens) == ([0, 1, 2, 3], [1, 9])
+    sequence.learn_while_running()
     moved = [memory.calibration.rates[origin] - before[origin] for origin in tree.origins]
     assert moved[0] > 0 > moved[1]
     assert moved[2] == 0

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,11 +27,16 @@ from lookahead.loading.step_cost import (
     DEAREST,
     DEPTH,
     FLAT,
+    LARGEST_TREE,
+    PASS_SIZES,
     TIMED_SIZES,
     StepCost,
     bush,
     cached,
     measure,
+    measure_passes,
+    pass_cost,
+    stairs,
     suited,
 )
 
@@ -352,3 +359,87 @@ def test_a_file_that_cannot_be_replaced_is_no_error(clock: Clock, tmp_path: Path
     path.mkdir()
     assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).sizes[0] == 1
     assert path.is_dir()
+
+
+# Passes of several sequences.
+
+
+class FlatBackend:
+    """A pass takes as long as its tokens say, whosever they are. There is room for `room` tokens of K/V."""
+
+    def __init__(self, clock: Clock, times: Times, most_rows: int | None = 2048, room: int = 1 << 20) -> None:
+        self.clock, self.times, self.most_rows, self.room = clock, times, most_rows, room
+        self.max_length: int | None = 2048
+        self.model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}))
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.lengths: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+        self.passes: list[list[int]] = []
+
+    def open(self) -> int:
+        slot = len(self.lengths)
+        self.lengths[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> None:
+        del self.lengths[slot]
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        self.reserved[slot] = tokens
+        return sum(self.reserved.values()) <= self.room
+
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        for item in inputs:
+            assert self.lengths[item.slot] + len(item.trail) + len(item.tree) <= self.reserved[item.slot]
+        rows = sum(len(item.trail) + len(item.tree) for item in inputs)
+        assert rows <= (self.most_rows or rows)
+        self.passes.append([len(item.tree) for item in inputs])
+        self.fed = {item.slot: len(item.trail) + 1 for item in inputs}
+        self.clock.now += self.times(rows)
+        return [StepOutput([0] * len(item.tree.needed)) for item in inputs]
+
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot, nodes in accepted:
+            self.lengths[slot] += self.fed[slot] + len(nodes)
+
+
+def test_passes_are_timed_with_several_sequences(clock: Clock) -> None:
+    backend = FlatBackend(clock, lambda size: 0.01 + 1e-5 * size)
+    cost = measure_passes(backend)
+    assert cost.sizes == PASS_SIZES
+    assert cost.seconds == pytest.approx([0.01 + 1e-5 * size for size in PASS_SIZES])
+    assert max(max(trees) for trees in backend.passes) == LARGEST_TREE
+    assert len(backend.passes) == 8 + 3 * len(PASS_SIZES)
+    assert backend.lengths == {}
+
+
+@pytest.mark.parametrize(("most_rows", "room", "largest"), [(100, 1 << 20, 96), (2048, 500, 128), (1, 1 << 20, 1)])
+def test_passes_that_do_not_fit_are_not_timed(clock: Clock, most_rows: int, room: int, largest: int) -> None:
+    cost = measure_passes(FlatBackend(clock, flat, most_rows, room))
+    assert cost.sizes[-1] == largest
+
+
+def test_a_pass_cost_is_measured_once(clock: Clock, tmp_path: Path) -> None:
+    backend, said = FlatBackend(clock, lambda size: 0.01 + 1e-5 * size), []
+    table = pass_cost(backend, tmp_path, said.append)
+    assert table is not None
+    assert table == pytest.approx([0.01 + 1e-5 * size for size in range(1, 513)])
+    again = FlatBackend(clock, flat)
+    assert pass_cost(again, tmp_path, said.append) == table
+    assert (again.passes, len(said), len(stored(tmp_path))) == ([], 1, 1)
+    small = pass_cost(FlatBackend(clock, flat, most_rows=40), tmp_path)
+    assert small is not None
+    assert len(small) == 40
+
+
+def test_a_backend_that_pads_has_no_pass_cost(clock: Clock, tmp_path: Path) -> None:
+    backend = FlatBackend(clock, flat, most_rows=None)
+    assert pass_cost(backend, tmp_path) is None
+    parallel, short = FlatBackend(clock, flat), FlatBackend(clock, flat)
+    parallel.model._tp_size, short.max_length = 2, 100
+    assert pass_cost(parallel, tmp_path) is pass_cost(short, tmp_path) is None
+
+
+def test_padding_makes_stairs() -> None:
+    assert stairs([1.0, 2.0, 3.0, 4.0, 5.0], (1, 4)) == (1.0, 4.0, 4.0, 4.0, 5.0)
+    assert stairs([1.0, 2.0, 3.0], (4,)) == (3.0, 3.0, 3.0)

@@ -1,19 +1,119 @@
-"""How the sequences of one step share its tokens."""
+"""How the sequences of one step share its tokens: the best guesses of all of them, as many as pay.
+
+A step of n sequences gives at least n tokens. A guess adds its score, the chance that it is accepted, and one row,
+which costs time. The best step is the set of guesses that maximises
+
+    (n + sum of scores) / t(rows)
+
+Every sequence offers its guesses best first, and a child never scores above its parent. So for every number of guesses
+the best set is the top of one merged list, and the best number is where the ratio is best. A list that is cut anywhere
+keeps the parents of what it keeps. If all sequences score alike, each gets an equal share.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from lookahead.algorithm.draft import TAUGHT
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 
+Costs = Sequence[float] | npt.NDArray[np.float64]
+
+SLACK = 0.5
+"""Guesses that score less than this part of the best one that the last step refused are not searched for."""
+
 
 def choose_trees(
-    sequences: Sequence[DecodingSequence], limit: int | None = None, cost: Sequence[float] | None = None
+    sequences: Sequence[DecodingSequence], limit: int | None = None, cost: Costs | None = None
 ) -> list[TokenTree]:
     """One tree per sequence, for one step of all of them.
 
-    `limit` is the most tokens of all trees together. `cost[k]` is the time of a pass of k + 1 tokens.
+    `limit` is the most tokens of all trees together; the roots are always in. `cost[k]` is the time of a pass of k + 1
+    tokens, whosever they are. It may be a staircase, and guesses end where the table does. Without it the largest
+    budget is filled.
+
+    A sequence alone takes what its own config says. So does a sequence that does not share its budget, and, without a
+    `cost`, one whose config has a step cost: that is measured on a backend which pads every tree of a batch to the
+    longest, where equal trees are best.
     """
+    if len(sequences) == 1:
+        return [sequences[0].propose(limit=limit)]
+    # 1. The roots and the windows, as far as these leave room in an equal share of the budget.
     together = 1 << (len(sequences) - 1).bit_length()
-    return [sequence.propose(together) for sequence in sequences]
+    shares = [sequence.config.share(together) for sequence in sequences]
+    layouts = [sequence.layout(share) for sequence, share in zip(sequences, shares, strict=True)]
+    rows = sum(layout.size for layout in layouts)
+    if limit is not None and rows > limit:
+        layouts, rows = [sequence.layout(0) for sequence in sequences], len(sequences)
+    # 2. Every sequence offers guesses, best first. `kept`: it takes them all, as its config says.
+    offers, kept, filled = [], list[bool](), 0
+    floor = SLACK * max(sequence.cut for sequence in sequences)
+    trusts = [sequence.trust for sequence in sequences]
+    for sequence, share, layout, trust in zip(sequences, shares, layouts, trusts, strict=True):
+        config = sequence.config
+        own = not config.shared or (cost is None and config.step_cost is not None)
+        if own:
+            weighed = None if share < config.budget else config.step_cost
+            offers.append(sequence.offer(layout, share, weighed))
+        else:
+            offers.append(sequence.offer(layout, config.budget, config.step_cost, floor / trust))
+            filled = max(filled, config.budget)
+        kept.append(own)
+    # 3. The step takes the best of all.
+    most = sum(len(offer.guesses.scores) for offer, own in zip(offers, kept, strict=True) if own or cost is not None)
+    if cost is None:
+        most += max(0, filled - sum(layout.size for layout, own in zip(layouts, kept, strict=True) if not own))
+    counts, cut = best_counts(
+        [offer.guesses.scores for offer in offers],
+        trusts,
+        [TAUGHT if sequence.wants_top else 0.0 for sequence in sequences],
+        kept,
+        rows,
+        most if limit is None else min(most, limit - rows),
+        cost,
+    )
+    for sequence in sequences:
+        sequence.cut = floor if cut is None else cut
+    return [offer.tree(count) for offer, count in zip(offers, counts, strict=True)]
+
+
+def best_counts(
+    scores: Sequence[array[float]],
+    weights: Sequence[float],
+    bonuses: Sequence[float],
+    kept: Sequence[bool],
+    rows: int,
+    most: int,
+    cost: Costs | None,
+) -> tuple[list[int], float | None]:
+    """How many of each sequence's guesses a step takes, and what the best one that it refuses scores.
+
+    A guess of sequence i is worth its score times `weights[i]`, plus `bonuses[i]`. All guesses of a `kept` sequence
+    are taken, before those of any other. `rows` are in the step anyway, and at most `most` guesses are taken.
+    Other guesses are taken only as far as the `cost` table reaches.
+    """
+    joined = array("d")
+    for one in scores:
+        joined += one
+    owners = np.repeat(np.arange(len(scores)), [len(one) for one in scores])
+    weighted = np.frombuffer(joined) * np.array(weights)[owners]
+    value = weighted + np.array(bonuses)[owners]
+    rank = value + 2.0 * np.array(kept)[owners] if any(kept) else value
+    order = np.argsort(-rank, kind="stable")
+    count = max(0, min(most, len(order)))
+    least = min(count, sum(len(one) for one, own in zip(scores, kept, strict=True) if own))
+    if cost is not None:
+        count = max(least, min(count, len(cost) - rows))
+    if cost is not None and count > least:
+        tokens = np.empty(count + 1)
+        tokens[0] = len(scores)
+        tokens[1:] = value[order[:count]]
+        gains = np.cumsum(tokens)[least:] / np.asarray(cost)[rows - 1 + least : rows + count]
+        count = least + int(np.argmax(gains))
+    refused = None if count == len(order) else float(weighted[order[count]])
+    return np.bincount(owners[order[:count]], minlength=len(scores)).tolist(), refused

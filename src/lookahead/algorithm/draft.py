@@ -43,9 +43,9 @@ class Draft:
     text_end: tuple[int, int, int]
     rates: array[float]
     tables: SuccessorTables | None = None
-    chain_tokens: array[int] = field(default_factory=lambda: array("i"))
-    chain_origins: array[int] = field(default_factory=lambda: array("i"))
-    chain_lengths: array[int] = field(default_factory=lambda: array("i"))
+    chain_tokens: list[int] = field(default_factory=list)
+    chain_origins: list[int] = field(default_factory=list)
+    chain_lengths: list[int] = field(default_factory=list)
 
     @classmethod
     def after(cls, text: Sequence[int], rates: array[float]) -> Draft:
@@ -57,8 +57,8 @@ class Draft:
         """Add a run of guessed tokens below the root, with the origin of each."""
         if len(tokens) != len(origins):
             raise ValueError(f"a chain of {len(tokens)} tokens with {len(origins)} origins")
-        self.chain_tokens.extend(tokens)
-        self.chain_origins.extend(origins)
+        self.chain_tokens += tokens
+        self.chain_origins += origins
         self.chain_lengths.append(len(tokens))
 
 
@@ -66,14 +66,16 @@ class Draft:
 class Limits:
     """How many guesses a step may take, and how many pay.
 
-    At most `most` guesses, none deeper than `max_depth`. `cost[k]` is the time of a step of k + 1 tokens; without it
-    as many are taken. `branch` tokens, the root among them, are in the step anyway.
+    At most `most` guesses, none deeper than `max_depth`, and the first that scores below `floor` ends the search.
+    `cost[k]` is the time of a step of k + 1 tokens; without it as many are taken. `branch` tokens, the root among them,
+    are in the step anyway.
     """
 
     most: int
     max_depth: int
     cost: Sequence[float] | None = None
     branch: int = 1
+    floor: float = 0.0
 
 
 class Drafter(Protocol):
@@ -123,7 +125,7 @@ class PythonDrafter:
                     heappop(heap)
                 if above.trie_node < 0 or token not in trie.children[above.trie_node]:
                     best = Taken(token, parent, above.depth + 1, origin, -negative, -1)
-            if best is None:
+            if best is None or best.score < limits.floor:
                 break
             taken.append(best)
         # 3. Keep as many as pay for their time.

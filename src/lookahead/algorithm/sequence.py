@@ -7,15 +7,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lookahead.algorithm.draft import Draft, Limits
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
-from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
+from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.stats import Stats
+
+
+@dataclass(slots=True)
+class Offer:
+    """A sequence's part of a step before it is known how many of its guesses the step takes."""
+
+    layout: WindowLayout
+    branch: list[int]
+    guesses: Guesses
+
+    def tree(self, count: int | None = None) -> TokenTree:
+        """The tree with the best `count` guesses, or with all."""
+        return self.layout.tree(self.branch, self.guesses if count is None else self.guesses.first(count))
 
 
 class DecodingSequence:
@@ -51,6 +65,8 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
+        self._waiting: Outcome | None = None
+        self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory(None if memory is None else memory.drafter)
         self._memory = memory
@@ -76,37 +92,52 @@ class DecodingSequence:
         """True when this sequence never guesses, so its next step needs only this step's token."""
         return self.left > 1 and not self._sources and not self._window.width
 
-    def propose(self, together: int = 1) -> TokenTree:
-        """The next step's tree. `together` is how many sequences share the step's budget."""
-        # 1. How many tokens this sequence may put into the step (K, or its share of K).
-        budget = self.config.share(together)
-        # 2. The root and the lookahead branch.
-        layout = self._layout(budget)
+    @property
+    def trust(self) -> float:
+        """What scores are multiplied by before they are weighed against time."""
+        return self._memory.calibration.trust.ratio()
+
+    def propose(self, together: int = 1, limit: int | None = None) -> TokenTree:
+        """The next step's tree, of at most `limit` tokens. `together` sequences share the step's budget equally."""
+        # How many tokens this sequence may put into the step: K, or its share of K. A share is limited to what is
+        # nearly free already, so it needs no weighing.
+        share = self.config.share(together)
+        cost = None if share < self.config.budget else self.config.step_cost
+        layout = self.layout(share)
+        if limit is not None and layout.size > limit:
+            layout = self.layout(0)
+        return self.offer(layout, share if limit is None else min(share, limit), cost).tree()
+
+    def offer(self, layout: WindowLayout, most: int, cost: Sequence[float] | None, floor: float = 0.0) -> Offer:
+        """What this sequence would put into a step: at most `most` tokens, the window's among them.
+
+        `cost` weighs the guesses, and none below the `floor` is offered (see `draft.Limits`).
+        """
+        # 1. The root and the lookahead branch.
         branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
-        # 3. The verification branch: the best guesses that the rest of the budget has room for.
+        # 2. The verification branch: the best guesses that the rest has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        most, deepest = budget - layout.size, min(self.left - 1, self.config.deepest)
-        if most < 1 or deepest < 1 or not self._sources:
-            return layout.tree(branch, NO_GUESSES)
+        room, deepest = most - layout.size, min(self.left - 1, self.config.deepest)
+        if room < 1 or deepest < 1 or not self._sources:
+            return Offer(layout, branch, NO_GUESSES)
         draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.propose(self.tokens, draft)
-        # A share of the budget is limited to what is nearly free already, so it needs no weighing.
-        cost = None if budget < self.config.budget else self.config.step_cost
-        return layout.tree(branch, self._memory.drafter.grow(draft, Limits(most, deepest, cost, layout.size)))
+        guesses = self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size, floor))
+        return Offer(layout, branch, guesses)
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
         return window_layout(0, self.config.ngram).tree(self.tokens[-1:], NO_GUESSES)
 
-    def _layout(self, budget: int) -> WindowLayout:
+    def layout(self, share: int) -> WindowLayout:
         """The window's place in the tree. A window is left out when only one token is left to generate, where it would
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
         config, width = self.config, self._window.width
         limit = self.rules.max_length
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
-        crowds = budget < config.budget and 2 * config.window_tokens > budget
+        crowds = share < config.budget and 2 * config.window_tokens > share
         return window_layout(width if self.left > 1 and fits and not crowds else 0, config.ngram)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
@@ -147,9 +178,11 @@ class DecodingSequence:
         root = self.tokens[-1]
         self.tokens += tokens
         origins = [tree.origins[node - tree.branch] for node in path]
-        self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins])
+        expected = self.trust * tree.expected
+        self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins], expected)
         if self.finish_reason is not None:
             return verdict
+        self._memory.calibration.trust.learn(len(path), tree.expected)
         # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
@@ -157,16 +190,19 @@ class DecodingSequence:
             new = output.targets[first : first + tree.width]
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
-        # 3. Learn: how good the guesses were, and new ones for the sources.
-        self._learn(Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams))
+        # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
+        self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
+        self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
+        for source in self._sources:
+            source.absorb(self._waiting)
         return verdict
 
-    def _learn(self, outcome: Outcome) -> None:
-        self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
-        for source in self._sources:
-            source.absorb(outcome)
-
     def learn_while_running(self) -> None:
-        """Do the part of learning that may wait until the device runs the next step."""
+        """Do the part of learning that may wait until the device runs the next step: how good the guesses were, and
+        what the sources leave for it."""
+        if self._waiting is None:
+            return
+        outcome, self._waiting = self._waiting, None
+        self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
         for source in self._sources:
             source.learn_while_running()

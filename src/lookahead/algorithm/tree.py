@@ -32,7 +32,7 @@ class TokenTree:
 
     `needed` are the nodes whose logits are computed: the root, the newest window row, the guesses. `origins` tells for
     every guess which source proposed it (see `sources.calibration`). All are 32-bit integers, which numpy and the C
-    drafter read in place.
+    drafter read in place. `expected` is the sum of the guesses' scores: how many of them should be accepted.
     """
 
     tokens: array[int]
@@ -42,6 +42,7 @@ class TokenTree:
     branch: int
     width: int
     origins: array[int]
+    expected: float
     _below: dict[int, list[int]] | None = field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -53,10 +54,12 @@ class TokenTree:
         branch: int = 1,
         width: int = 0,
         origins: Iterable[int] = (),
+        expected: float = 0.0,
     ) -> None:
-        self.tokens, self.parents = array("i", tokens), array("i", parents)
-        self.depths, self.needed = array("i", depths), array("i", needed)
-        self.branch, self.width, self.origins = branch, width, array("i", origins)
+        self.tokens, self.parents = _integers(tokens), _integers(parents)
+        self.depths, self.needed = _integers(depths), _integers(needed)
+        self.branch, self.width, self.origins = branch, width, _integers(origins)
+        self.expected = expected
         self._below = None
 
     def __len__(self) -> int:
@@ -81,6 +84,11 @@ class TokenTree:
             if self.tokens[guess] == token:
                 return guess
         return None
+
+
+def _integers(numbers: Iterable[int]) -> array[int]:
+    """32-bit integers. An array is taken as it is: no tree changes its arrays."""
+    return numbers if isinstance(numbers, array) else array("i", numbers)
 
 
 def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
@@ -118,6 +126,14 @@ class Guesses:
     origins: array[int]
     scores: array[float]
 
+    def first(self, count: int) -> Guesses:
+        """The best `count` of them. They are as good as a tree: no guess stands before its parent."""
+        if count >= len(self.tokens):
+            return self
+        return Guesses(
+            self.tokens[:count], self.parents[:count], self.depths[:count], self.origins[:count], self.scores[:count]
+        )
+
 
 NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
@@ -148,6 +164,7 @@ class WindowLayout:
             branch=self.size,
             width=self.width,
             origins=guesses.origins,
+            expected=sum(guesses.scores),
         )
 
 

@@ -15,6 +15,9 @@ How a step is timed (`measure`):
 4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
    and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
 
+`pass_cost` times passes of several sequences, for a backend whose passes are flat lists of tokens: there the time of a
+pass depends on how many tokens it has, and not on whose they are.
+
 A `hasty` measurement is for a call that somebody waits for: fewer sizes, a warm-up of two, and one round, which ends
 after `HASTE` seconds. Its curve is kept, too, until somebody measures properly.
 """
@@ -55,6 +58,10 @@ MAX_SECONDS = 6.0
 """No further round begins after this many seconds."""
 HASTY_SIZES, HASTE = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
 """What a hasty measurement times, and the seconds after which it times no further size."""
+PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""The tokens of a pass that `pass_cost` times."""
+LARGEST_TREE, SHORTEST = 64, 128
+"""The most tokens that one sequence has in such a pass, and the shortest context that they are timed in."""
 DEAREST = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
@@ -157,6 +164,65 @@ def measure(
     return StepCost(tuple(found), tuple(found.values()))
 
 
+def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
+    """Time passes of each size, twice after a warm-up: trees of up to LARGEST_TREE tokens (fewer in a short context) of
+    as many sequences as it takes, each with `PREFIX` tokens before its root. Sizes are left out that are above
+    `backend.most_rows`, or for whose sequences there is no memory."""
+    most, context = backend.most_rows or max(sizes), backend.max_length or 4 * PREFIX
+    largest, prefix = min(LARGEST_TREE, context // 4), min(PREFIX, most - 1, context // 4)
+    slots = [backend.open() for _ in range(-(-min(most, max(sizes)) // largest))]
+    full = prefix + (rounds + 1) * len(sizes) + largest  # the root of every pass stays
+    roomy = [slot for slot in slots if backend.reserve(slot, full)]
+    sizes = [size for size in sizes if size <= min(most, len(roomy) * largest)] or [1]
+
+    def step(inputs: Sequence[StepInput]) -> float:
+        begin = perf_counter()
+        backend.step(inputs)
+        taken = perf_counter() - begin
+        backend.commit([(item.slot, ()) for item in inputs])
+        return taken
+
+    def inputs(size: int) -> list[StepInput]:
+        """The size in trees that are as equal as possible."""
+        count = -(-size // largest)
+        trees = [bush(size // count + (place < size % count)) for place in range(count)]
+        top = KEPT_TOKENS if size > 1 else 0
+        return [StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(roomy, trees, strict=False)]
+
+    best = dict.fromkeys(sizes, float("inf"))
+    try:
+        for slot in roomy:
+            step([StepInput(slot, [1] * prefix, bush(1), SamplingParams(), ())])
+        for number in range(rounds + 1):
+            for size in sizes:
+                taken = step(inputs(size))
+                if number:  # the first round is the warm-up, which may compile and capture
+                    best[size] = min(best[size], taken)
+    finally:
+        for slot in slots:
+            backend.close(slot)
+    return StepCost(tuple(best), tuple(best.values()))
+
+
+def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None = None) -> tuple[float, ...] | None:
+    """t of passes of 1 to 512 tokens (or `backend.most_rows`), for `algorithm.choice.choose_trees`: read from `folder`,
+    or measured and written there. None for a backend that pads a pass to its longest input, for a tensor-parallel model
+    (see `fitted`), and for a context too short to measure in."""
+    if backend.most_rows is None or (backend.max_length or SHORTEST) < SHORTEST:
+        return None
+    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+        return None
+    identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
+    cost = cached(backend, identity, folder, log, measured=measure_passes)
+    return cost.table(min(PASS_SIZES[-1], backend.most_rows))
+
+
+def stairs(table: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
+    """The table of a backend that pads a pass to the next of these sizes: tokens up to that size are free."""
+    ends = [next((size for size in sizes if size >= tokens), tokens) for tokens in range(1, len(table) + 1)]
+    return tuple(table[min(end, len(table)) - 1] for end in ends)
+
+
 def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
     """The config for a machine with this cost curve.
 
@@ -212,6 +278,7 @@ def cached(
     folder: Path,
     log: Callable[[str], None] | None = None,
     hasty: bool = False,
+    measured: Callable[[Backend], StepCost] | None = None,
 ) -> StepCost:
     """The curve of this model on this machine: read from `folder`, or measured and written there.
 
@@ -234,7 +301,7 @@ def cached(
         pass
     if log is not None:
         log("measuring what a step costs on this machine (once per model) ...")
-    cost = measure(backend, hasty=hasty)
+    cost = measure(backend, hasty=hasty) if measured is None else measured(backend)
     with suppress(OSError):
         store(path, {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "of": facts})
     return cost

@@ -209,6 +209,7 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
             draw(st.integers(-1, 9) | st.just(2**40)),
             draw(st.none() | st.lists(st.floats(0.01, 10), min_size=1, max_size=70)),
             draw(st.integers(1, 20)),
+            draw(st.sampled_from((0.0, 0.01, 0.1, 0.5))),
         ),
     }
 

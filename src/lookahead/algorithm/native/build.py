@@ -40,7 +40,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "table_next": (_LONG, [_POINTER, _LONG, _POINTER]),
     "table_forget": (None, [_POINTER, _LONG]),
     "table_keep": (_INT, [_POINTER, _POINTER]),
-    "draft_grow": (_INT, [_POINTER]),
+    "draft_grow": (_INT, [_POINTER, _POINTER]),
 }
 
 

@@ -247,17 +247,18 @@ int table_keep(Table *m, const Computed *step) {
 
 /* 2. The best-first search. */
 
-/* A draft, its limits, and where the guesses go: arrays of `room` entries. */
+/* A draft, its limits, and where the guesses go. `guesses` are the tokens, the parents, the depths and the origins, each
+   an array of `room` entries. */
 typedef struct {
     const Table *last, *own, *shared; /* NULL: there is none */
     const double *rates, *cost;       /* cost NULL: the room is filled */
-    const int32_t *chain_tokens, *chain_origins, *chain_lengths;
-    int32_t *tokens, *parents, *depths, *origins;
+    int32_t *guesses;
     double *scores;
     int32_t rate_count, cost_count, chain_token_count, chain_count;
     int32_t first_origin, room, max_depth, branch;
     int32_t text_end[3];
     double taught; /* what a guess is worth for what it teaches, in tokens */
+    double floor;  /* the first guess that scores less ends the search */
 } Draft;
 
 typedef struct {
@@ -316,12 +317,12 @@ static int32_t child_of(const Node *trie, int32_t node, int32_t token) {
 }
 
 /* Enter the chains into the trie. Where a chain runs along an earlier one, the likelier origin names the node. */
-static void plant(Node *trie, const Draft *d) {
-    const int32_t *tokens = d->chain_tokens, *origins = d->chain_origins;
+static void plant(Node *trie, const Draft *d, const int32_t *chains) {
+    const int32_t *tokens = chains, *origins = chains + d->chain_token_count, *lengths = origins + d->chain_token_count;
     int32_t nodes = 1;
     trie[0] = (Node){d->text_end[2], -1, 0, 0, 0};
     for (int32_t chain = 0; chain < d->chain_count; chain++) {
-        int32_t node = 0, length = d->chain_lengths[chain];
+        int32_t node = 0, length = lengths[chain];
         for (int32_t i = 0; i < length; i++) {
             int32_t child = child_of(trie, node, tokens[i]);
             if (!child) {
@@ -452,10 +453,10 @@ static int32_t worth(const Taken *taken, int32_t count, const Draft *d) {
     return keep;
 }
 
-/* Fill the draft's guesses. Returns how many there are. */
-int32_t draft_grow(const Draft *d) {
-    for (int32_t i = 0; i < d->chain_token_count; i++) {
-        if (d->chain_origins[i] < 0 || d->chain_origins[i] >= d->rate_count) return -2;
+/* Fill the draft's guesses. Returns how many there are. `chains` are all tokens, all origins, and all lengths. */
+int32_t draft_grow(const Draft *d, const int32_t *chains) {
+    for (int32_t i = d->chain_token_count; i < 2 * d->chain_token_count; i++) {
+        if (chains[i] < 0 || chains[i] >= d->rate_count) return -2;
     }
     if (d->last && (d->first_origin < 0 || d->first_origin + 6 * LEVELS > d->rate_count)) return -2;
     static const Table empty;
@@ -467,20 +468,22 @@ int32_t draft_grow(const Draft *d) {
     if (!heap) return -1;
     Taken *taken = (Taken *)(heap + most);
     Node *trie = (Node *)(taken + d->room + 1);
-    plant(trie, d);
+    plant(trie, d, chains);
+    int32_t *tokens = d->guesses, *parents = tokens + d->room, *depths = parents + d->room, *origins = depths + d->room;
 
     int32_t count = 1, size = 0;
     taken[0] = (Taken){.token = d->text_end[2], .parent = -1, .score = 1.0, .weight = 1.0};
     while (count <= d->room) {
         if (taken[count - 1].depth < d->max_depth) offer(heap, &size, taken, count - 1, trie, tables, d);
-        if (!take(heap, &size, taken, count, &d->origins[count - 1], trie, d->rates)) break;
+        if (!take(heap, &size, taken, count, &origins[count - 1], trie, d->rates)) break;
+        if (taken[count].score < d->floor) break;
         count++;
     }
     int32_t kept = (d->cost ? worth(taken, count, d) : count) - 1;
     for (int32_t i = 0; i < kept; i++) {
         const Taken *node = &taken[i + 1];
-        d->tokens[i] = node->token, d->depths[i] = node->depth, d->scores[i] = node->score;
-        d->parents[i] = node->parent ? node->parent + d->branch - 1 : 0;
+        tokens[i] = node->token, depths[i] = node->depth, d->scores[i] = node->score;
+        parents[i] = node->parent ? node->parent + d->branch - 1 : 0;
     }
     free(heap);
     return kept;

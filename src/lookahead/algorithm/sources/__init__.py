@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
-from lookahead.algorithm.sources.calibration import Calibration, source_of
+from lookahead.algorithm.sources.calibration import Calibration, Trust, source_of
 from lookahead.algorithm.sources.fixed_point import FixedPointSource
 from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PromptSource
 from lookahead.algorithm.sources.recycle import RecycleSource
@@ -46,4 +46,4 @@ def wants_top(config: LookaheadConfig) -> bool:
     return "recycle" in config.active_sources
 
 
-__all__ = ["Calibration", "Outcome", "SharedMemory", "Source", "build", "source_of", "wants_top"]
+__all__ = ["Calibration", "Outcome", "SharedMemory", "Source", "Trust", "build", "source_of", "wants_top"]

@@ -18,6 +18,31 @@ BUCKETS = 128
 SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point")
 
 
+class Trust:
+    """How many guesses were accepted for each that the scores expected, over about the last MEMORY steps.
+
+    Rates alone expect too few: on 16 MT-Bench prompts, steps of 64 tokens expected 2.26 tokens and gave 2.54. A guess
+    right below the root was accepted 1.13 times as often as its score said, and deeper ones 1.25 times, whatever their
+    depth. A factor for each sequence, from its own last 16 steps, made a batch of 8 worse: S fell from 1.75 to 1.71.
+    """
+
+    MEMORY = 200
+    PRIOR_GUESSES = 20.0
+    """Guesses expected and accepted before the first step."""
+
+    def __init__(self) -> None:
+        self._accepted = self._expected = 0.0
+
+    def learn(self, accepted: int, expected: float) -> None:
+        """One more step."""
+        kept = 1 - 1 / self.MEMORY
+        self._accepted = kept * self._accepted + accepted
+        self._expected = kept * self._expected + expected
+
+    def ratio(self) -> float:
+        return (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
+
+
 class Calibration:
     """Per origin, the estimated probability that such a guess is right, given that its parent is.
 
@@ -30,6 +55,7 @@ class Calibration:
 
     def __init__(self) -> None:
         self.rates = array("d", [0.0]) * (BUCKETS * len(SOURCE_NAMES))
+        self.trust = Trust()
         self._trials = array("q", [self.PRIOR_TRIALS]) * len(self.rates)
 
     def prior(self, source: str, rates: Sequence[float]) -> int:
