@@ -25,7 +25,7 @@ from lookahead.engine.front import Front, Ticket
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
 from lookahead.engine.request import Request, raise_errors
 from lookahead.engine.text import StopStrings, TextStream
-from lookahead.loading.default import default_config
+from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import asked_for, open_model, processors, stop_ids
 from lookahead.stats import Stats
 
@@ -316,6 +316,7 @@ def load(
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
         loaded.default_config = default_config(loaded.name, loaded.backend, log)
+        loaded.engine.cost = batch_cost(loaded.backend, log)
     return loaded
 
 

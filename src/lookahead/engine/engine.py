@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
 
+import numpy as np
+
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
@@ -21,6 +23,8 @@ GREEDY = SamplingParams()
 """The sampling of a request with a verifier. The verifier chooses its tokens; the backend's targets only feed the
 window and the sources, for which greedy targets are enough."""
 MAX_SEQUENCES = 256
+NOTED = 0.1
+"""The weight of the newest pass in the mean of how long passes take."""
 
 
 class Engine:
@@ -31,7 +35,8 @@ class Engine:
     admitted, at most `max_sequences` at once (see `scheduler`). A text depends on its request alone: not on its
     neighbours, nor on whether its K/V came from another request or had to make room for one in between.
 
-    With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens.
+    With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
+    was measured; passes over longer texts take longer, and the engine notes by how much.
     """
 
     def __init__(
@@ -41,7 +46,9 @@ class Engine:
         cost: Sequence[float] | None = None,
         max_sequences: int = MAX_SEQUENCES,
     ) -> None:
-        self.backend, self.pace, self.cost = backend, pace, cost
+        self.backend, self.pace = backend, pace
+        self.cost = None if cost is None else np.asarray(cost, dtype=np.float64)
+        self._longer = 0.0  # seconds that a pass takes longer than `cost` says, in the mean of the last ones
         self._scheduler = Scheduler(backend, max_sequences)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
@@ -148,7 +155,7 @@ class Engine:
     def _trees(self, sequences: Sequence[DecodingSequence], limit: int | None) -> list[TokenTree]:
         if self.pace is not None and not self.pace.guesses:
             return [sequence.bare_root() for sequence in sequences]
-        trees = choose_trees(sequences, limit, self.cost)
+        trees = choose_trees(sequences, limit, None if self.cost is None else self.cost + self._longer)
         # The limit is kept here, too: a pass must never have more rows than the backend takes.
         excess = 0 if limit is None else sum(map(len, trees)) - limit
         for place in sorted(range(len(trees)), key=lambda place: -len(trees[place])):
@@ -176,6 +183,10 @@ class Engine:
         self._learn_while_running(one.parts)
         outputs = self.backend.collect(running)
         seconds = perf_counter() - begin
+        rows = sum(len(part.trail) + len(part.tree) for part in one.parts)
+        if self.cost is not None and rows <= len(self.cost):
+            longer = min(max(0.0, seconds - self.cost[rows - 1]), self.cost[-1])  # a capture takes far longer
+            self._longer += NOTED * (longer - self._longer)
         results = []
         for part, item, output in zip(one.parts, inputs, outputs, strict=True):
             part.request.sequence.stats.forward_seconds += seconds

@@ -1,10 +1,15 @@
-"""The config that suits a model on this machine: the tuned one, or the default fitted to what a step costs."""
+"""What suits a model on this machine: the tuned config, or the default fitted to what a step costs; and the cost of a
+pass that several sequences share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from lookahead.backends.base import Backend
+from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.loading import profiles, step_cost
@@ -14,3 +19,14 @@ def default_config(name: str, backend: Backend, log: Callable[[str], None] | Non
     """The config that `lookahead tune --save` chose for the model of this name; else the default, fitted."""
     tuned = profiles.find(name, backend, cache_dir(), log)
     return tuned or step_cost.fitted(LookaheadConfig(), backend, cache_dir(), log)
+
+
+def batch_cost(backend: Backend, log: Callable[[str], None] | None = None) -> npt.NDArray[np.float64] | None:
+    """The time of a pass by its rows, whosever they are, for the choice of guesses across sequences.
+
+    None where a pass is padded to its longest input, and on a CPU, where the graph backend is only tested.
+    """
+    if backend.most_rows is None or backend.device.type == "cpu":
+        return None
+    table = step_cost.pass_cost(backend, cache_dir(), log)
+    return None if table is None else np.asarray(step_cost.stairs(table, ROW_SIZES))

@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 
 from lookahead.bench.gpu import page, parts
+from lookahead.bench.gpu.batch import batch, prompts
 from lookahead.bench.gpu.bench import GpuBench, GpuOptions
 from lookahead.bench.gpu.hook import eager, hook
 
@@ -37,7 +38,8 @@ PARTS: dict[str, Callable[[GpuBench], None]] = {
         parts.step,
         parts.speed,
         parts.baselines,
-        parts.batch,
+        batch,
+        prompts,
         parts.context,
         hook,
         eager,

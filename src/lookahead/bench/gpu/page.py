@@ -34,8 +34,17 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
     ),
     "batch": (
         "Batch",
-        "batch method tok_s ms_per_step S as_autoregressive",
-        "Total tokens per second, 96 new tokens, cold memory. as AR: texts equal to its.",
+        "batch method sampling tok_s over_ar S guesses ms_per_step device_ms gap_percent answers as_first_seen",
+        "Total tokens per second in a steady state: an answer that ends is replaced by the next at once. over AR: "
+        "against our own decoding token by token of as many sequences. guesses: per sequence and step. gap: what of a step the "
+        "device waits for the host. as first seen: answers equal to what the same prompt gave when it was first "
+        "answered, at whatever load.",
+    ),
+    "prompts": (
+        "Prompts",
+        "case ms",
+        "Prompts that arrive together: from the first to the last first token. A late prompt: the longest pause "
+        "between two steps of the others.",
     ),
     "context": (
         "Context and memory",
@@ -85,6 +94,9 @@ class GpuResults:
         if part == "speed":  # the ratio over autoregressive decoding on the same prompts
             plain = {(r["set"], r["invariant"]): r["answers"] for r in records if r["method"] == "autoregressive"}
             return [{**r, "over_ar": times(_ratio(r, plain))} for r in [*self.of("baselines", shape), *records]]
+        if part == "batch":
+            alone = {(r["batch"], r["sampling"]): r["tok_s"] for r in records if r["method"] == "autoregressive"}
+            return [{**r, "over_ar": times(r["tok_s"] / alone[r["batch"], r["sampling"]])} for r in records]
         if part == "context":  # the memory above that of K = 1
             least = {r["context"]: r["memory_mb"] for r in records if r["K"] == 1}
             return [{**r, "above_mb": r["memory_mb"] - least[r["context"]] if r["K"] > 1 else None} for r in records]
@@ -172,7 +184,10 @@ def drawing(part: str, where: str, records: Sequence[Record]) -> list[Bars | Cur
         bars: dict[str, Sequence[float | None]] = {m: [at.get((m, data)) for data in SETS] for m, _ in at}
         return [Bars(f"Tokens per second, {where}, batch 1", SETS, bars)]
     if part == "batch":
-        lines = {m: curve("batch", "tok_s", method=m) for m in dict.fromkeys(r["method"] for r in records)}
+        lines = {
+            f"{m}, {s}": curve("batch", "tok_s", method=m, sampling=s)
+            for m, s in dict.fromkeys((r["method"], r["sampling"]) for r in records)
+        }
         return [Curves(f"Total tokens per second by batch, {where}", "sequences", "tok/s", lines, log=True)]
     if part == "context":
         lines = {f"K = {k}": curve("context", "device_ms", K=k) for k in (1, 128)}

@@ -1,4 +1,4 @@
-"""The parts: step, speed, baselines, exact, context, batch. `attention` has a file of its own."""
+"""The parts: step, speed, baselines, exact, context. The others have files of their own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,6 @@ from lookahead.stats import Stats
 
 STEP_COUNTS, STEP_CONTEXT = (1, 16, 32, 64, 121, 128), 1024
 CONTEXTS = (1024, 4096, 16384, 32768)
-BATCHES = (1, 2, 4, 8, 16)
-BATCH_TOKENS = 96
-BATCH_METHODS = {
-    "autoregressive": LookaheadConfig.autoregressive(),
-    "default, K=128": LookaheadConfig(),
-    "default, K=32": LookaheadConfig().adapted(budget=32),
-    "default, K=128 shared": LookaheadConfig(shared=True),
-}
 STOCK = {
     "hf-greedy": "transformers eager",
     "hf-prompt-lookup": "transformers prompt lookup",
@@ -124,25 +116,6 @@ def gap(
         "device_ms": round(device, 3), "gap_ms": round(ms_per_step - device, 3),
         "gap_percent": round(100 * (ms_per_step - device) / ms_per_step, 1),
     }  # fmt: skip
-
-
-def batch(bench: GpuBench) -> None:
-    """Total tokens per second of B prompts at once, from the first prompt in to the last token out."""
-    prompts = bench.prompts["mt-bench"]
-    rules = StopRules(min(BATCH_TOKENS, bench.options.max_tokens), bench.small.stop_ids)
-    backend = bench.backend()
-    for size in BATCHES:
-        chosen = [prompts[i % len(prompts)] for i in range(size)]
-        plain: list[list[int]] = []
-        for name, config in BATCH_METHODS.items():
-            decode(backend, chosen, config, rules)  # captures the steps
-            runs = [decode(backend, chosen, config, rules) for _ in range(3)]
-            done = sorted(runs, key=lambda run: run.stats.tokens_per_second)[1]  # a late capture spoils one at most
-            plain = plain or done.outputs
-            same = sum(map(list.__eq__, done.outputs, plain))
-            record = {"batch": size, "method": name, "tok_s": round(done.stats.tokens_per_second, 1)}
-            record |= {"ms_per_step": round(1e3 * statistics.mean(done.step_seconds), 2)}
-            bench.add(record | {"S": round(done.stats.compression, 2), "as_autoregressive": same})
 
 
 def baselines(bench: GpuBench) -> None:

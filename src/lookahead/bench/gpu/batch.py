@@ -1,0 +1,197 @@
+"""Many sequences at once: their tokens per second in a steady state, and what prompts cost that arrive among them.
+
+In the steady state an answer that ends is replaced by the next one at once, so that the number of sequences stays the
+same. Captures are done before anything is timed.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import ROW_SIZES
+from lookahead.bench.gpu.bench import GpuBench
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
+from lookahead.loading.step_cost import measure_passes, stairs
+
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+METHODS = {"autoregressive": LookaheadConfig.autoregressive(), "default": LookaheadConfig(shared=True)}
+SAMPLINGS = {"greedy": SamplingParams(), "T=0.7": SamplingParams(temperature=0.7)}
+ROUNDS = 1.5
+"""For how many answers of every sequence a run is timed, after the first step of all of them."""
+TOGETHER, TOGETHER_TOKENS = 16, 100
+LATE_TOKENS, BESIDE = 8000, 8
+
+
+@dataclass
+class Clock:
+    """When the device began and ended each pass: the gaps between passes are the host's."""
+
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def watch(self, backend: GraphBackend) -> None:
+        """Mark every pass of this backend from now on. Without a GPU nothing is marked."""
+        if backend.device.type != "cuda":
+            return
+        launch = backend.launch
+
+        def launch_marked(inputs: Any) -> Any:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            running = launch(inputs)
+            end.record()
+            self.marks.append((begin, end))
+            return running
+
+        backend.launch = launch_marked  # type: ignore[method-assign]
+
+    def read(self) -> dict[str, float]:
+        """The median pass and the median gap since the last reading, in milliseconds."""
+        if not self.marks:
+            return {}
+        torch.cuda.synchronize()
+        device = statistics.median(begin.elapsed_time(end) for begin, end in self.marks)
+        gaps = [before[1].elapsed_time(after[0]) for before, after in zip(self.marks, self.marks[1:], strict=False)]
+        gap = statistics.median(gaps) if gaps else 0.0
+        self.marks.clear()
+        return {"device_ms": round(device, 3), "gap_percent": round(100 * gap / (gap + device), 1)}
+
+
+class Load:
+    """A number of sequences that decode side by side, each replaced by the next when it ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[list[int]],
+        config: LookaheadConfig,
+        sampling: SamplingParams,
+        rules: StopRules,
+    ) -> None:
+        self.engine, self.config, self.sampling, self.rules = engine, config, sampling, rules
+        self.memory = SharedMemory()
+        self.outputs: dict[int, list[int]] = {}  # by the prompt's number
+        self._prompts: Iterator[tuple[int, list[int]]] = cycle(enumerate(prompts))
+        self._numbers: dict[int, int] = {}
+
+    def add(self) -> None:
+        number, prompt = next(self._prompts)
+        sequence = DecodingSequence(prompt, self.config, self.sampling, self.rules, memory=self.memory)
+        self._numbers[self.engine.submit(Request(sequence))] = number
+
+    def step(self) -> tuple[int, int, float]:
+        """Run one step. Returns its tokens, its tries and what it expected to accept."""
+        tokens = tried = 0
+        for event in self.engine.step():
+            if event.error is not None:
+                raise event.error
+            tokens, tried = tokens + len(event.tokens), tried + event.tried
+            if event.finish_reason is not None:
+                self.outputs.setdefault(self._numbers[event.request.id], event.request.sequence.output)
+                self.add()
+        return tokens, tried, 0.0
+
+    def end(self) -> None:
+        for id in self.engine.running:
+            self.engine.cancel(id)
+
+
+def batch(bench: GpuBench) -> None:
+    """Total tokens per second of n sequences in a steady state, token by token and with guesses, greedy and sampled."""
+    tokens = bench.options.max_tokens
+    prompts = [one for pair in zip(*bench.prompts.values(), strict=True) for one in pair]
+    rules = StopRules(tokens, bench.small.stop_ids)
+    backend, clock = bench.backend(), Clock()
+    passes = measure_passes(backend).table(512)
+    cost = stairs(passes, ROW_SIZES)
+    clock.watch(backend)
+    for label, sampling in SAMPLINGS.items():
+        plain: dict[int, list[int]] = {}
+        for count in SEQUENCES:
+            if (len(prompts[0]) + 2 * tokens) * count > backend.kv.pages * 64:
+                continue
+            for name, config in METHODS.items():
+                measured = []
+                for warm in (True, False):
+                    load = Load(Engine(backend, cost=cost), prompts, config, sampling, rules)
+                    for _ in range(count):
+                        load.add()
+                    measured = _measure(load, clock, count, count * tokens * (0.5 if warm else ROUNDS))
+                    load.end()
+                for number, output in load.outputs.items():
+                    plain.setdefault(number, output)
+                same = sum(plain[number] == output for number, output in load.outputs.items())
+                bench.add(
+                    {"batch": count, "method": name, "sampling": label, **measured[0], "answers": len(load.outputs),
+                     "as_first_seen": same}
+                )  # fmt: skip
+
+
+def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[str, Any]]:
+    """Run until so many tokens have come after the prompts, and say how fast."""
+    started = 0
+    while started < count:  # the prompts run, several in a pass
+        load.step()
+        started = sum(request.sequence.stats.steps > 0 for request in load.engine._requests.values())
+    clock.read()
+    steps = made = tried = 0
+    begin = perf_counter()
+    while made < tokens:
+        given, guesses, _ = load.step()
+        steps, made, tried = steps + 1, made + given, tried + guesses
+    seconds = perf_counter() - begin
+    return [
+        {"tok_s": round(made / seconds, 1), "ms_per_step": round(1e3 * seconds / steps, 3),
+         "S": round(made / steps / count, 3), "guesses": round(tried / steps / count, 2), **clock.read()}
+    ]  # fmt: skip
+
+
+def prompts(bench: GpuBench) -> None:
+    """How long 16 short prompts take together, and how long 8 sequences pause when a prompt of 8,000 tokens arrives."""
+    backend, rng = bench.backend(), random.Random(0)
+    vocabulary = min(1000, backend.vocab_size)
+    longest = min(LATE_TOKENS, (backend.holds() or LATE_TOKENS) // 2, (backend.max_length or LATE_TOKENS) - 64)
+
+    def request(count: int, tokens: int) -> Request:
+        text = [rng.randrange(vocabulary) for _ in range(count)]
+        return Request(DecodingSequence(text, LookaheadConfig.autoregressive(), rules=StopRules(tokens)))
+
+    taken = []
+    for _ in range(4):
+        engine = Engine(backend)
+        group = [request(TOGETHER_TOKENS, 1) for _ in range(TOGETHER)]
+        begin = perf_counter()
+        for one in group:
+            engine.submit(one)
+        while engine.running:
+            engine.step()
+        taken.append(1e3 * (perf_counter() - begin))
+    bench.add({"case": f"{TOGETHER} prompts of {TOGETHER_TOKENS} tokens", "ms": round(statistics.median(taken[1:]), 2)})
+    for _ in range(2):  # the first time captures
+        engine = Engine(backend)
+        for _ in range(BESIDE):
+            engine.submit(request(TOGETHER_TOKENS, 400))
+        for _ in range(20):
+            engine.step()
+        engine.submit(request(longest, 8))
+        pauses = []
+        for _ in range(40):
+            begin = perf_counter()
+            decoded = len(engine.step())
+            pauses.append(1e3 * (perf_counter() - begin))
+            assert decoded >= BESIDE
+        for id in engine.running:
+            engine.cancel(id)
+    bench.add({"case": f"a prompt of {longest} tokens beside {BESIDE} sequences", "ms": round(max(pauses), 2)})
