@@ -208,7 +208,8 @@ class CapturedStep:
         count = min(self.kind.rows, self.kind.needed)
         # Rows that pad the step take part. Their targets may be outside of the vocabulary: hence the clamp.
         torch.clamp(self.top.out[:count, 0], min=0, max=last, out=views["tokens"][:count])
-        views["entries"][:, 1].add_(1)
+        views["entries"][:, 1].add_(1)  # the cached tokens, which the tiles repeat
+        views["tiles"][:, 1].add_(1)
         if self.kind.drawn:
             views["draws"][:, 4] = views["next_uniforms"].index_select(1, self.ahead)[:, 0]
             self.ahead.add_(1)

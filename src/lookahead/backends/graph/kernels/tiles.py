@@ -75,7 +75,7 @@ def tiles_for(
     if dim > 128:
         return Tiles(block_m, 32, warps=8, stages=1, **cut)
     if small and alone:
-        return Tiles(block_m, 64, stages=3, warps=2, **cut)
+        return Tiles(block_m, 64, stages=2, warps=1, **cut)
     return Tiles(block_m, 64, stages=3, registers=168 if dim <= 64 else None, **cut)
 
 
