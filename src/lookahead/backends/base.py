@@ -57,7 +57,8 @@ class Backend(Protocol):
 
     `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, or None if
     there is no limit. `most_rows` is the most tokens of a pass, trails and trees of all inputs together; None means
-    that a pass is padded to its longest input, so that a prompt should run whole and in a pass of its own.
+    that a pass is padded to its longest input, so that a prompt should run whole and in a pass of its own. `most_nodes`
+    is the most nodes of all trees of a pass, or None.
     """
 
     model: Any
@@ -66,6 +67,7 @@ class Backend(Protocol):
     vocab_size: int
     max_length: int | None
     most_rows: int | None
+    most_nodes: int | None
 
     # Slots
 

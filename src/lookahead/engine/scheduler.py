@@ -122,7 +122,7 @@ class Scheduler:
         Prompts get all rows if nothing decodes, and else what the roots leave, but at least half of the rows are theirs
         before there are guesses.
         """
-        held = self._held(unread)
+        held, most_nodes = self._held(unread), self.backend.most_nodes
         parts = [Part(request) for request in decoding if request.verifier not in held]
         share = rows - max(len(parts), rows // 2) if parts else rows
         waiting = deque(unread)
@@ -131,6 +131,8 @@ class Scheduler:
             share -= len(parts[-1].trail) + 1
         share = min(share, sum(self._rest(request) + 1 for request in waiting))
         limit = rows - share - sum(len(part.trail) for part in parts)
+        if most_nodes is not None:  # every prompt may come to its root
+            limit = min(limit, max(len(parts), most_nodes - len(waiting)))
         return Pass(parts, limit, list(waiting))
 
     def fill(self, one: Pass) -> None:

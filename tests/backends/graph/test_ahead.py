@@ -269,6 +269,15 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
     assert set(ran) == {"step", "wait for b"}
 
 
+def test_a_step_ahead_moves_all_that_tells_the_length(device: str, ran: list[str]) -> None:
+    """Attention reads it from the tiles, the rest from the entries. Only the kernels would show a difference."""
+    backend = GraphBackend(tiny("Llama", device=device))
+    assert len(outputs(backend, PROMPTS[:1], AUTOREGRESSIVE, 7)[0]) == 7
+    assert ran.count("ahead") == 5
+    (step,) = (one for kind, one in backend._steps.items() if kind.rows == 1)
+    assert step.views["tiles"][0, 1] == step.views["entries"][0, 1] == len(PROMPTS[0]) + 5
+
+
 @pytest.mark.parametrize("count", [20, 33, 34, 80])
 def test_drawn_tokens(device: str, ran: list[str], count: int) -> None:
     """The device has the uniforms of the next 32 positions. Then the host sends more. The tokens are the eager

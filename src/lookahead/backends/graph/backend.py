@@ -118,6 +118,7 @@ class GraphBackend:
         self.max_length = context_length(model.config)
         self.most_rows: int | None = bucket(most_rows)
         self._most_rows = bucket(most_rows)
+        self.most_nodes: int | None = min(self._most_rows, MOST_NEEDED)
         self.vocab_size: int = len(self.weights.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         ops = Ops(self.device)
