@@ -51,6 +51,37 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
         ).same()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 0},
+        {"temperature": 1.3, "top_k": 7},
+        {"top_k": 0, "top_p": 0.8},
+        {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
+    """The tokens, and where the generator stands after them, are those of `generate`."""
+    pair = both(model, prompt, max_new_tokens=50, do_sample=True, seed=5, hook=graph(), **settings).same()
+    assert any(kind.raced for kind in facts.known[model].graph._steps)  # type: ignore[union-attr]
+    assert len(set(pair.ours[0].tolist()[-50:])) > 4
+    after = []
+    for hook in (None, graph()):
+        torch.manual_seed(3)
+        model.generate(**prompt, max_new_tokens=40, do_sample=True, custom_generate=hook, pad_token_id=0, **settings)
+        after.append(torch.rand(1).item())
+    assert after[0] == after[1]
+
+
+@pytest.mark.parametrize("settings", [{"typical_p": 0.9}, {"epsilon_cutoff": 0.01}, {"repetition_penalty": 1.2}])
+def test_draws_that_the_step_does_not_know(
+    both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    both(model, inputs, max_new_tokens=MANY, do_sample=True, seed=5, hook=graph(), **settings).same()
+    assert not any(kind.raced for kind in facts.known[model].graph._steps)  # type: ignore[union-attr]
+
+
 def test_processors_and_what_comes_with_the_tokens(both: Both, model: Any, inputs: dict[str, Any]) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     both(model, inputs, max_new_tokens=MANY, repetition_penalty=1.3, hook=graph(), **wanted).same()

@@ -28,7 +28,9 @@ class StepInput:
     `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is how many top tokens to return per
     needed node. With `logits` the output has the needed nodes' logits, too. `continues_alone` is a hint: the next step
     will be a plain one-token step whose input is this step's target. Then `next_uniforms` are the uniforms of the next
-    MOST_AHEAD output positions, so that a backend can run some of these steps without the host.
+    MOST_AHEAD output positions, so that a backend can run some of these steps without the host. `noise` is for the
+    graph backend and `model.generate`: in place of uniforms, the lines of `GraphBackend.noise` from which the needed
+    nodes' targets are drawn as `torch.multinomial` draws, or -1 for the argmax.
     """
 
     slot: int
@@ -40,6 +42,7 @@ class StepInput:
     logits: bool = False
     continues_alone: bool = False
     next_uniforms: Sequence[float] = ()
+    noise: Sequence[int] = ()
 
 
 def padded(batch: int) -> int:

@@ -202,6 +202,8 @@ class Engine:
         top = KEPT_TOKENS if sequence.wants_top else 0
         if request.verifier is not None:
             return StepInput(request.slot, part.trail, tree, GREEDY, (), top, logits=True)
+        if (noise := request.noise) is not None:
+            return StepInput(request.slot, part.trail, tree, noise.sampling, (), top, noise=noise.lines(tree))
         item = StepInput(request.slot, part.trail, tree, sequence.sampling, sequence.uniforms(tree), top)
         item.continues_alone = only_pass and sequence.continues_alone
         if item.continues_alone:

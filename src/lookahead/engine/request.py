@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
+from lookahead.config import SamplingParams
 
 
 @dataclass(eq=False, slots=True)
@@ -18,13 +20,15 @@ class Request:
 
     `verifier` is for rules that look at the text so far, such as a repetition penalty. `slot` is the backend's handle
     for the K/V: the engine opens one when the request's turn comes. A request that comes with a slot, which may already
-    hold the K/V of its first tokens, keeps it to its end, and never shares it. `finished` is called when the sequence
+    hold the K/V of its first tokens, keeps it to its end, and never shares it. `noise` draws the tokens in place of the
+    sequence's uniforms. `finished` is called when the sequence
     has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only requests with the
     same `salt` share the K/V of a common beginning.
     """
 
     sequence: DecodingSequence
     verifier: Verifier | None = None
+    noise: Noise | None = None
     slot: int = -1
     finished: Callable[[Request], None] | None = None
     begin: float = field(default_factory=perf_counter)
@@ -41,6 +45,16 @@ class StepResult:
     request: Request
     input: StepInput
     output: StepOutput
+
+
+class Noise(Protocol):
+    """Draws tokens as `torch.multinomial` does, with noise that the backend holds (see `StepInput.noise`)."""
+
+    sampling: SamplingParams
+
+    def lines(self, tree: TokenTree) -> Sequence[int]:
+        """The lines of noise of the tree's needed nodes, filled, or -1 for the argmax."""
+        ...
 
 
 Verifier = Callable[[Sequence[StepResult]], list[Verdict]]

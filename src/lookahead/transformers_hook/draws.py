@@ -9,12 +9,16 @@ processors that look at the scores alone; see `engine.processors` for the others
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers.generation.logits_process as processors
 
 from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import TokenTree
+from lookahead.config import SamplingParams
 from lookahead.engine.processors import Draw, PathVerifier, Reached, Rule
 from lookahead.engine.request import StepResult
 
@@ -24,6 +28,8 @@ BY_SCORES = (
     "TopPLogitsWarper", "TypicalLogitsWarper",
 )  # fmt: skip
 """transformers' processors that look at each row of scores by itself, and neither at the text nor at its length."""
+RACED = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
+"""Those that the graph backend applies by itself, in the order in which `generate` applies them."""
 LEVELS = 4
 """Depths of a tree whose targets are drawn at once."""
 
@@ -32,6 +38,21 @@ def by_scores(logits_processor: Sequence[object]) -> bool:
     """True when all of these processors look at the scores alone."""
     known = {getattr(processors, name, None) for name in BY_SCORES}
     return all(type(processor) in known for processor in logits_processor)
+
+
+def raced(logits_processor: Sequence[Any]) -> SamplingParams | None:
+    """The sampling that these processors ask for, if the graph backend can apply them by itself."""
+    known = [getattr(processors, name, None) for name in RACED]
+    places = [known.index(type(one)) if type(one) in known else -1 for one in logits_processor]
+    if -1 in places or places != sorted(set(places)):
+        return None
+    if any(getattr(one, "filter_value", -math.inf) != -math.inf for one in logits_processor):
+        return None
+    if any(getattr(one, "min_tokens_to_keep", 1) != 1 for one in logits_processor):
+        return None
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {names[place]: getattr(one, names[place]) for place, one in zip(places, logits_processor, strict=True)}
+    return SamplingParams(**{"temperature": 1.0, **given})
 
 
 def multinomial(generator: torch.Generator | None) -> Draw:
@@ -122,3 +143,38 @@ class TreeSampler(PathVerifier):
             self.generator.set_state(self._states[len(self._columns)])
         self.ids = torch.cat([self.ids, torch.tensor(self._columns, device=self.ids.device).T], dim=1)
         self._results = ()
+
+
+class StepNoise:
+    """One sequence's draws inside the steps of the graph backend: an `engine.request.Noise`.
+
+    The noise of an output position stands in line (position modulo the number of lines) of the backend's noise. It is
+    drawn when a tree first reaches the position, in the order of positions, as `torch.multinomial` would draw it.
+    """
+
+    def __init__(
+        self,
+        sequence: DecodingSequence,
+        sampling: SamplingParams,
+        noise: torch.Tensor,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.sequence, self.sampling, self._noise = sequence, sampling, noise
+        self.generator = generator or generator_of(noise.device)
+        self._states: list[torch.Tensor] = []  # the generator's, before each position's draw
+
+    @torch.no_grad()
+    def lines(self, tree: TokenTree) -> list[int]:
+        first, count, guesses = self.sequence.stats.generated_tokens, len(self._noise), tree.depths[tree.branch :]
+        while len(self._states) <= first + max(guesses, default=0):
+            self._states.append(self.generator.get_state())
+            line = (len(self._states) - 1) % count
+            self._noise[line : line + 1].exponential_(1, generator=self.generator)
+        window = [-1] * (len(tree.needed) - 1 - len(guesses))
+        return [first % count, *window, *[(first + depth) % count for depth in guesses]]
+
+    def end(self) -> None:
+        """Set the generator to where it stands after as many draws as there were tokens."""
+        drawn = self.sequence.stats.generated_tokens
+        if drawn < len(self._states):
+            self.generator.set_state(self._states[drawn])

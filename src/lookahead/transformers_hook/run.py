@@ -37,6 +37,7 @@ from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading import step_cost as cost
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
+from lookahead.transformers_hook.draws import StepNoise, raced
 from lookahead.transformers_hook.probe import probe_start
 from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
@@ -155,11 +156,14 @@ class Run:
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         # 1. One sequence per batch entry, and the K/V that are there already.
         self.sequences = self._sequences(config or self._default(), rules)
-        verifiers = rules.verifiers(self.sequences, ids)
+        noise = self._noise(rules) if first is None else None
+        verifiers = rules.verifiers(self.sequences, ids) if noise is None else [None]
         engine = Engine(self.backend, self._pace() if config is None else None)
         try:
             requests = [
-                Request(sequence, verifier, finished=self._keep_cache if keeps_cache else None, begin=self._begin)
+                Request(
+                    sequence, verifier, noise, finished=self._keep_cache if keeps_cache else None, begin=self._begin
+                )
                 for sequence, verifier in zip(self.sequences, verifiers, strict=True)
             ]
             for entry, request in enumerate(requests):
@@ -175,6 +179,8 @@ class Run:
         finally:
             for id in engine.running:
                 engine.cancel(id)
+            if noise is not None:
+                noise.end()
         # 3. What was asked for.
         self._check_ends()
         output = rules.output(self.sequences, ids)
@@ -198,6 +204,15 @@ class Run:
         if self.facts.default is None:
             self.facts.default = cost.fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
         return self.facts.default
+
+    def _noise(self, rules: BatchRules) -> StepNoise | None:
+        """What draws the tokens inside the graph backend's steps, if one sequence is sampled in a way that it knows."""
+        if not (rules.by_scores and isinstance(self.backend, GraphBackend) and len(self.sequences) == 1):
+            return None
+        sampling = raced(cast(Any, rules.rule.processors) or ())
+        if sampling is None:
+            return None
+        return StepNoise(self.sequences[0], sampling, self.backend.noise, rules.generator)
 
     @property
     def used(self) -> str:

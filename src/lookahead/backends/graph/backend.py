@@ -249,6 +249,11 @@ class GraphBackend:
                 f"and a sequence may have {self.kv.tables.shape[1]} of them"
             )
 
+    @property
+    def noise(self) -> torch.Tensor:
+        """Exponential noise [32, V] fp32, for inputs that name lines of it. Whoever draws fills these lines before."""
+        return self.state.buffers.noise
+
     def holds(self) -> int | None:
         """All pages, as far as a sequence's table has room for them."""
         return min(self.kv.pages, self.kv.tables.shape[1]) * PAGE
@@ -345,7 +350,7 @@ class GraphBackend:
             self._tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
             if step.kind.drawn:
-                packet.put_draws(start, item.sampling, item.uniforms, item.next_uniforms, len(item.tree.needed))
+                packet.put_draws(start, item)
             starts.append(start)
             slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
             lengths.append(slot.length)
@@ -375,11 +380,11 @@ class GraphBackend:
     def _kind(self, items: Sequence[StepInput]) -> StepKind:
         """The kind of a step of these inputs."""
         rows = needed = largest = small_tiles = large_tiles = 0
-        small, drawn, group = True, False, self._group
+        small, drawn, raced, group = True, False, False, self._group
         for item in items:
             trail, nodes = len(item.trail), len(item.tree.tokens)
             rows, needed, largest = rows + trail + nodes, needed + len(item.tree.needed), max(largest, nodes)
-            drawn = drawn or bool(item.uniforms)
+            drawn, raced = drawn or bool(item.uniforms), raced or bool(item.noise)
             # Small tiles serve best who has few queries, or little to read.
             few = 2 * SMALL_TILE // group
             small = small and nodes <= few and (trail <= few or self._slots[item.slot].length + trail <= SHORT)
@@ -389,7 +394,7 @@ class GraphBackend:
         rows = bucket(rows)
         alone = (small_tiles if small else large_tiles) * self.weights.kv_heads >= self.state.ops.processors
         invariant = self.invariant and largest <= INVARIANT_ROWS
-        return StepKind(rows, needed_bucket(rows, needed), drawn, small, alone, invariant)
+        return StepKind(rows, needed_bucket(rows, needed), drawn or raced, raced, small, alone, invariant)
 
     def _tell_pages(self, slot: Slot) -> None:
         """Tell the device which pages the sequence has got since it was told last."""

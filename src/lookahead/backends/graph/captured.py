@@ -30,6 +30,8 @@ from lookahead.backends.graph.weights import Weights
 
 TOP_TOKENS = 8
 """How many likely next tokens a step returns for each needed row: as many as the `recycle` source keeps."""
+NOISE_LINES = 32
+"""Output positions whose noise is kept at once: more than a tree is deep."""
 SMALL_TILE, LARGE_TILE = 16, 64
 """Queries per tile of attention; see `kernels.tiles`."""
 
@@ -38,14 +40,16 @@ SMALL_TILE, LARGE_TILE = 16, 64
 class StepKind:
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
-    `drawn`: targets are drawn, and not only the argmax taken. `small` and `alone` say how attention is cut (see
-    `kernels.tiles`): small tiles for sequences with few rows each, each done by one program if there are many.
-    `invariant`: a row's result does not depend on the other rows, bit for bit.
+    `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
+    `small` and `alone` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows each,
+    each done by one program if there are many. `invariant`: a row's result does not depend on the other rows, bit for
+    bit.
     """
 
     rows: int
     needed: int
     drawn: bool
+    raced: bool
     small: bool
     alone: bool
     invariant: bool
@@ -106,6 +110,11 @@ class Buffers:
         rows, vocabulary = self.logits.shape
         return Drawing(rows, vocabulary, self.logits.device, self.logits.dtype)
 
+    @cached_property
+    def noise(self) -> torch.Tensor:
+        """See `GraphBackend.noise`."""
+        return torch.ones(NOISE_LINES, self.logits.shape[1], dtype=torch.float32, device=self.logits.device)
+
 
 def most_tiles(rows: int, group: int, block: int) -> int:
     """The most tiles that a step of so many rows can have."""
@@ -140,7 +149,7 @@ class CapturedStep:
         self.top = TopTokens(kind.needed, len(w.head), min(TOP_TOKENS, len(w.head)), device)
         self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
         if kind.drawn:
-            state.buffers.drawing  # noqa: B018 (it is made here, because nothing may be made in a capture)
+            state.buffers.drawing, state.buffers.noise  # noqa: B018 (made here: nothing may be made in a capture)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None
 
@@ -249,7 +258,11 @@ class CapturedStep:
         logits = buffers.logits[:needed]
         self.top.fill(logits)
         if self.kind.drawn:
-            buffers.drawing.draw(logits, views["draws"], self.top.out, self.top.work)
+            draws, out, tops = views["draws"], self.top.out, self.top.work
+            if self.kind.raced:
+                buffers.drawing.race(logits, draws, buffers.noise, views["noise"], out, tops)
+            else:
+                buffers.drawing.draw(logits, draws, out, tops)
 
 
 _capturing = Lock()

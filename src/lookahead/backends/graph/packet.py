@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import MOST_AHEAD
-from lookahead.config import SamplingParams
+from lookahead.backends.base import MOST_AHEAD, StepInput
 
 MOST_ENTRIES = 256
 """The most sequences of a step."""
@@ -47,8 +46,9 @@ class Packet:
     needed [N]         the rows whose logits are needed
     draws [N, 5]       float64: how each needed row's target is drawn (see `kernels.draw`)
     next_uniforms [N, 32]  float64: the uniforms of the steps ahead
+    noise [N]          the line of noise that decides a needed row's draw, -1 for the argmax
 
-    The last two are there only if targets are drawn.
+    The last three are there only if targets are drawn.
 
     `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
     """
@@ -67,6 +67,7 @@ class Packet:
             "commits": ((entries, 2), 1),
             "moves": ((rows + SPARE_MOVES, 2), 1),
             "needed": ((needed,), 1),
+            "noise": ((needed if drawn else 0,), 1),
         }
         self._places: dict[str, tuple[int, int, tuple[int, ...], bool]] = {}
         start = 0
@@ -114,21 +115,19 @@ class Packet:
             self._needed.extend([root + node for node in needed])
         return start
 
-    def put_draws(
-        self,
-        start: int,
-        sampling: SamplingParams,
-        uniforms: Sequence[float],
-        next_uniforms: Sequence[float],
-        count: int,
-    ) -> None:
-        """Write how the targets of `count` needed rows from `start` on are drawn: not at all without uniforms."""
-        draws = self.fields["draws"][start : start + count]
+    def put_draws(self, start: int, item: StepInput) -> None:
+        """Write how the targets of an input's needed rows, from `start` on, are drawn: not at all without uniforms and
+        without noise."""
+        end = start + len(item.tree.needed)
+        draws, sampling = self.fields["draws"][start:end], item.sampling
         draws[:, 0] = 0.0
-        if uniforms:
+        if item.uniforms or item.noise:
             draws[:, :4] = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-            draws[:, 4] = uniforms
-            self.fields["next_uniforms"][start, : len(next_uniforms)] = next_uniforms
+        if item.noise:
+            self.fields["noise"][start:end] = item.noise
+        elif item.uniforms:
+            draws[:, 4] = item.uniforms
+            self.fields["next_uniforms"][start, : len(item.next_uniforms)] = item.next_uniforms
 
     def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
         group, block = queries
