@@ -294,7 +294,7 @@ def test_the_kind_of_a_step(
     ]
     backend.step(items)
     (kind,) = backend._steps
-    assert kind == StepKind(rows, needed, False, False, small, kind.alone, invariant and within)
+    assert kind == StepKind(rows, needed, False, False, small, kind.alone, kind.one, invariant and within)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 16])

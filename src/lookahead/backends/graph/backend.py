@@ -392,9 +392,11 @@ class GraphBackend:
                 small_tiles += -(-count * group // SMALL_TILE)
                 large_tiles += -(-count * group // LARGE_TILE)
         rows = bucket(rows)
-        alone = (small_tiles if small else large_tiles) * self.weights.kv_heads >= self.state.ops.processors
+        tiles, block = (small_tiles, SMALL_TILE) if small else (large_tiles, LARGE_TILE)
+        alone = tiles * self.weights.kv_heads >= self.state.ops.processors
+        one = not alone and tiles <= -(-rows * group // block)
         invariant = self.invariant and largest <= INVARIANT_ROWS
-        return StepKind(rows, needed_bucket(rows, needed), drawn or raced, raced, small, alone, invariant)
+        return StepKind(rows, needed_bucket(rows, needed), drawn or raced, raced, small, alone, one, invariant)
 
     def _tell_pages(self, slot: Slot) -> None:
         """Tell the device which pages the sequence has got since it was told last."""

@@ -41,9 +41,9 @@ class StepKind:
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
     `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
-    `small` and `alone` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows each,
-    each done by one program if there are many. `invariant`: a row's result does not depend on the other rows, bit for
-    bit.
+    `small`, `alone` and `one` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows
+    each, each done by one program if there are many, or all at a time if there are few. `invariant`: a row's result
+    does not depend on the other rows, bit for bit.
     """
 
     rows: int
@@ -52,6 +52,7 @@ class StepKind:
     raced: bool
     small: bool
     alone: bool
+    one: bool
     invariant: bool
 
 
@@ -100,7 +101,9 @@ class Buffers:
         group = w.heads // w.kv_heads
         for size in sizes_to(most_rows) if self.work is not None else ():
             for small, alone, invariant in product((False, True), repeat=3):
-                tiles = ops.tiles(size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, invariant=invariant)
+                tiles = ops.tiles(
+                    size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, one=False, invariant=invariant
+                )
                 count = most_tiles(size, group, tiles.block_m)
                 self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
 
@@ -136,7 +139,14 @@ class CapturedStep:
         self.products["head"] = state.products.plan([w.head], kind.needed)
         # Plan attention.
         self.tiles = state.ops.tiles(
-            kind.rows, w.heads, w.kv_heads, w.dim, small=kind.small, alone=kind.alone, invariant=kind.invariant
+            kind.rows,
+            w.heads,
+            w.kv_heads,
+            w.dim,
+            small=kind.small,
+            alone=kind.alone,
+            one=kind.one,
+            invariant=kind.invariant,
         )
         block = SMALL_TILE if self.tiles is None else self.tiles.block_m
         self.queries = group, block

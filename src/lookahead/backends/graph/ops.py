@@ -57,13 +57,21 @@ class Ops:
         return self._processors if self.compiled else 1
 
     def tiles(
-        self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, alone: bool, invariant: bool
+        self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, alone: bool, one: bool, invariant: bool
     ) -> Any:
         """How `attend` cuts a step of so many rows into programs; see `kernels.tiles`."""
         if not self.compiled:
             return None
         return self._tiles.tiles_for(
-            rows, heads, kv_heads, dim, small=small, alone=alone, invariant=invariant, processors=self._processors
+            rows,
+            heads,
+            kv_heads,
+            dim,
+            small=small,
+            alone=alone,
+            one=one,
+            invariant=invariant,
+            processors=self._processors,
         )
 
 

@@ -91,7 +91,16 @@ def _records(case: Case, bandwidth: float) -> Iterator[dict[str, Any]]:
 def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, attention.Workspace, tiles.Tiles]:
     """What a captured step gives the kernel: the step's rows, the workspace, and how it is cut."""
     size, small = bucket(case.sequences * case.count), case.count * case.group <= 2 * SMALL_TILE
-    cut = tiles.tiles_for(size, case.heads, case.kv_heads, case.dim, small=small, alone=False, invariant=invariant)
+    cut = tiles.tiles_for(
+        size,
+        case.heads,
+        case.kv_heads,
+        case.dim,
+        small=small,
+        alone=case.sequences > 4,
+        one=case.sequences == 1,
+        invariant=invariant,
+    )
     count = most_tiles(size, case.group, cut.block_m)
     packet = Packet(size, size, count, pinned=False)
     packet.begin()

@@ -214,7 +214,8 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     tree.q *= spread
 
     def run(step: Step, small: bool, alone: bool = False) -> torch.Tensor:
-        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, alone=alone, invariant=True)
+        one = len(step.parts) == 1 and not alone
+        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, alone=alone, one=one, invariant=True)
         tiles = replace(tiles, splits=5, near_splits=3)
         out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return step.run(tiles, window, out)
@@ -240,8 +241,9 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
 
     for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
-        alone = lined(Part(length + depth), tree.q[node : node + 1], True)
-        assert torch.equal(alone[0], in_tree[node]), depth
+        for small in (True, False):
+            alone = lined(Part(length + depth), tree.q[node : node + 1], small)
+            assert torch.equal(alone[0], in_tree[node]), depth
     for small in (True, False):
         prompt = lined(Part(length, ahead + 1, ()), tree.q[text], small)
         assert torch.equal(prompt, in_tree[text])

@@ -255,6 +255,125 @@ def _add_near(
     return top, total, acc
 
 
+@triton.jit
+def _add_split(
+    split, live, query, keys, values, table, longest, places, positions, bits, words, head, kv_heads, end, first_row,
+    row, count, is_tree, position, border, blocks, splits, near_splits, scale, ones, HEAD: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_N: tl.constexpr, WINDOW: tl.constexpr,
+    REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of one split: maximum [M], mass [M] and sum of values [M, D]."""
+    top, total, acc = _add_prefix(
+        query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits, near_splits,
+        scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, REACH > 0, FAR, PAGE,
+    )  # fmt: skip
+    if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
+        if (split == live - 1) & (is_tree == 1):
+            top, total, acc = _add_tree(
+                query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count, position,
+                scale, top, total, acc, HEAD, DIM, TREE_N, WINDOW, PAGE,
+            )  # fmt: skip
+    return top, tl.max(total, 1), acc
+
+
+@triton.jit
+def _attend_tile(
+    tile, q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
+    scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+    ALONE: tl.constexpr,
+):  # fmt: skip
+    """This program's part of a tile: one K/V head, and one split or (with ALONE) all of them."""
+    head, split = tl.program_id(0), tl.program_id(2)
+    dim = tl.arange(0, DIM)
+    whole = dim < HEAD
+    ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
+    # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
+    # shares these keys. All its rows see the keys before `end` that do not come after them.
+    record = tiles + 6 * tile
+    end, first_row, count = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    first_pair, is_tree = tl.load(record + 4) * BLOCK_M, tl.load(record + 5)
+    table = tables + tl.load(record) * longest
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    token = pair // GROUP
+    real = token < count
+    token = tl.minimum(token, count - 1)
+    row = first_row + token
+    position = tl.load(positions + row)
+    # Keys before `border` are added in blocks, keys from it on one by one. It depends on the row's position alone.
+    border = tl.minimum(position + 1, end)
+    if REACH > 0:
+        border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, end // 16 * 16)
+    blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
+    live = tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
+    if REACH == 0:
+        live = tl.maximum(live, 1)
+    if ALONE or (split < live) | (split >= splits):
+        place = (row * kv_heads + head) * GROUP + pair % GROUP
+        query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
+        # 2. The splits of the prefix that are this program's, joined in their order. The last split of a step that
+        # need not be invariant takes the tree as well.
+        top = tl.full([BLOCK_M], LOWEST, tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+        if ALONE:
+            for its_split in range(0, live):
+                its_top, its_mass, its_acc = _add_split(
+                    its_split, live, query, keys, values, table, longest, places, positions, bits, words, head,
+                    kv_heads, end, first_row, row, count, is_tree, position, border, blocks, splits, near_splits, scale,
+                    ones, HEAD, DIM, BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE,
+                )  # fmt: skip
+                top, mass, acc = _join(top, mass, acc, its_top, its_mass, its_acc)
+        elif split < splits:
+            top, mass, acc = _add_split(
+                split, live, query, keys, values, table, longest, places, positions, bits, words, head, kv_heads, end,
+                first_row, row, count, is_tree, position, border, blocks, splits, near_splits, scale, ones, HEAD, DIM,
+                BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE,
+            )  # fmt: skip
+        # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
+        # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
+        # would wait for ever. (A split's program never waits, and works through its tiles in the same order.)
+        others = 0 if ALONE else (live if REACH > 0 else live - 1)
+        first_part = place * tl.num_programs(2)
+        counter = arrived + tile * kv_heads + head
+        if split < others:
+            tl.store(part + (first_part + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
+            tl.store(part_top + (first_part + split) * 2, top, mask=real)
+            tl.store(part_top + (first_part + split) * 2 + 1, mass, mask=real)
+            tl.debug_barrier()
+            tl.atomic_add(counter, 1, sem="release")
+        else:
+            own_top, own_mass, own_acc = top, mass, acc
+            if REACH > 0:
+                own_top, own_total, own_acc = _add_near(
+                    query, keys, values, table, order + tile * order_size, most_nodes, head, kv_heads, end, token,
+                    first_pair // GROUP, position, border, scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, PAGE,
+                )  # fmt: skip
+                own_mass = tl.max(own_total, 1)
+            if not ALONE:
+                top = tl.full([BLOCK_M], LOWEST, tl.float32)
+                mass = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+                if others > 0:
+                    while tl.atomic_add(counter, 0, sem="acquire") < others:
+                        pass
+                    tl.store(counter, 0)
+                    for i in tl.range(0, others, loop_unroll_factor=2):
+                        # `.cg` reads past the first-level cache, which may hold old contents of this memory.
+                        at = part_top + (first_part + i) * 2
+                        its_top = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
+                        its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
+                        at = part + (first_part + i)[:, None] * DIM + dim[None, :]
+                        its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+                        top, mass, acc = _join(top, mass, acc, its_top, its_mass, its_acc)
+            if (REACH > 0) or not ALONE:
+                top, mass, acc = _join(top, mass, acc, own_top, own_mass, own_acc)
+            acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+            inside = real[:, None] & whole[None, :]
+            tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
 # One kernel serves all numbers of rows. Compiled for particular numbers it would hardly be faster (4% for one token,
 # nothing for 128), and each would take seconds to compile, 13 in fp32.
 @triton.jit(do_not_specialize=["longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes"])
@@ -263,100 +382,28 @@ def _attend(
     scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
-    ALONE: tl.constexpr,
+    ALONE: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv_heads, tiles at a time, splits; with REACH one more; with ALONE one).
 
     A query is a pair of row and head: each K/V head has GROUP of them per row. ALONE: a program does all of a tile by
-    itself, one split after the other. See `attend` for the tensors.
+    itself, one split after the other. ONE: no program has more than one tile. See `attend` for the tensors.
     """
-    head, split = tl.program_id(0), tl.program_id(2)
-    dim = tl.arange(0, DIM)
-    whole = dim < HEAD
-    ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
-    for tile in range(tl.program_id(1), tl.load(counts), tl.num_programs(1)):
-        # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
-        # shares these keys. All its rows see the keys before `end` that do not come after them.
-        record = tiles + 6 * tile
-        end, first_row, count = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-        first_pair, is_tree = tl.load(record + 4) * BLOCK_M, tl.load(record + 5)
-        table = tables + tl.load(record) * longest
-        pair = first_pair + tl.arange(0, BLOCK_M)
-        token = pair // GROUP
-        real = token < count
-        token = tl.minimum(token, count - 1)
-        row = first_row + token
-        position = tl.load(positions + row)
-        # Keys before `border` are added in blocks, keys from it on one by one. It depends on the row's position alone.
-        border = tl.minimum(position + 1, end)
-        if REACH > 0:
-            border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, end // 16 * 16)
-        blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
-        live = tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
-        if REACH == 0:
-            live = tl.maximum(live, 1)
-        if ALONE or (split < live) | (split >= splits):
-            place = (row * kv_heads + head) * GROUP + pair % GROUP
-            query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
-            # 2. The splits of the prefix that are this program's, joined in their order. The last split of a step that
-            # need not be invariant takes the tree as well.
-            begin = 0 if ALONE else split
-            top = tl.full([BLOCK_M], LOWEST, tl.float32)
-            mass = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-            for its_split in range(begin, live if ALONE else tl.minimum(split + 1, live)):
-                its_top, its_total, its_acc = _add_prefix(
-                    query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, its_split,
-                    splits, near_splits, scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, REACH > 0, FAR, PAGE,
-                )  # fmt: skip
-                if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
-                    if (its_split == live - 1) & (is_tree == 1):
-                        its_top, its_total, its_acc = _add_tree(
-                            query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count,
-                            position, scale, its_top, its_total, its_acc, HEAD, DIM, TREE_N, WINDOW, PAGE,
-                        )  # fmt: skip
-                top, mass, acc = _join(top, mass, acc, its_top, tl.max(its_total, 1), its_acc)
-            # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
-            # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
-            # would wait for ever. (A split's program never waits, and works through its tiles in the same order.)
-            others = 0 if ALONE else (live if REACH > 0 else live - 1)
-            first_part = place * tl.num_programs(2)
-            counter = arrived + tile * kv_heads + head
-            if split < others:
-                tl.store(part + (first_part + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
-                tl.store(part_top + (first_part + split) * 2, top, mask=real)
-                tl.store(part_top + (first_part + split) * 2 + 1, mass, mask=real)
-                tl.debug_barrier()
-                tl.atomic_add(counter, 1, sem="release")
-            else:
-                own_top, own_mass, own_acc = top, mass, acc
-                if REACH > 0:
-                    own_top, own_total, own_acc = _add_near(
-                        query, keys, values, table, order + tile * order_size, most_nodes, head, kv_heads, end, token,
-                        first_pair // GROUP, position, border, scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, PAGE,
-                    )  # fmt: skip
-                    own_mass = tl.max(own_total, 1)
-                if not ALONE:
-                    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-                    mass = tl.zeros([BLOCK_M], tl.float32)
-                    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-                    if others > 0:
-                        while tl.atomic_add(counter, 0, sem="acquire") < others:
-                            pass
-                        tl.store(counter, 0)
-                        for i in tl.range(0, others, loop_unroll_factor=2):
-                            # `.cg` reads past the first-level cache, which may hold old contents of this memory.
-                            at = part_top + (first_part + i) * 2
-                            its_top = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
-                            its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
-                            at = part + (first_part + i)[:, None] * DIM + dim[None, :]
-                            its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                            top, mass, acc = _join(top, mass, acc, its_top, its_mass, its_acc)
-                if (REACH > 0) or not ALONE:
-                    top, mass, acc = _join(top, mass, acc, own_top, own_mass, own_acc)
-                acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
-                inside = real[:, None] & whole[None, :]
-                tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    count = tl.load(counts)
+    if ONE:
+        if tl.program_id(1) < count:
+            _attend_tile(
+                tl.program_id(1), q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
+                arrived, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP, HEAD, DIM,
+                BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE, ALONE,
+            )  # fmt: skip
+    else:
+        for tile in range(tl.program_id(1), count, tl.num_programs(1)):
+            _attend_tile(
+                tile, q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
+                arrived, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP, HEAD, DIM,
+                BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE, ALONE,
+            )  # fmt: skip
 
 
 class Workspace:
@@ -420,7 +467,7 @@ def attend(
         scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
         rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone,
+        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone, ONE=tiles.one,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

@@ -22,6 +22,10 @@ SMALL, LARGE = 16, 64
 keys are read once for all of its queries, and a tile of 64 queries takes longer than its keys take to be read."""
 
 
+SPARE_PROGRAMS = 64
+"""Where each tile is done by one program, so many more than if one sequence had all rows: many sequences have more."""
+
+
 @dataclass(frozen=True)
 class Tiles:
     """How a step of one size is cut.
@@ -29,8 +33,9 @@ class Tiles:
     block_m, block_n: queries per program and keys per block. splits: how many programs share a prefix. near_splits: how
     many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many read a long context faster. reach:
     keys nearer to a row than this are added one by one, by a program of their own; 0 if the step is not invariant.
-    programs: how many tiles are worked on at a time. alone: a program does all splits of a tile by itself. warps,
-    stages, registers (the most per thread): for Triton's compiler.
+    programs: how many tiles are worked on at a time. one: there are no more tiles than that; the kernel is faster
+    without a loop over tiles. alone: a program does all splits of a tile by itself. warps, stages, registers (the most
+    per thread): for Triton's compiler.
     """
 
     block_m: int
@@ -43,6 +48,7 @@ class Tiles:
     registers: int | None = None
     programs: int = 1 << 30
     alone: bool = False
+    one: bool = False
 
     @property
     def parts(self) -> int:
@@ -59,9 +65,11 @@ def tiles_for(
     small: bool,
     alone: bool,
     invariant: bool,
+    one: bool = False,
     processors: int = 132,
 ) -> Tiles:
-    """How to cut a step of so many rows. `small` chooses small tiles; `alone` that each is done by one program."""
+    """How to cut a step of so many rows. `small` chooses small tiles; `alone` that each is done by one program; `one`
+    that there are no more tiles than if one sequence had all rows."""
     block_m = SMALL if small else min(LARGE, 32 if dim > 128 else LARGE)
     tiles = triton.cdiv(rows * (heads // kv_heads), block_m)
     if invariant:
@@ -70,8 +78,8 @@ def tiles_for(
         # About two programs per multiprocessor if one sequence has all rows.
         near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles)))
     cut: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
-    if not alone:
-        cut["programs"] = tiles  # few sequences have few more, which these programs do one after the other
+    # More tiles than programs are done one after the other. Programs without a tile take time, too.
+    cut |= {"programs": tiles + SPARE_PROGRAMS if alone else tiles, "one": one and not alone}
     if dim > 128:
         return Tiles(block_m, 32, warps=8, stages=1, **cut)
     if small and alone:
