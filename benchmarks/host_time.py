@@ -55,7 +55,7 @@ def text(rng: random.Random, length: int) -> list[int]:
 
 
 class Played(GraphBackend):
-    """The graph backend over texts instead of a model: `texts[lane]` is what comes out of a lane of the K/V buffer.
+    """The graph backend over texts instead of a model: what a sequence generates is what follows in its text.
 
     It times its own parts in `seconds`. No step runs ahead, so that token by token, too, the host's time is counted.
     """
@@ -64,6 +64,7 @@ class Played(GraphBackend):
         size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
         super().__init__(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **size)))
         self.texts: list[np.ndarray[Any, Any]] = []
+        self.played: dict[int, np.ndarray[Any, Any]] = {}  # by the sequence's line in the page tables
         self.rng = np.random.default_rng(1)
         self.likely = self.rng.integers(0, VOCABULARY, (VOCABULARY, 8), dtype=np.int32)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -85,30 +86,35 @@ class Played(GraphBackend):
         self.seconds["read"] += perf_counter() - begin
         return results
 
-    def _captured_step(self, batch: int, count: int, head: bool) -> CapturedStep:
-        step = super()._captured_step(batch, count, head)
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        """A sequence begins as its text does. Nothing is shared, so that every prompt is as long as it says."""
+        slot = super().open()
+        self.played[self._slots[slot].line] = next(t for t in self.texts if t[: len(tokens)].tolist() == list(tokens))
+        return slot
+
+    def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
+        step = super()._captured_step(items)
         step.run = lambda: self._play(step)  # type: ignore[method-assign]
         return step
 
     def _play(self, step: CapturedStep) -> None:
         """Targets from the text; the top-8 of a token, in which a target takes a random place half of the time."""
-        begin = perf_counter()
-        if step.top is not None:
-            fields = step.packet.fields
-            out = step.top.arrays[0].reshape(step.batch, step.count, -1)
-            for place in range(step.batch):
-                lane = int(fields["lanes"][place])
-                played = self.texts[lane] if lane < len(self.texts) else np.zeros(1, dtype=np.int32)
-                nodes, depths = fields["needed"][place] - place * step.count, [-1]
-                for parent in fields["parents"][place].tolist():  # parents stand before their children
-                    depths.append(depths[parent + 1] + 1)
-                tokens = fields["tokens"][place][nodes]
-                positions = fields["lengths"][place] + np.array(depths[1:])[nodes]
-                targets = played[np.minimum(positions + 1, len(played) - 1)]
-                chosen = self.rng.random(step.count) < 0.5
-                self.likely[tokens[chosen], self.rng.integers(0, 8, int(chosen.sum()))] = targets[chosen]
-                out[place, :, 0], out[place, :, 1:9] = targets, self.likely[tokens]
-                out[place, :, 9:] = (0, 3, 5, 7, 8, 10, 12, 15)
+        begin, start = perf_counter(), 0
+        fields, out, needed = step.packet.fields, step.top.arrays[0], np.array(step.packet._needed, dtype=np.int64)
+        for line, length, first, trail, nodes in fields["entries"][: fields["entry_of"].max() + 1].tolist():
+            root, depths = first + trail, [-1]
+            for parent in fields["parents"][root : root + nodes].tolist():  # parents stand before their children
+                depths.append(depths[parent + 1] + 1)
+            end = start + int(((needed >= root) & (needed < root + nodes)).sum())
+            rows = needed[start:end]
+            tokens, played = fields["tokens"][rows], self.played[line]
+            positions = length + trail + np.array(depths[1:], dtype=np.int64)[rows - root]
+            targets = played[np.minimum(positions + 1, len(played) - 1)]
+            chosen = self.rng.random(len(rows)) < 0.5
+            self.likely[tokens[chosen], self.rng.integers(0, 8, int(chosen.sum()))] = targets[chosen]
+            out[start:end, 0], out[start:end, 1:9] = targets, self.likely[tokens]
+            out[start:end, 9:] = (0, 3, 5, 7, 8, 10, 12, 15)
+            start = end
         self.seconds["played"] += perf_counter() - begin
 
 
@@ -158,7 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'':42s}" + "".join(f"{part:>9s}" for part in PARTS) + f"{'p90 host':>10s}")
     for name, config in {
-        "default": LookaheadConfig(),
+        "default": LookaheadConfig(shared=True),
         "paper (5,15,15), prompt": LookaheadConfig.paper(15, 5, 15, prompt=True),
         "autoregressive": LookaheadConfig.autoregressive(),
     }.items():

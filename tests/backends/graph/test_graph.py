@@ -253,7 +253,7 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
 
 
 def test_buckets() -> None:
-    assert [bucket(k) for k in (0, 1, 2, 3, 17, 65, 128, 129, 513, 1024)] == [1, 1, 2, 4, 32, 96, 128, 192, 768, 1024]
+    assert [bucket(k) for k in (0, 1, 2, 3, 17, 65, 128, 129, 513, 1024)] == [1, 1, 2, 4, 32, 96, 128, 192, 640, 1024]
     assert [needed_bucket(*k) for k in ((1, 0), (32, 1), (64, 64), (128, 64), (128, 65), (1024, 65), (1024, 512))] == [
         1, 32, 64, 64, 128, 512, 512,
     ]  # fmt: skip
