@@ -12,7 +12,7 @@ On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,38 +22,17 @@ import torch
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
-from lookahead.backends.graph.captured import LARGE_TILE, SMALL_TILE, Buffers, CapturedStep, DeviceState, StepKind
-from lookahead.backends.graph.kv import PagedKV, bytes_per_page
+from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
+from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of
+from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.pages import PagePool, PageTable
 from lookahead.backends.graph.products import products_of
-from lookahead.backends.graph.sizes import (
-    FEW_NEEDED,
-    INVARIANT_ROWS,
-    MOST_NEEDED,
-    PAGE,
-    ROW_SIZES,
-    bucket,
-    needed_bucket,
-    sizes_to,
-)
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
-
-KV_SEQUENCES, KV_SHARE = 16, 0.5
-"""Without a `kv_tokens` the pages hold this many sequences of the whole context, if these take no more than this share
-of the free memory."""
-CPU_TOKENS = 1 << 14
-"""What the pages hold on a CPU, where the backend is only tested."""
-LONGEST_TEXT = 1 << 17
-"""The longest text where the model's context has no limit: tables and rotary factors are made for so many positions."""
-SHORT = 256
-"""Up to so many tokens a prompt runs in small tiles. On an H200 four prompts of 100 tokens take 34 us of attention per
-layer in small tiles and 50 in large ones; 512 tokens after 512 take 94 and 77."""
-SPARE_BYTES = 1 << 30
-"""What captured steps may need besides the pages."""
 
 
 @dataclass(slots=True)
@@ -153,35 +132,8 @@ class GraphBackend:
         return torch.cuda.graph_pool_handle() if self.capture else None
 
     def _new_kv(self, tokens: int | None, longest: int = 0) -> PagedKV:
-        """Pages for so many tokens, or as many as are useful and leave enough memory.
-
-        A sequence may have `longest` tokens, or as many as the context, and a tree behind them.
-        """
-        context = min(self.max_length or LONGEST_TEXT, LONGEST_TEXT)
-        positions = context + INVARIANT_ROWS
-        each, free = bytes_per_page(self.weights), self._free_bytes()
-        if tokens is None:
-            useful = KV_SEQUENCES * -(-positions // PAGE)
-            pages = CPU_TOKENS // PAGE if free is None else min(useful, int(KV_SHARE * free) // each)
-        else:
-            pages = -(-tokens // PAGE)
-        least = -(-INVARIANT_ROWS // PAGE) + 1
-        if pages < least or (free is not None and pages * each > free):
-            room = "" if free is None else f", and {free / 2**30:.2f} GiB are free"
-            raise UnsupportedModelError(
-                f"the graph backend's K/V pages for {tokens if tokens is not None else least * PAGE} tokens need "
-                f"{max(pages, least) * each / 2**30:.2f} GiB{room}; give it another number of kv_tokens (at least "
-                f"{least * PAGE}), or free some memory"
-            )
-        most = max(context, longest) + max(self._most_rows, INVARIANT_ROWS)
-        return PagedKV(self.weights, pages, min(most, pages * PAGE))
-
-    def _free_bytes(self) -> int | None:
-        """The free memory of the GPU, what torch keeps for itself included; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return max(0, int(torch.cuda.mem_get_info(self.device)[0]) + int(kept) - SPARE_BYTES)
+        """See `kv.new_kv`."""
+        return new_kv(self.weights, tokens, self.max_length, longest, max(self._most_rows, INVARIANT_ROWS))
 
     @on_its_device
     def check_room(self, sequences: int, tokens: int) -> None:
@@ -190,7 +142,7 @@ class GraphBackend:
         If they do not, and no slot is open, larger pages replace these. UnsupportedModelError if that cannot be.
         """
         each = -(-(tokens + INVARIANT_ROWS) // PAGE)
-        if sequences * each <= self.kv.pages and each <= self.kv.tables.shape[1]:
+        if sequences * each <= self.kv.pages and each <= self.kv.longest:
             return
         if self._slots:
             raise UnsupportedModelError(f"the graph backend's pages hold {self.kv.pages * PAGE} tokens and are in use")
@@ -199,7 +151,7 @@ class GraphBackend:
             torch.cuda.synchronize(self.device)  # a forgotten step ahead may still use what is freed here
         self._steps.clear()
         self.state.pool = self._new_graph_pool()
-        pages, positions = self.kv.pages, self.kv.tables.shape[1] * PAGE
+        pages, positions = self.kv.pages, self.kv.longest * PAGE
         self.state.kv = PagedKV(self.weights, 1, PAGE)  # the old pages are freed before the new ones are made
         try:
             self.state.kv = self._new_kv(max(sequences * each, pages) * PAGE, tokens)
@@ -236,17 +188,19 @@ class GraphBackend:
 
     def _has_pages(self, slot: Slot, tokens: int) -> bool:
         """Whether the sequence has pages for so many tokens; if need be, it gets some."""
+        if len(slot.table.pages) * PAGE >= tokens and self.pool.free:
+            return True
         if not self.pool.free:  # give back what a larger tree needed before
             self.pool.shrink(slot.table, tokens)
             slot.told = min(slot.told, len(slot.table.pages))
-        return tokens <= self.kv.tables.shape[1] * PAGE and self.pool.reserve(slot.table, tokens)
+        return tokens <= self.kv.longest * PAGE and self.pool.reserve(slot.table, tokens)
 
     def _need_pages(self, slot: Slot, tokens: int) -> None:
         """Take pages for so many tokens of the sequence, or raise MemoryError."""
         if not self._has_pages(slot, tokens):
             raise MemoryError(
                 f"no pages for a sequence of {tokens} tokens: {self.pool.used} of {self.kv.pages} pages are in use, "
-                f"and a sequence may have {self.kv.tables.shape[1]} of them"
+                f"and a sequence may have {self.kv.longest} of them"
             )
 
     @property
@@ -256,7 +210,7 @@ class GraphBackend:
 
     def holds(self) -> int | None:
         """All pages, as far as a sequence's table has room for them."""
-        return min(self.kv.pages, self.kv.tables.shape[1]) * PAGE
+        return min(self.kv.pages, self.kv.longest) * PAGE
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Let later sequences share the full pages of these tokens, which are the slot's cached ones."""
@@ -271,9 +225,11 @@ class GraphBackend:
         """
         self._ahead.forget()
         slot = self.open()
-        most = min(self._most_rows, self.kv.pages * PAGE, self.kv.tables.shape[1] * PAGE)
+        most = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
         try:
-            for trail, nodes, needed in self._shapes(min(tokens, most), min(budget, MOST_NEEDED, most), most):
+            for trail, nodes, needed in every_shape(
+                min(tokens, most), min(budget, MOST_NEEDED, most), most, self._group
+            ):
                 tree = chain([0] * nodes, needed)
                 # So that the step ahead is captured, too.
                 alone = (trail, nodes, needed) == (0, 1, 1)
@@ -286,23 +242,6 @@ class GraphBackend:
         finally:
             self._ahead.forget()
             self.close(slot)
-
-    def _shapes(self, tokens: int, budget: int, most: int) -> Iterator[tuple[int, int, int]]:
-        """Steps of one sequence that together have every kind: the lengths of trail and tree, and the needed nodes.
-
-        A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`.
-        """
-        few = 2 * SMALL_TILE // self._group
-        trees = {0, 1, few, few + 1, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget}
-        before = 0
-        for size in sizes_to(min(tokens + budget, most)):
-            for tree in sorted({min(tree, budget, size) for tree in trees | {size}}, reverse=True):
-                for rows in (before + 1, min(size, most)):
-                    trail = rows - tree
-                    for needed in (tree, min(1, tree)):
-                        if 0 <= trail <= tokens:
-                            yield trail, tree, needed
-            before = size
 
     # A step.
 
@@ -379,24 +318,8 @@ class GraphBackend:
 
     def _kind(self, items: Sequence[StepInput]) -> StepKind:
         """The kind of a step of these inputs."""
-        rows = needed = largest = small_tiles = large_tiles = 0
-        small, drawn, raced, group = True, False, False, self._group
-        for item in items:
-            trail, nodes = len(item.trail), len(item.tree.tokens)
-            rows, needed, largest = rows + trail + nodes, needed + len(item.tree.needed), max(largest, nodes)
-            drawn, raced = drawn or bool(item.uniforms), raced or bool(item.noise)
-            # Small tiles serve best who has few queries, or little to read.
-            few = 2 * SMALL_TILE // group
-            small = small and nodes <= few and (trail <= few or self._slots[item.slot].length + trail <= SHORT)
-            for count in (trail, nodes):
-                small_tiles += -(-count * group // SMALL_TILE)
-                large_tiles += -(-count * group // LARGE_TILE)
-        rows = bucket(rows)
-        tiles, block = (small_tiles, SMALL_TILE) if small else (large_tiles, LARGE_TILE)
-        alone = tiles * self.weights.kv_heads >= self.state.ops.processors
-        one = not alone and tiles <= -(-rows * group // block)
-        invariant = self.invariant and largest <= INVARIANT_ROWS
-        return StepKind(rows, needed_bucket(rows, needed), drawn or raced, raced, small, alone, one, invariant)
+        lengths = [self._slots[item.slot].length for item in items]
+        return kind_of(items, lengths, self.weights, self.state.ops.processors, self.invariant)
 
     def _tell_pages(self, slot: Slot) -> None:
         """Tell the device which pages the sequence has got since it was told last."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.graph.kernels.rows import new_rows
+from lookahead.backends.graph.kinds import SMALL_TILE, StepKind
 from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.ops import Drawing, Ops, TopTokens
 from lookahead.backends.graph.packet import MOST_ENTRIES, Packet
@@ -32,28 +33,6 @@ TOP_TOKENS = 8
 """How many likely next tokens a step returns for each needed row: as many as the `recycle` source keeps."""
 NOISE_LINES = 32
 """Output positions whose noise is kept at once: more than a tree is deep."""
-SMALL_TILE, LARGE_TILE = 16, 64
-"""Queries per tile of attention; see `kernels.tiles`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepKind:
-    """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
-
-    `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
-    `small`, `alone` and `one` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows
-    each, each done by one program if there are many, or all at a time if there are few. `invariant`: a row's result
-    does not depend on the other rows, bit for bit.
-    """
-
-    rows: int
-    needed: int
-    drawn: bool
-    raced: bool
-    small: bool
-    alone: bool
-    one: bool
-    invariant: bool
 
 
 @dataclass(slots=True)

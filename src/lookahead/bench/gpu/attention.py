@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.graph.captured import SMALL_TILE, most_tiles
+from lookahead.backends.graph.captured import most_tiles
 from lookahead.backends.graph.kernels import attention, depths, fused, tiles
 from lookahead.backends.graph.kernels.rows import Rows, new_rows
+from lookahead.backends.graph.kinds import SMALL_TILE
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE, bucket
 from lookahead.bench.gpu.timing import graphed, median_ms, tree_of

@@ -37,85 +37,10 @@ import triton.language as tl
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
 from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.kernels.softmax import LOWEST, add, add_singly, join
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles
 
 LOG2E = 1.4426950408889634
-LOWEST = tl.constexpr(-1e6)
-"""Where a maximum starts: below every score (in powers of two), but finite, in case a row sees no key."""
-
-
-@triton.jit
-def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """One block of keys: the new maximum [M], the keys' weights [M, N] relative to it, and the factor [M] that scales
-    sums over earlier blocks to it.
-
-    q [M, D]; k [N, D]; seen [M, N]; top [M], the maximum so far. `scale` includes log2(e).
-
-    The maximum is rounded up to a whole power of two. Which maximum a key meets depends on how keys are grouped into
-    blocks; relative to a power of two, its weight has the same digits in every grouping, and is rounded the same. With
-    EXACT this holds to the last digit: scores are rounded to multiples of 2 ** -16 (coarser above 64), so that
-    subtracting a maximum loses nothing.
-    """
-    # Between 128 and 256, fp32 numbers are multiples of 2 ** -16.
-    lift: tl.constexpr = 192.0 if EXACT else 0.0
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + lift
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
-    p = tl.exp2(scores - (new + lift)[:, None])
-    if k.dtype == tl.float16:  # it has few small numbers, so scale the weights up
-        p *= 32768.0
-    return new, p.to(k.dtype), tl.exp2(top - new)
-
-
-@triton.jit
-def _add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 8], all columns equal.
-
-    The sum of weights is a matrix product with `ones` [N, 8], so that it is added in the same order as the values.
-    """
-    top, p, shrink = _weigh(q, k, scale, seen, top, MASKED, EXACT)
-    total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
-    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
-    return top, total, acc
-
-
-@triton.jit
-def _alone(p, i: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """p [M, 16] -> [M, N], N / 16 groups of 16 columns: the first group has column i of p and zeros, the next column
-    i + 1, and so on.
-
-    (`tl.join` would mix the groups: Triton lays its result out as numbers of half the width, and then takes keys of two
-    groups into one step of the matrix units.)
-    """
-    column = i + tl.arange(0, N // 16)[None, :, None]
-    alone = tl.where(tl.arange(0, 16)[None, None, :] == column, p[:, None, :], 0.0).to(p.dtype)
-    return tl.reshape(alone, [M, N])
-
-
-@triton.jit
-def _add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N: tl.constexpr):
-    """As `_add`, for 16 keys that are added one after the other. k [16, D]; v [N, D] holds the 16 values N / 16 times.
-
-    The matrix units add the products of 16 keys at once, and one group of 16 after the other. So each key gets a group
-    of its own, N / 16 keys per product. Then a row's sum depends on its keys and their order, not on where they stand.
-    """
-    top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
-    total = total * shrink[:, None]
-    acc = acc * shrink[:, None]
-    for i in tl.static_range(0, 16, N // 16):
-        alone = _alone(p, i, M, N)
-        total = tl.dot(alone, ones, total, input_precision="ieee")
-        acc = tl.dot(alone, v, acc, input_precision="ieee")
-    return top, total, acc
-
-
-@triton.jit
-def _join(top, mass, acc, its_top, its_mass, its_acc):
-    """Join two partial sums. Each is a maximum [M], a sum of weights [M] and a weighted sum of values [M, D]."""
-    new = tl.maximum(top, its_top)
-    mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
-    return new, mass * mine + its_mass * its, acc * mine[:, None] + its_acc * its[:, None]
 
 
 @triton.jit
@@ -166,7 +91,7 @@ def _add_prefix(
         else:
             k = tl.load(keys + base + at, mask=whole[None, :], other=0.0)
             v = tl.load(values + base + at, mask=whole[None, :], other=0.0)
-        top, total, acc = _add(query, k, v, ones, scale, True, top, total, acc, False, EXACT)
+        top, total, acc = add(query, k, v, ones, scale, True, top, total, acc, False, EXACT)
     for i in range(first, _blocks_below(blocks, split, near, splits, near_splits, FAR)):
         base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
         key = key0 + tl.arange(0, BLOCK_N)
@@ -177,7 +102,7 @@ def _add_prefix(
         seen = key[None, :] < border[:, None]
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, EXACT)
+        top, total, acc = add(query, k, v, ones, scale, seen, top, total, acc, True, EXACT)
     return top, total, acc
 
 
@@ -202,7 +127,7 @@ def _add_tree(
         if WINDOW > 0:
             other = tl.load(positions + root + node, mask=there, other=0)
             seen = seen & (position[:, None] - other[None, :] < WINDOW)
-        top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, False)
+        top, total, acc = add(query, k, v, ones, scale, seen, top, total, acc, True, False)
     return top, total, acc
 
 
@@ -236,7 +161,7 @@ def _add_near(
         seen = there[None, :] & (key[None, :] >= border[:, None]) & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = _add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
+        top, total, acc = add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
     turn, place_there = 8 * (column // 16), column % 16 + 1
     for first_place in range(0, used, BLOCK_N):
         sight = next_sight >> (first_place % 64 // 2)
@@ -251,7 +176,7 @@ def _add_near(
         if WINDOW > 0:
             depth = tl.load(order + 1 + 16 * most_nodes + (first_place + column) // 16, mask=there, other=0)
             seen = seen & (position[:, None] - end - depth[None, :] < WINDOW)
-        top, total, acc = _add(query, k, v, ones, scale, seen, top, total, acc, True, True)
+        top, total, acc = add(query, k, v, ones, scale, seen, top, total, acc, True, True)
     return top, total, acc
 
 
@@ -324,7 +249,7 @@ def _attend_tile(
                     kv_heads, end, first_row, row, count, is_tree, position, border, blocks, splits, near_splits, scale,
                     ones, HEAD, DIM, BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE,
                 )  # fmt: skip
-                top, mass, acc = _join(top, mass, acc, its_top, its_mass, its_acc)
+                top, mass, acc = join(top, mass, acc, its_top, its_mass, its_acc)
         elif split < splits:
             top, mass, acc = _add_split(
                 split, live, query, keys, values, table, longest, places, positions, bits, words, head, kv_heads, end,
@@ -366,9 +291,9 @@ def _attend_tile(
                         its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
                         at = part + (first_part + i)[:, None] * DIM + dim[None, :]
                         its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                        top, mass, acc = _join(top, mass, acc, its_top, its_mass, its_acc)
+                        top, mass, acc = join(top, mass, acc, its_top, its_mass, its_acc)
             if (REACH > 0) or not ALONE:
-                top, mass, acc = _join(top, mass, acc, own_top, own_mass, own_acc)
+                top, mass, acc = join(top, mass, acc, own_top, own_mass, own_acc)
             acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
             inside = real[:, None] & whole[None, :]
             tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)

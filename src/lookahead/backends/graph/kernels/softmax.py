@@ -1,0 +1,86 @@
+"""The steps of an online softmax that `attention` is made of: add a block of keys, add keys one by one, join two sums.
+
+A partial sum is a maximum [M], a sum of weights and a weighted sum of values [M, D], of M queries.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e6)
+"""Where a maximum starts: below every score (in powers of two), but finite, in case a row sees no key."""
+
+
+@triton.jit
+def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """One block of keys: the new maximum [M], the keys' weights [M, N] relative to it, and the factor [M] that scales
+    sums over earlier blocks to it.
+
+    q [M, D]; k [N, D]; seen [M, N]; top [M], the maximum so far. `scale` includes log2(e).
+
+    The maximum is rounded up to a whole power of two. Which maximum a key meets depends on how keys are grouped into
+    blocks; relative to a power of two, its weight has the same digits in every grouping, and is rounded the same. With
+    EXACT this holds to the last digit: scores are rounded to multiples of 2 ** -16 (coarser above 64), so that
+    subtracting a maximum loses nothing.
+    """
+    # Between 128 and 256, fp32 numbers are multiples of 2 ** -16.
+    lift: tl.constexpr = 192.0 if EXACT else 0.0
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + lift
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
+    p = tl.exp2(scores - (new + lift)[:, None])
+    if k.dtype == tl.float16:  # it has few small numbers, so scale the weights up
+        p *= 32768.0
+    return new, p.to(k.dtype), tl.exp2(top - new)
+
+
+@triton.jit
+def add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 8], all columns equal.
+
+    The sum of weights is a matrix product with `ones` [N, 8], so that it is added in the same order as the values.
+    """
+    top, p, shrink = _weigh(q, k, scale, seen, top, MASKED, EXACT)
+    total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def _alone(p, i: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """p [M, 16] -> [M, N], N / 16 groups of 16 columns: the first group has column i of p and zeros, the next column
+    i + 1, and so on.
+
+    (`tl.join` would mix the groups: Triton lays its result out as numbers of half the width, and then takes keys of two
+    groups into one step of the matrix units.)
+    """
+    column = i + tl.arange(0, N // 16)[None, :, None]
+    alone = tl.where(tl.arange(0, 16)[None, None, :] == column, p[:, None, :], 0.0).to(p.dtype)
+    return tl.reshape(alone, [M, N])
+
+
+@triton.jit
+def add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N: tl.constexpr):
+    """As `add`, for 16 keys that are added one after the other. k [16, D]; v [N, D] holds the 16 values N / 16 times.
+
+    The matrix units add the products of 16 keys at once, and one group of 16 after the other. So each key gets a group
+    of its own, N / 16 keys per product. Then a row's sum depends on its keys and their order, not on where they stand.
+    """
+    top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
+    total = total * shrink[:, None]
+    acc = acc * shrink[:, None]
+    for i in tl.static_range(0, 16, N // 16):
+        alone = _alone(p, i, M, N)
+        total = tl.dot(alone, ones, total, input_precision="ieee")
+        acc = tl.dot(alone, v, acc, input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def join(top, mass, acc, its_top, its_mass, its_acc):
+    """Join two partial sums. Each is a maximum [M], a sum of weights [M] and a weighted sum of values [M, D]."""
+    new = tl.maximum(top, its_top)
+    mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
+    return new, mass * mine + its_mass * its, acc * mine[:, None] + its_acc * its[:, None]
