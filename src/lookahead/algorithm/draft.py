@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
 from lookahead.algorithm.tree import Guesses
@@ -37,12 +37,14 @@ class Draft:
     """What one step's guesses are chosen from: chains below the root, and successors that continue any path.
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
-    right. The chains stand one after the other in `chain_tokens` and `chain_origins`.
+    right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which only
+    the C drafter can read, go before them.
     """
 
     text_end: tuple[int, int, int]
     rates: array[float]
     tables: SuccessorTables | None = None
+    text: Any = None
     chain_tokens: list[int] = field(default_factory=list)
     chain_origins: list[int] = field(default_factory=list)
     chain_lengths: list[int] = field(default_factory=list)
@@ -95,6 +97,8 @@ class PythonDrafter:
         return SuccessorDict()
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
+        if draft.text is not None:
+            raise TypeError(f"the Python drafter cannot read a {type(draft.text).__name__}")
         trie, rates, tables = Trie(draft), draft.rates, draft.tables
         room = min(limits.most, MOST_GUESSES)
         taken = [Taken(draft.text_end[2], -1, 0, -1, 1.0, 0)]

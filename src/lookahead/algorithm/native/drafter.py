@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import c_int32
 from struct import Struct, pack
 from typing import Any
@@ -23,8 +23,8 @@ NO_TOKEN = -(1 << 31)
 _COMPUTED = Struct("4P 5i")
 """C's `Computed`: tokens, parents, needed, top; nodes, needed_count, count, before[2]."""
 
-_DRAFT = Struct("3P 2P 2P 4i 4i 3i 2d")
-"""C's `Draft`: last, own, shared; rates, cost; guesses, scores; rate_count, cost_count, chain_token_count, chain_count;
+_DRAFT = Struct("3P P 2P 2P 4i 4i 3i 2d")
+"""C's `Draft`: last, own, shared; text; rates, cost; guesses, scores; rate_count, cost_count, chain_token_count, chain_count;
 first_origin, room, max_depth, branch; text_end[3]; taught, floor. A `Struct` is packed in a third of the time that a
 `ctypes.Structure` takes, and lists of integers in a tenth of the time that an `array` of them takes."""
 
@@ -80,6 +80,33 @@ class NativeTable:
         return int(self._c.table_length(self.handle))
 
 
+class NativeText:
+    """A text in C, with what its sources know of it (see `sources.text`). Its memory is freed with this object.
+
+    The settings are those of C's `Settings`, in their order; the first is N.
+    """
+
+    def __init__(self, library: Any, *settings: int) -> None:
+        self._c, self._ngram = library, settings[0]
+        self.handle: int = library.text_new(pack(f"{len(settings)}i", *settings)) or 0
+        if not self.handle:
+            raise MemoryError
+        weakref.finalize(self, library.text_free, self.handle)
+
+    def __reduce__(self) -> str:
+        raise TypeError("a text in C cannot be copied: two objects would own the same memory")
+
+    def take(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]] = ()) -> None:
+        """The text goes on with these tokens, and the window has made these n-grams."""
+        new, made = pack(f"{len(tokens)}i", *tokens), None
+        if ngrams:
+            numbers = [token for ngram in ngrams for token in ngram]
+            if len(numbers) != len(ngrams) * self._ngram:
+                raise ValueError(f"n-grams of {[len(ngram) for ngram in ngrams]} tokens; they need {self._ngram}")
+            made = pack(f"{len(numbers)}i", *numbers)
+        _check(self._c.text_take(self.handle, new, len(tokens), made, len(ngrams)))
+
+
 class NativeDrafter:
     """`PythonDrafter` in C: the same guesses, bit for bit."""
 
@@ -88,6 +115,9 @@ class NativeDrafter:
 
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
+
+    def new_text(self, *settings: int) -> NativeText:
+        return NativeText(self._c, *settings)
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         room = min(limits.most, MOST_GUESSES)
@@ -102,6 +132,7 @@ class NativeDrafter:
         numbers, scores = array("i", bytes(16 * room)), array("d", bytes(8 * room))
         packed = _DRAFT.pack(
             *((0, 0, 0) if tables is None else (_handle(tables.last), _handle(tables.own), _handle(tables.shared))),
+            0 if draft.text is None else draft.text.handle,
             _address(draft.rates), 0 if times is None else _address(times), _address(numbers), _address(scores),
             len(draft.rates), 0 if times is None else len(times), len(tokens), len(lengths),
             0 if tables is None else tables.first_origin, room, min(limits.max_depth, room), limits.branch,
