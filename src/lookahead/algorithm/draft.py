@@ -37,8 +37,9 @@ class Draft:
     """What one step's guesses are chosen from: chains below the root, and successors that continue any path.
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
-    right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which only
-    the C drafter can read, go before them.
+    right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which
+    only the C drafter reads, go before them. A sequence has one draft for all its steps; `in_c` is what the C drafter keeps
+    of it.
     """
 
     text_end: tuple[int, int, int]
@@ -48,12 +49,21 @@ class Draft:
     chain_tokens: list[int] = field(default_factory=list)
     chain_origins: list[int] = field(default_factory=list)
     chain_lengths: list[int] = field(default_factory=list)
+    in_c: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
     def after(cls, text: Sequence[int], rates: array[float]) -> Draft:
         """An empty draft of what follows this text."""
+        draft = cls((NOTHING, NOTHING, NOTHING), rates)
+        draft.restart(text)
+        return draft
+
+    def restart(self, text: Sequence[int]) -> None:
+        """Drop the chains: the next guesses follow this text."""
         before2 = text[-3] if len(text) > 2 else NOTHING
-        return cls((before2, text[-2] if len(text) > 1 else NOTHING, text[-1]), rates)
+        self.text_end = before2, text[-2] if len(text) > 1 else NOTHING, text[-1]
+        if self.chain_lengths:
+            self.chain_tokens, self.chain_origins, self.chain_lengths = [], [], []
 
     def add_chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
         """Add a run of guessed tokens below the root, with the origin of each."""

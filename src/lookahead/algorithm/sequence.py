@@ -75,6 +75,7 @@ class DecodingSequence:
         width = self.config.window if "jacobi" in self.config.sources else 0
         self._window = Window(width, self.config.ngram, self.tokens)
         self._sources = build(self.config, self._memory)
+        self._draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.start(self.tokens)
 
@@ -120,7 +121,8 @@ class DecodingSequence:
         room, deepest = most - layout.size, min(self.left - 1, self.config.deepest)
         if room < 1 or deepest < 1 or not self._sources:
             return Offer(layout, branch, NO_GUESSES)
-        draft = Draft.after(self.tokens, self._memory.calibration.rates)
+        draft = self._draft
+        draft.restart(self.tokens)
         for source in self._sources:
             source.propose(self.tokens, draft)
         guesses = self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size, floor))

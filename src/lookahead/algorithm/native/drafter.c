@@ -220,14 +220,15 @@ void table_forget(Table *m, int64_t limit) {
     }
 }
 
-/* What a step computed. `top` is [needed_count, 2 * count]; `before` are the two tokens before the root. */
+/* What a step computed, without its top tokens; `count` of them per node. `before` are the two tokens before the root. */
 typedef struct {
-    const int32_t *tokens, *parents, *needed, *top;
+    const int32_t *tokens, *parents, *needed;
     int32_t nodes, needed_count, count, before[2];
 } Computed;
 
-/* Keep the successors of every needed node under the node's last three, two and one tokens. */
-int table_keep(Table *m, const Computed *step) {
+/* Keep the successors of every needed node under the node's last three, two and one tokens. `top` is [needed_count,
+   2 * count]. */
+int table_keep(Table *m, const Computed *step, const int32_t *top) {
     for (int32_t i = 0; i < step->needed_count; i++) {
         int32_t node = step->needed[i], one = step->before[1], two = step->before[0];
         if (node < 0 || node >= step->nodes || step->parents[node] >= node) return -2;
@@ -239,7 +240,7 @@ int table_keep(Table *m, const Computed *step) {
         }
         int32_t token = step->tokens[node];
         int32_t keys[3][3] = {{two, one, token}, {NONE, one, token}, {NONE, NONE, token}};
-        Successors value = successors_of(step->top + (int64_t)i * 2 * step->count, step->count);
+        Successors value = successors_of(top + (int64_t)i * 2 * step->count, step->count);
         for (int k = 0; k < 3; k++) {
             if (put(m, keys[k], value)) return -1;
         }
@@ -476,20 +477,25 @@ static int64_t find_chains(Text *t) {
 
 /* 3. The best-first search. */
 
-/* A draft, its limits, and where the guesses go. `guesses` are the tokens, the parents, the depths and the origins, each
-   an array of `room` entries. */
+/* What one sequence's drafts are made from, and where their guesses go: tokens, parents, depths and origins, each an array
+   of `capacity` entries. */
 typedef struct {
     const Table *last, *own, *shared; /* NULL: there is none */
     Text *text;                       /* NULL: no chains but those given */
-    const double *rates, *cost;       /* cost NULL: the room is filled */
+    const double *rates;
     int32_t *guesses;
     double *scores;
-    int32_t rate_count, cost_count, chain_token_count, chain_count;
-    int32_t first_origin, room, max_depth, branch;
-    int32_t text_end[3];
     double taught; /* what a guess is worth for what it teaches, in tokens */
-    double floor;  /* the first guess that scores less ends the search */
+    int32_t rate_count, first_origin, capacity;
 } Draft;
+
+/* One step's limits, the end of its text, and the sizes of the chains given. */
+typedef struct {
+    const double *cost; /* NULL: the room is filled */
+    double floor;       /* the first guess that scores less ends the search */
+    int32_t cost_count, room, max_depth, branch, chain_token_count, chain_count;
+    int32_t text_end[3];
+} Step;
 
 typedef struct {
     int32_t token, origin;
@@ -567,12 +573,13 @@ static int32_t plant(Node *trie, int32_t nodes, Chain chain, const double *rates
 }
 
 /* Enter the text's chains and then the given ones: all tokens, all origins, and all lengths. */
-static void plant_all(Node *trie, const Draft *d, int64_t text_chains, const int32_t *given) {
-    const int32_t *tokens = given, *origins = given + d->chain_token_count, *lengths = origins + d->chain_token_count;
+static void plant_all(Node *trie, const Draft *d, int64_t text_chains, const Step *step, const int32_t *given) {
+    const int32_t *tokens = given, *origins = tokens + step->chain_token_count;
+    const int32_t *lengths = origins + step->chain_token_count;
     int32_t nodes = 1;
-    trie[0] = (Node){d->text_end[2], -1, 0, 0, 0};
+    trie[0] = (Node){step->text_end[2], -1, 0, 0, 0};
     for (int64_t i = 0; i < text_chains; i++) nodes = plant(trie, nodes, d->text->chains[i], d->rates);
-    for (int32_t i = 0; i < d->chain_count; tokens += lengths[i], origins += lengths[i], i++) {
+    for (int32_t i = 0; i < step->chain_count; tokens += lengths[i], origins += lengths[i], i++) {
         nodes = plant(trie, nodes, (Chain){tokens, origins, lengths[i]}, d->rates);
     }
 }
@@ -615,13 +622,13 @@ static const Successors *look_up(const Table *const tables[TABLES], const int32_
 /* Queue what may follow a taken node: the tokens of its chains, and the best of its successors. */
 static void offer(
     Candidate *heap, int32_t *size, Taken *taken, int32_t place, Node *trie, const Table *const tables[TABLES],
-    const Draft *d
+    const Draft *d, const Step *step
 ) {
     Taken *node = &taken[place];
     const Taken *parent = place ? &taken[node->parent] : NULL;
     const double *rates = d->rates;
-    int32_t before = parent ? parent->token : d->text_end[1], kind = 0;
-    int32_t before2 = !parent ? d->text_end[0] : node->parent ? taken[parent->parent].token : d->text_end[1];
+    int32_t before = parent ? parent->token : step->text_end[1], kind = 0;
+    int32_t before2 = !parent ? step->text_end[0] : node->parent ? taken[parent->parent].token : step->text_end[1];
     const Successors *likely = look_up(tables, (int32_t[3]){before2, before, node->token}, &kind);
     node->successors = likely;
     node->origin = d->first_origin + kind * LEVELS;
@@ -681,13 +688,13 @@ static int take(Candidate *heap, int32_t *size, Taken *taken, int32_t place, int
 }
 
 /* How many of `count` entries (the root first, then best first) give most tokens per unit of time. */
-static int32_t worth(const Taken *taken, int32_t count, const Draft *d) {
+static int32_t worth(const Taken *taken, int32_t count, const Step *step, double taught) {
     double expected = 0.0, best = 0.0;
     int32_t keep = 0;
     for (int32_t k = 0; k < count; k++) {
-        int32_t at = d->branch - 1 + k < d->cost_count - 1 ? d->branch - 1 + k : d->cost_count - 1;
+        int32_t at = step->branch - 1 + k < step->cost_count - 1 ? step->branch - 1 + k : step->cost_count - 1;
         expected = k ? expected + taken[k].score : taken[k].score;
-        double gain = (expected + d->taught * k) / d->cost[at];
+        double gain = (expected + taught * k) / step->cost[at];
         if (!k || gain > best) {
             best = gain;
             keep = k + 1;
@@ -697,9 +704,10 @@ static int32_t worth(const Taken *taken, int32_t count, const Draft *d) {
 }
 
 /* Fill the draft's guesses. Returns how many there are. `chains` are all tokens, all origins, and all lengths. */
-int32_t draft_grow(const Draft *d, const int32_t *chains) {
-    if (!all_below(chains + d->chain_token_count, d->chain_token_count, d->rate_count)) return -2;
-    int64_t text_chains = d->text ? find_chains(d->text) : 0, chain_tokens = d->chain_token_count;
+int32_t draft_grow(const Draft *d, const Step *step, const int32_t *chains) {
+    if (step->room > d->capacity) return -2;
+    if (!all_below(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
+    int64_t text_chains = d->text ? find_chains(d->text) : 0, chain_tokens = step->chain_token_count;
     if (text_chains < 0) return -1;
     for (int64_t i = 0; i < text_chains; i++) {
         Chain chain = d->text->chains[i];
@@ -712,27 +720,28 @@ int32_t draft_grow(const Draft *d, const int32_t *chains) {
     const Table *const tables[TABLES] = {
         d->last ? d->last : &empty, d->own ? d->own : &empty, d->shared ? d->shared : &empty,
     };
-    size_t most = (size_t)chain_tokens + (size_t)d->room + 2;
-    Candidate *heap = malloc(most * (sizeof(Candidate) + sizeof(Node)) + ((size_t)d->room + 1) * sizeof(Taken));
+    size_t most = (size_t)chain_tokens + (size_t)step->room + 2;
+    Candidate *heap = malloc(most * (sizeof(Candidate) + sizeof(Node)) + ((size_t)step->room + 1) * sizeof(Taken));
     if (!heap) return -1;
     Taken *taken = (Taken *)(heap + most);
-    Node *trie = (Node *)(taken + d->room + 1);
-    plant_all(trie, d, text_chains, chains);
-    int32_t *tokens = d->guesses, *parents = tokens + d->room, *depths = parents + d->room, *origins = depths + d->room;
+    Node *trie = (Node *)(taken + step->room + 1);
+    plant_all(trie, d, text_chains, step, chains);
+    int32_t *tokens = d->guesses, *parents = tokens + d->capacity, *depths = parents + d->capacity;
+    int32_t *origins = depths + d->capacity;
 
     int32_t count = 1, size = 0;
-    taken[0] = (Taken){.token = d->text_end[2], .parent = -1, .score = 1.0, .weight = 1.0};
-    while (count <= d->room) {
-        if (taken[count - 1].depth < d->max_depth) offer(heap, &size, taken, count - 1, trie, tables, d);
+    taken[0] = (Taken){.token = step->text_end[2], .parent = -1, .score = 1.0, .weight = 1.0};
+    while (count <= step->room) {
+        if (taken[count - 1].depth < step->max_depth) offer(heap, &size, taken, count - 1, trie, tables, d, step);
         if (!take(heap, &size, taken, count, &origins[count - 1], trie, d->rates)) break;
-        if (taken[count].score < d->floor) break;
+        if (taken[count].score < step->floor) break;
         count++;
     }
-    int32_t kept = (d->cost ? worth(taken, count, d) : count) - 1;
+    int32_t kept = (step->cost ? worth(taken, count, step, d->taught) : count) - 1;
     for (int32_t i = 0; i < kept; i++) {
         const Taken *node = &taken[i + 1];
         tokens[i] = node->token, depths[i] = node->depth, d->scores[i] = node->score;
-        parents[i] = node->parent ? node->parent + d->branch - 1 : 0;
+        parents[i] = node->parent ? node->parent + step->branch - 1 : 0;
     }
     free(heap);
     return kept;

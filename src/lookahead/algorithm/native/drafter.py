@@ -20,13 +20,16 @@ NO_TOKEN = -(1 << 31)
 """Fills up keys of fewer than three tokens: in C a key always has three."""
 
 
-_COMPUTED = Struct("4P 5i")
-"""C's `Computed`: tokens, parents, needed, top; nodes, needed_count, count, before[2]."""
+_COMPUTED = Struct("3P 5i")
+"""C's `Computed`: tokens, parents, needed; nodes, needed_count, count, before[2]."""
 
-_DRAFT = Struct("3P P 2P 2P 4i 4i 3i 2d")
-"""C's `Draft`: last, own, shared; text; rates, cost; guesses, scores; rate_count, cost_count, chain_token_count, chain_count;
-first_origin, room, max_depth, branch; text_end[3]; taught, floor. A `Struct` is packed in a third of the time that a
-`ctypes.Structure` takes, and lists of integers in a tenth of the time that an `array` of them takes."""
+_DRAFT = Struct("3P P P 2P d 3i")
+"""C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
+
+_STEP = Struct("P d 4i 2i 3i")
+"""C's `Step`: cost; floor; cost_count, room, max_depth, branch; chain_token_count, chain_count; text_end[3]. A `Struct`
+is packed in a third of the time that a `ctypes.Structure` takes, and lists of integers in a tenth of the time that an
+`array` of them takes."""
 
 
 class NativeTable:
@@ -47,13 +50,13 @@ class NativeTable:
             raise ValueError(f"top tokens of {len(top)} nodes, and {len(tree.needed)} nodes are needed")
         if len(tree.parents) != len(tree.tokens):
             raise ValueError(f"a tree of {len(tree.tokens)} tokens with {len(tree.parents)} parents")
-        numbers = np.ascontiguousarray(top, dtype=np.int32)
         computed = _COMPUTED.pack(
             _address(tree.tokens), _address(tree.parents), _address(tree.needed),
-            numbers.__array_interface__["data"][0],  # `ctypes.data` takes 18 us
-            len(tree.tokens), len(tree.needed), _count(numbers.shape[1]), *before,
+            len(tree.tokens), len(tree.needed), _count(top.shape[1]), *before,
         )  # fmt: skip
-        _check(self._c.table_keep(self.handle, computed))
+        # A copy, because numpy takes ten times as long to tell an array's address.
+        numbers = np.ascontiguousarray(top, dtype=np.int32).tobytes()
+        _check(self._c.table_keep(self.handle, computed, numbers))
 
     def get(self, key: Key) -> Successors | None:
         numbers = (c_int32 * (2 * KEPT_TOKENS))()
@@ -112,6 +115,7 @@ class NativeDrafter:
 
     def __init__(self, library: Any) -> None:
         self._c = library
+        self._cost: tuple[Sequence[float], array[float]] = (), array("d")
 
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
@@ -123,25 +127,55 @@ class NativeDrafter:
         room = min(limits.most, MOST_GUESSES)
         if min(room, limits.max_depth) < 1:
             return NO_GUESSES
-        tables, cost = draft.tables, limits.cost
-        times = None if cost is None else array("d", cost)
+        kept = draft.in_c
+        if kept is None or not kept.serves(draft, room):
+            kept = draft.in_c = DraftInC(draft, room)
+        cost = None if limits.cost is None else self._times(limits.cost)
         # The chains' tokens, origins and lengths, one after the other.
-        tokens, lengths = draft.chain_tokens, draft.chain_lengths
-        chains = pack(f"{2 * len(tokens) + len(lengths)}i", *tokens, *draft.chain_origins, *lengths)
-        # Tokens, parents, depths and origins of `room` guesses, one after the other; and their scores.
-        numbers, scores = array("i", bytes(16 * room)), array("d", bytes(8 * room))
-        packed = _DRAFT.pack(
+        tokens, lengths, chains = draft.chain_tokens, draft.chain_lengths, b""
+        if lengths:
+            chains = pack(f"{2 * len(tokens) + len(lengths)}i", *tokens, *draft.chain_origins, *lengths)
+        step = _STEP.pack(
+            0 if cost is None else _address(cost), limits.floor,
+            0 if cost is None else len(cost), room, min(limits.max_depth, room), limits.branch,
+            len(tokens), len(lengths), *draft.text_end,
+        )  # fmt: skip
+        return kept.first(_check(self._c.draft_grow(kept.packed, step, chains)))
+
+    def _times(self, cost: Sequence[float]) -> array[float]:
+        """The table as C reads it. That of the last step is kept, because all sequences have the same."""
+        given, times = self._cost
+        if given is not cost:
+            times = array("d", cost)
+            self._cost = cost, times
+        return times
+
+
+class DraftInC:
+    """C's `Draft` of a draft and what it points at: the same for all steps of a sequence."""
+
+    def __init__(self, draft: Draft, capacity: int) -> None:
+        self.tables, self.text, self.rates, self.capacity = draft.tables, draft.text, draft.rates, capacity
+        # Tokens, parents, depths and origins of the guesses, one after the other; and their scores.
+        self.numbers, self.scores = array("i", bytes(16 * capacity)), array("d", bytes(8 * capacity))
+        tables = draft.tables
+        self.packed = _DRAFT.pack(
             *((0, 0, 0) if tables is None else (_handle(tables.last), _handle(tables.own), _handle(tables.shared))),
             0 if draft.text is None else draft.text.handle,
-            _address(draft.rates), 0 if times is None else _address(times), _address(numbers), _address(scores),
-            len(draft.rates), 0 if times is None else len(times), len(tokens), len(lengths),
-            0 if tables is None else tables.first_origin, room, min(limits.max_depth, room), limits.branch,
-            *draft.text_end, 0.0 if tables is None else TAUGHT, limits.floor,
+            _address(draft.rates), _address(self.numbers), _address(self.scores), 0.0 if tables is None else TAUGHT,
+            len(draft.rates), 0 if tables is None else tables.first_origin, capacity,
         )  # fmt: skip
-        n = _check(self._c.draft_grow(packed, chains))
+
+    def serves(self, draft: Draft, room: int) -> bool:
+        same = self.tables is draft.tables and self.text is draft.text and self.rates is draft.rates
+        return same and room <= self.capacity
+
+    def first(self, n: int) -> Guesses:
+        """A copy of the first n guesses."""
+        numbers, second, third, fourth = self.numbers, self.capacity, 2 * self.capacity, 3 * self.capacity
         return Guesses(
-            numbers[:n], numbers[room : room + n], numbers[2 * room : 2 * room + n], numbers[3 * room : 3 * room + n],
-            scores[:n],
+            numbers[:n], numbers[second : second + n], numbers[third : third + n], numbers[fourth : fourth + n],
+            self.scores[:n],
         )  # fmt: skip
 
 
