@@ -45,7 +45,7 @@ def choose_trees(
         return [sequences[0].propose(limit=limit)]
     # 1. The roots and the windows, as far as these leave room in an equal share of the budget.
     together = 1 << (len(sequences) - 1).bit_length()
-    shares = [sequence.config.share(together) for sequence in sequences]
+    shares = [sequence.share(together) for sequence in sequences]
     layouts = [sequence.layout(share) for sequence, share in zip(sequences, shares, strict=True)]
     rows = sum(layout.size for layout in layouts)
     if limit is not None and rows > limit:

@@ -223,12 +223,13 @@ void table_forget(Table *m, int64_t limit) {
 /* What a step computed, without its top tokens; `count` of them per node. `before` are the two tokens before the root. */
 typedef struct {
     const int32_t *tokens, *parents, *needed;
-    int32_t nodes, needed_count, count, before[2];
+    int32_t nodes, needed_count, count, before[2], only;
 } Computed;
 
 /* Keep the successors of every needed node under the node's last three, two and one tokens. `top` is [needed_count,
-   2 * count]. */
+   2 * count]. With `only`, all that was kept before is dropped. */
 int table_keep(Table *m, const Computed *step, const int32_t *top) {
+    if (step->only) table_clear(m);
     for (int32_t i = 0; i < step->needed_count; i++) {
         int32_t node = step->needed[i], one = step->before[1], two = step->before[0];
         if (node < 0 || node >= step->nodes || step->parents[node] >= node) return -2;

@@ -6,6 +6,7 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import c_int32
+from functools import lru_cache
 from struct import Struct, pack
 from typing import Any
 
@@ -20,8 +21,8 @@ NO_TOKEN = -(1 << 31)
 """Fills up keys of fewer than three tokens: in C a key always has three."""
 
 
-_COMPUTED = Struct("3P 5i")
-"""C's `Computed`: tokens, parents, needed; nodes, needed_count, count, before[2]."""
+_COMPUTED = Struct("3P 6i")
+"""C's `Computed`: tokens, parents, needed; nodes, needed_count, count, before[2], only."""
 
 _DRAFT = Struct("3P P P 2P d 3i")
 """C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
@@ -45,14 +46,14 @@ class NativeTable:
     def __reduce__(self) -> str:
         raise TypeError("a table in C cannot be copied: two objects would own the same memory")
 
-    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32]) -> None:
+    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
         if len(top) != len(tree.needed):
             raise ValueError(f"top tokens of {len(top)} nodes, and {len(tree.needed)} nodes are needed")
         if len(tree.parents) != len(tree.tokens):
             raise ValueError(f"a tree of {len(tree.tokens)} tokens with {len(tree.parents)} parents")
         computed = _COMPUTED.pack(
             _address(tree.tokens), _address(tree.parents), _address(tree.needed),
-            len(tree.tokens), len(tree.needed), _count(top.shape[1]), *before,
+            len(tree.tokens), len(tree.needed), _count(top.shape[1]), *before, only,
         )  # fmt: skip
         # A copy, because numpy takes ten times as long to tell an array's address.
         numbers = np.ascontiguousarray(top, dtype=np.int32).tobytes()
@@ -101,12 +102,12 @@ class NativeText:
 
     def take(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]] = ()) -> None:
         """The text goes on with these tokens, and the window has made these n-grams."""
-        new, made = pack(f"{len(tokens)}i", *tokens), None
+        new, made = _integers(len(tokens)).pack(*tokens), None
         if ngrams:
             numbers = [token for ngram in ngrams for token in ngram]
             if len(numbers) != len(ngrams) * self._ngram:
                 raise ValueError(f"n-grams of {[len(ngram) for ngram in ngrams]} tokens; they need {self._ngram}")
-            made = pack(f"{len(numbers)}i", *numbers)
+            made = _integers(len(numbers)).pack(*numbers)
         _check(self._c.text_take(self.handle, new, len(tokens), made, len(ngrams)))
 
 
@@ -177,6 +178,11 @@ class DraftInC:
             numbers[:n], numbers[second : second + n], numbers[third : third + n], numbers[fourth : fourth + n],
             self.scores[:n],
         )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _integers(count: int) -> Struct:
+    return Struct(f"{count}i")
 
 
 def _address(numbers: array[Any]) -> int:
