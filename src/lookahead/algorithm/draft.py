@@ -18,6 +18,7 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import Any, Protocol
 
+from lookahead.algorithm.counts import Costs, best_counts
 from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
 from lookahead.algorithm.tree import Guesses
 
@@ -38,8 +39,8 @@ class Draft:
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
     right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which
-    only the C drafter reads, go before them. A sequence has one draft for all its steps; `in_c` is what the C drafter keeps
-    of it.
+    only the C drafter reads, go before them. A sequence has one draft for all its steps; `in_c` is what the C drafter
+    keeps of it.
     """
 
     text_end: tuple[int, int, int]
@@ -99,9 +100,24 @@ class Drafter(Protocol):
         """Take the best candidates, best first, within the limits."""
         ...
 
+    def best_counts(
+        self,
+        scores: Sequence[array[float]],
+        weights: Sequence[float],
+        bonuses: Sequence[float],
+        kept: Sequence[bool],
+        rows: int,
+        most: int,
+        cost: Costs | None,
+    ) -> tuple[list[int], float | None]:
+        """How many of each sequence's guesses a step takes (see `counts.best_counts`)."""
+        ...
+
 
 class PythonDrafter:
     """The best-first search in Python: easy to read, and used where there is no C compiler."""
+
+    best_counts = staticmethod(best_counts)
 
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
@@ -95,6 +95,10 @@ class DecodingSequence:
     def continues_alone(self) -> bool:
         """True when this sequence never guesses, so its next step needs only this step's token."""
         return self.left > 1 and not self._sources and not self._window.width
+
+    @property
+    def drafter(self) -> Drafter:
+        return self._memory.drafter
 
     @property
     def trust(self) -> float:

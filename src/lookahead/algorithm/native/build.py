@@ -44,6 +44,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "text_free": (None, [_POINTER]),
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
     "draft_grow": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "best_counts": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
 }
 
 

@@ -5,6 +5,7 @@
      look_up       SuccessorTables.look_up, in successors.py
      text_*        SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
      draft_grow    PythonDrafter.grow, in draft.py
+     best_counts   best_counts, in counts.py
 
    No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative result
    means: out of memory (-1), or an index from the caller is out of range (-2). */
@@ -746,4 +747,84 @@ int32_t draft_grow(const Draft *d, const Step *step, const int32_t *chains) {
     }
     free(heap);
     return kept;
+}
+
+/* 4. How many guesses of each sequence a step takes. */
+
+/* Per sequence, the weight and the bonus of its guesses, how many there are, whether all are kept; and in return how many
+   the step takes. */
+typedef struct {
+    const double *weights, *bonuses;
+    const int32_t *lengths, *kept;
+    int32_t *taken;
+    int32_t sequences, scores, rows, most, cost_count; /* cost_count -1: there is no cost */
+} Sharing;
+
+typedef struct {
+    double rank, value, weighted;
+    int32_t owner;
+} Guess;
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Sort places by the ranks of their guesses, the best first, and equals in the order in which they came. There must be
+   room for twice as many. */
+static int32_t *sort_places(const Guess *guesses, int32_t *places, int64_t count) {
+    int32_t *from = places, *to = places + count;
+    for (int64_t width = 1; width < count; width *= 2) {
+        for (int64_t start = 0; start < count; start += 2 * width) {
+            int64_t a = start, middle = smaller(start + width, count), b = middle, end = smaller(middle + width, count);
+            for (int64_t k = start; k < end; k++) {
+                int first = b == end || (a < middle && guesses[from[a]].rank >= guesses[from[b]].rank);
+                to[k] = first ? from[a++] : from[b++];
+            }
+        }
+        int32_t *sorted = to;
+        to = from, from = sorted;
+    }
+    return from;
+}
+
+/* Fill in what the step takes of each sequence, and what the best guess that it refuses scores. Returns whether there is
+   such a guess. */
+int32_t best_counts(const Sharing *s, const double *scores, const double *cost, double *refused) {
+    int64_t total = 0, least = 0;
+    for (int32_t i = 0; i < s->sequences; i++) {
+        if (s->lengths[i] < 0 || s->lengths[i] > s->scores - total) return -2;
+        total += s->lengths[i];
+        least += s->kept[i] ? s->lengths[i] : 0;
+        s->taken[i] = 0;
+    }
+    Guess *guesses = malloc(((size_t)total + 1) * (sizeof *guesses + 2 * sizeof(int32_t)));
+    if (!guesses) return -1;
+    int32_t *order = (int32_t *)(guesses + total + 1), at = 0;
+    for (int32_t i = 0; i < s->sequences; i++) {
+        for (int32_t k = 0; k < s->lengths[i]; k++, at++) {
+            double weighted = scores[at] * s->weights[i], value = weighted + s->bonuses[i];
+            guesses[at] = (Guess){s->kept[i] ? value + 2.0 : value, value, weighted, i};
+            order[at] = at;
+        }
+    }
+    order = sort_places(guesses, order, total);
+    int64_t count = s->most < 0 ? 0 : smaller(s->most, total);
+    least = smaller(least, count);
+    if (s->cost_count >= 0) {
+        count = smaller(count, (int64_t)s->cost_count - s->rows);
+        if (count < least) count = least;
+    }
+    if (s->cost_count >= 0 && count > least) {
+        double tokens = s->sequences, best = 0.0;
+        int64_t last = count;
+        for (int64_t k = 0; k <= last; k++) {
+            if (k) tokens += guesses[order[k - 1]].value;
+            if (k < least) continue;
+            double gain = tokens / cost[s->rows - 1 + k];
+            if (k == least || gain > best) best = gain, count = k;
+        }
+    }
+    for (int64_t k = 0; k < count; k++) s->taken[guesses[order[k]].owner]++;
+    int32_t some = count < total;
+    if (some) *refused = guesses[order[count]].weighted;
+    free(guesses);
+    return some;
 }

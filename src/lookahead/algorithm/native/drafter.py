@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.draft import MOST_GUESSES, TAUGHT, Draft, Limits
 from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors, SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
@@ -31,6 +32,9 @@ _STEP = Struct("P d 4i 2i 3i")
 """C's `Step`: cost; floor; cost_count, room, max_depth, branch; chain_token_count, chain_count; text_end[3]. A `Struct`
 is packed in a third of the time that a `ctypes.Structure` takes, and lists of integers in a tenth of the time that an
 `array` of them takes."""
+
+_SHARING = Struct("5P 5i")
+"""C's `Sharing`: weights, bonuses, lengths, kept, taken; sequences, scores, rows, most, cost_count."""
 
 
 class NativeTable:
@@ -142,6 +146,30 @@ class NativeDrafter:
             len(tokens), len(lengths), *draft.text_end,
         )  # fmt: skip
         return kept.first(_check(self._c.draft_grow(kept.packed, step, chains)))
+
+    def best_counts(
+        self,
+        scores: Sequence[array[float]],
+        weights: Sequence[float],
+        bonuses: Sequence[float],
+        kept: Sequence[bool],
+        rows: int,
+        most: int,
+        cost: Costs | None,
+    ) -> tuple[list[int], float | None]:
+        joined, refused = b"".join(scores), array("d", [0.0])
+        worth, more = array("d", weights), array("d", bonuses)
+        lengths, own = array("i", [len(one) for one in scores]), array("i", kept)
+        taken = array("i", bytes(4 * len(scores)))
+        if not len(lengths) == len(worth) == len(more) == len(own) or rows < 1:
+            raise ValueError(f"{len(scores)} sequences in {rows} rows with {len(weights)} weights")
+        sharing = _SHARING.pack(
+            _address(worth), _address(more), _address(lengths), _address(own), _address(taken),
+            len(scores), len(joined) // 8, rows, min(most, len(joined)), -1 if cost is None else len(cost),
+        )  # fmt: skip
+        times = None if cost is None else np.asarray(cost, dtype=np.float64).tobytes()
+        some = _check(self._c.best_counts(sharing, joined, times, _address(refused)))
+        return taken.tolist(), refused[0] if some else None
 
     def _times(self, cost: Sequence[float]) -> array[float]:
         """The table as C reads it. That of the last step is kept, because all sequences have the same."""
