@@ -72,17 +72,19 @@ class TokenTree:
 
     def guesses_below(self, node: int) -> Sequence[int]:
         """The guesses right below the root or a guess, in the tree's order."""
-        if self._below is None:
-            below: dict[int, list[int]] = {}
-            for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
-                below.setdefault(parent, []).append(guess)
-            self._below = below
-        return self._below.get(node, ())
+        return (self._below or self._index()).get(node, ())
+
+    def _index(self) -> dict[int, list[int]]:
+        below: dict[int, list[int]] = {}
+        for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
+            below.setdefault(parent, []).append(guess)
+        self._below = below
+        return below
 
     def guess_below(self, node: int, token: int) -> int | None:
         """The guess of this token right below a node, if there is one. Verification asks for it."""
         tokens = self.tokens
-        for guess in self.guesses_below(node):
+        for guess in (self._below or self._index()).get(node, ()):
             if tokens[guess] == token:
                 return guess
         return None

@@ -39,7 +39,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "table_get": (_INT, [_POINTER, _POINTER, _POINTER]),
     "table_next": (_LONG, [_POINTER, _LONG, _POINTER]),
     "table_forget": (None, [_POINTER, _LONG]),
-    "table_keep": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "table_keep": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
     "text_new": (_POINTER, [_POINTER]),
     "text_free": (None, [_POINTER]),
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),

@@ -221,26 +221,26 @@ void table_forget(Table *m, int64_t limit) {
     }
 }
 
-/* What a step computed, without its top tokens; `count` of them per node. `before` are the two tokens before the root. */
+/* A step whose successors are kept, `count` per needed node. `before` are the two tokens before the root. */
 typedef struct {
-    const int32_t *tokens, *parents, *needed;
     int32_t nodes, needed_count, count, before[2], only;
 } Computed;
 
-/* Keep the successors of every needed node under the node's last three, two and one tokens. `top` is [needed_count,
-   2 * count]. With `only`, all that was kept before is dropped. */
-int table_keep(Table *m, const Computed *step, const int32_t *top) {
+/* Keep the successors of every needed node under the node's last three, two and one tokens. `tree` are the tokens, the
+   parents and the needed nodes; `top` is [needed_count, 2 * count]. With `only`, all that was kept before is dropped. */
+int table_keep(Table *m, const Computed *step, const int32_t *tree, const int32_t *top) {
+    const int32_t *tokens = tree, *parents = tokens + step->nodes, *needed = parents + step->nodes;
     if (step->only) table_clear(m);
     for (int32_t i = 0; i < step->needed_count; i++) {
-        int32_t node = step->needed[i], one = step->before[1], two = step->before[0];
-        if (node < 0 || node >= step->nodes || step->parents[node] >= node) return -2;
-        int32_t parent = step->parents[node];
-        if (parent > 0 && (step->parents[parent] < 0 || step->parents[parent] >= parent)) return -2;
+        int32_t node = needed[i], one = step->before[1], two = step->before[0];
+        if (node < 0 || node >= step->nodes || parents[node] >= node) return -2;
+        int32_t parent = parents[node];
+        if (parent > 0 && (parents[parent] < 0 || parents[parent] >= parent)) return -2;
         if (parent >= 0) {
-            one = step->tokens[parent];
-            two = parent ? step->tokens[step->parents[parent]] : step->before[1];
+            one = tokens[parent];
+            two = parent ? tokens[parents[parent]] : step->before[1];
         }
-        int32_t token = step->tokens[node];
+        int32_t token = tokens[node];
         int32_t keys[3][3] = {{two, one, token}, {NONE, one, token}, {NONE, NONE, token}};
         Successors value = successors_of(top + (int64_t)i * 2 * step->count, step->count);
         for (int k = 0; k < 3; k++) {

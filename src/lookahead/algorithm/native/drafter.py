@@ -22,8 +22,8 @@ NO_TOKEN = -(1 << 31)
 """Fills up keys of fewer than three tokens: in C a key always has three."""
 
 
-_COMPUTED = Struct("3P 6i")
-"""C's `Computed`: tokens, parents, needed; nodes, needed_count, count, before[2], only."""
+_COMPUTED = Struct("6i")
+"""C's `Computed`: nodes, needed_count, count, before[2], only."""
 
 _DRAFT = Struct("3P P P 2P d 3i")
 """C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
@@ -51,17 +51,16 @@ class NativeTable:
         raise TypeError("a table in C cannot be copied: two objects would own the same memory")
 
     def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
-        if len(top) != len(tree.needed):
-            raise ValueError(f"top tokens of {len(top)} nodes, and {len(tree.needed)} nodes are needed")
-        if len(tree.parents) != len(tree.tokens):
-            raise ValueError(f"a tree of {len(tree.tokens)} tokens with {len(tree.parents)} parents")
-        computed = _COMPUTED.pack(
-            _address(tree.tokens), _address(tree.parents), _address(tree.needed),
-            len(tree.tokens), len(tree.needed), _count(top.shape[1]), *before, only,
-        )  # fmt: skip
-        # A copy, because numpy takes ten times as long to tell an array's address.
+        nodes, needed = len(tree.tokens), len(tree.needed)
+        if len(top) != needed:
+            raise ValueError(f"top tokens of {len(top)} nodes, and {needed} nodes are needed")
+        if len(tree.parents) != nodes:
+            raise ValueError(f"a tree of {nodes} tokens with {len(tree.parents)} parents")
+        computed = _COMPUTED.pack(nodes, needed, _count(top.shape[1]), *before, only)
+        # Copies, because numpy takes ten times as long to tell an array's address.
+        arrays = b"".join((tree.tokens, tree.parents, tree.needed))
         numbers = np.ascontiguousarray(top, dtype=np.int32).tobytes()
-        _check(self._c.table_keep(self.handle, computed, numbers))
+        _check(self._c.table_keep(self.handle, computed, arrays, numbers))
 
     def get(self, key: Key) -> Successors | None:
         numbers = (c_int32 * (2 * KEPT_TOKENS))()
@@ -132,8 +131,8 @@ class NativeDrafter:
         room = min(limits.most, MOST_GUESSES)
         if min(room, limits.max_depth) < 1:
             return NO_GUESSES
-        kept = draft.in_c
-        if kept is None or not kept.serves(draft, room):
+        kept: DraftInC | None = draft.in_c
+        if kept is None or room > kept.capacity or not kept.serves(draft):
             kept = draft.in_c = DraftInC(draft, room)
         cost = None if limits.cost is None else self._times(limits.cost)
         # The chains' tokens, origins and lengths, one after the other.
@@ -195,9 +194,9 @@ class DraftInC:
             len(draft.rates), 0 if tables is None else tables.first_origin, capacity,
         )  # fmt: skip
 
-    def serves(self, draft: Draft, room: int) -> bool:
-        same = self.tables is draft.tables and self.text is draft.text and self.rates is draft.rates
-        return same and room <= self.capacity
+    def serves(self, draft: Draft) -> bool:
+        """True when the draft still points at the same."""
+        return self.tables is draft.tables and self.text is draft.text and self.rates is draft.rates
 
     def first(self, n: int) -> Guesses:
         """A copy of the first n guesses."""
