@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy import targets_of, toy_model
 
-from lookahead.algorithm.choice import best_counts, choose_trees
+from lookahead.algorithm.choice import choose_trees
+from lookahead.algorithm.counts import best_counts
 from lookahead.algorithm.draft import TAUGHT
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory, Trust

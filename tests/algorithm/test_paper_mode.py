@@ -13,9 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy import decode, settings_of_a_text, toy_model
 
+from lookahead.algorithm.draft import PythonDrafter
 from lookahead.algorithm.reference import Model, Result, autoregressive, lookahead
 from lookahead.algorithm.sampling import draw
 from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.pool import NGramPool
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -46,9 +48,10 @@ def test_paper_mode_is_algorithm_2(text, W, N, G, prompt_as_reference):
 
 
 def agrees(model: Model, prompt: list[int], W: int, N: int, G: int, m: int, **pool: bool) -> bool:
-    """Whether engine and reference accept the same tokens in the same steps."""
+    """Whether engine and reference accept the same tokens in the same steps. The sources are those in Python."""
     config = LookaheadConfig.paper(W, N, G, prompt=pool.get("prompt_as_reference", False))
-    sequence = DecodingSequence(prompt, config, rules=StopRules(max_tokens=m))
+    memory = SharedMemory(PythonDrafter())
+    sequence = DecodingSequence(prompt, config, rules=StopRules(max_tokens=m), memory=memory)
     accepted = decode(sequence, model)
     expected = reference(prompt, model, W, N, G, m, **pool)
     assert expected.steps < m, "nothing was guessed right, so nothing is compared"

@@ -12,17 +12,12 @@ keeps the parents of what it keeps. If all sequences score alike, each gets an e
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.draft import TAUGHT
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
-
-Costs = Sequence[float] | npt.NDArray[np.float64]
 
 SLACK = 0.5
 """Guesses that score less than this part of the best one that the last step refused are not searched for."""
@@ -45,7 +40,7 @@ def choose_trees(
         return [sequences[0].propose(limit=limit)]
     # 1. The roots and the windows, as far as these leave room in an equal share of the budget.
     together = 1 << (len(sequences) - 1).bit_length()
-    shares = [sequence.config.share(together) for sequence in sequences]
+    shares = [sequence.share(together) for sequence in sequences]
     layouts = [sequence.layout(share) for sequence, share in zip(sequences, shares, strict=True)]
     rows = sum(layout.size for layout in layouts)
     if limit is not None and rows > limit:
@@ -68,7 +63,7 @@ def choose_trees(
     most = sum(len(offer.guesses.scores) for offer, own in zip(offers, kept, strict=True) if own or cost is not None)
     if cost is None:
         most += max(0, filled - sum(layout.size for layout, own in zip(layouts, kept, strict=True) if not own))
-    counts, cut = best_counts(
+    counts, cut = sequences[0].drafter.best_counts(
         [offer.guesses.scores for offer in offers],
         trusts,
         [TAUGHT if sequence.wants_top else 0.0 for sequence in sequences],
@@ -80,40 +75,3 @@ def choose_trees(
     for sequence in sequences:
         sequence.cut = floor if cut is None else cut
     return [offer.tree(count) for offer, count in zip(offers, counts, strict=True)]
-
-
-def best_counts(
-    scores: Sequence[array[float]],
-    weights: Sequence[float],
-    bonuses: Sequence[float],
-    kept: Sequence[bool],
-    rows: int,
-    most: int,
-    cost: Costs | None,
-) -> tuple[list[int], float | None]:
-    """How many of each sequence's guesses a step takes, and what the best one that it refuses scores.
-
-    A guess of sequence i is worth its score times `weights[i]`, plus `bonuses[i]`. All guesses of a `kept` sequence
-    are taken, before those of any other. `rows` are in the step anyway, and at most `most` guesses are taken.
-    Other guesses are taken only as far as the `cost` table reaches.
-    """
-    joined = array("d")
-    for one in scores:
-        joined += one
-    owners = np.repeat(np.arange(len(scores)), [len(one) for one in scores])
-    weighted = np.frombuffer(joined) * np.array(weights)[owners]
-    value = weighted + np.array(bonuses)[owners]
-    rank = value + 2.0 * np.array(kept)[owners] if any(kept) else value
-    order = np.argsort(-rank, kind="stable")
-    count = max(0, min(most, len(order)))
-    least = min(count, sum(len(one) for one, own in zip(scores, kept, strict=True) if own))
-    if cost is not None:
-        count = max(least, min(count, len(cost) - rows))
-    if cost is not None and count > least:
-        tokens = np.empty(count + 1)
-        tokens[0] = len(scores)
-        tokens[1:] = value[order[:count]]
-        gains = np.cumsum(tokens)[least:] / np.asarray(cost)[rows - 1 + least : rows + count]
-        count = least + int(np.argmax(gains))
-    refused = None if count == len(order) else float(weighted[order[count]])
-    return np.bincount(owners[order[:count]], minlength=len(scores)).tolist(), refused

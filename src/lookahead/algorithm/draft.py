@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
+from lookahead.algorithm.counts import Costs, best_counts
 from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
 from lookahead.algorithm.tree import Guesses
 
@@ -37,21 +38,33 @@ class Draft:
     """What one step's guesses are chosen from: chains below the root, and successors that continue any path.
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
-    right. The chains stand one after the other in `chain_tokens` and `chain_origins`.
+    right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which
+    only the C drafter reads, go before them. A sequence has one draft for all its steps; `in_c` is what the C drafter
+    keeps of it.
     """
 
     text_end: tuple[int, int, int]
     rates: array[float]
     tables: SuccessorTables | None = None
+    text: Any = None
     chain_tokens: list[int] = field(default_factory=list)
     chain_origins: list[int] = field(default_factory=list)
     chain_lengths: list[int] = field(default_factory=list)
+    in_c: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
     def after(cls, text: Sequence[int], rates: array[float]) -> Draft:
         """An empty draft of what follows this text."""
+        draft = cls((NOTHING, NOTHING, NOTHING), rates)
+        draft.restart(text)
+        return draft
+
+    def restart(self, text: Sequence[int]) -> None:
+        """Drop the chains: the next guesses follow this text."""
         before2 = text[-3] if len(text) > 2 else NOTHING
-        return cls((before2, text[-2] if len(text) > 1 else NOTHING, text[-1]), rates)
+        self.text_end = before2, text[-2] if len(text) > 1 else NOTHING, text[-1]
+        if self.chain_lengths:
+            self.chain_tokens, self.chain_origins, self.chain_lengths = [], [], []
 
     def add_chain(self, tokens: Sequence[int], origins: Sequence[int]) -> None:
         """Add a run of guessed tokens below the root, with the origin of each."""
@@ -87,14 +100,31 @@ class Drafter(Protocol):
         """Take the best candidates, best first, within the limits."""
         ...
 
+    def best_counts(
+        self,
+        scores: Sequence[array[float]],
+        weights: Sequence[float],
+        bonuses: Sequence[float],
+        kept: Sequence[bool],
+        rows: int,
+        most: int,
+        cost: Costs | None,
+    ) -> tuple[list[int], float | None]:
+        """How many of each sequence's guesses a step takes (see `counts.best_counts`)."""
+        ...
+
 
 class PythonDrafter:
     """The best-first search in Python: easy to read, and used where there is no C compiler."""
+
+    best_counts = staticmethod(best_counts)
 
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
+        if draft.text is not None:
+            raise TypeError(f"the Python drafter cannot read a {type(draft.text).__name__}")
         trie, rates, tables = Trie(draft), draft.rates, draft.tables
         room = min(limits.most, MOST_GUESSES)
         taken = [Taken(draft.text_end[2], -1, 0, -1, 1.0, 0)]

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
@@ -29,7 +29,7 @@ class Offer:
 
     def tree(self, count: int | None = None) -> TokenTree:
         """The tree with the best `count` guesses, or with all."""
-        return self.layout.tree(self.branch, self.guesses if count is None else self.guesses.first(count))
+        return self.layout.tree(self.branch, self.guesses, count)
 
 
 class DecodingSequence:
@@ -75,6 +75,10 @@ class DecodingSequence:
         width = self.config.window if "jacobi" in self.config.sources else 0
         self._window = Window(width, self.config.ngram, self.tokens)
         self._sources = build(self.config, self._memory)
+        self._shares: dict[int, int] = {}
+        self._deepest, self._window_tokens = self.config.deepest, self.config.window_tokens
+        self._root_alone = window_layout(0, self.config.ngram)
+        self._draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.start(self.tokens)
 
@@ -93,15 +97,25 @@ class DecodingSequence:
         return self.left > 1 and not self._sources and not self._window.width
 
     @property
+    def drafter(self) -> Drafter:
+        return self._memory.drafter
+
+    @property
     def trust(self) -> float:
         """What scores are multiplied by before they are weighed against time."""
         return self._memory.calibration.trust.ratio()
+
+    def share(self, together: int) -> int:
+        """The config's share of the budget in a step of so many sequences."""
+        if together not in self._shares:
+            self._shares[together] = self.config.share(together)
+        return self._shares[together]
 
     def propose(self, together: int = 1, limit: int | None = None) -> TokenTree:
         """The next step's tree, of at most `limit` tokens. `together` sequences share the step's budget equally."""
         # How many tokens this sequence may put into the step: K, or its share of K. A share is limited to what is
         # nearly free already, so it needs no weighing.
-        share = self.config.share(together)
+        share = self.share(together)
         cost = None if share < self.config.budget else self.config.step_cost
         layout = self.layout(share)
         if limit is not None and layout.size > limit:
@@ -117,10 +131,11 @@ class DecodingSequence:
         branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
         # 2. The verification branch: the best guesses that the rest has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        room, deepest = most - layout.size, min(self.left - 1, self.config.deepest)
+        room, deepest = most - layout.size, min(self.left - 1, self._deepest)
         if room < 1 or deepest < 1 or not self._sources:
             return Offer(layout, branch, NO_GUESSES)
-        draft = Draft.after(self.tokens, self._memory.calibration.rates)
+        draft = self._draft
+        draft.restart(self.tokens)
         for source in self._sources:
             source.propose(self.tokens, draft)
         guesses = self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size, floor))
@@ -128,17 +143,18 @@ class DecodingSequence:
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
-        return window_layout(0, self.config.ngram).tree(self.tokens[-1:], NO_GUESSES)
+        return self._root_alone.tree(self.tokens[-1:], NO_GUESSES)
 
     def layout(self, share: int) -> WindowLayout:
         """The window's place in the tree. A window is left out when only one token is left to generate, where it would
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
-        config, width = self.config, self._window.width
-        limit = self.rules.max_length
+        config, width, limit = self.config, self._window.width, self.rules.max_length
+        crowds = share < config.budget and 2 * self._window_tokens > share
+        if not width or crowds or self.left <= 1:
+            return self._root_alone
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
-        crowds = share < config.budget and 2 * config.window_tokens > share
-        return window_layout(width if self.left > 1 and fits and not crowds else 0, config.ngram)
+        return window_layout(width, config.ngram) if fits else self._root_alone
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""
@@ -167,7 +183,7 @@ class DecodingSequence:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
         path, tokens = accept(tree, output.targets)
         count, reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
-        return Verdict(path[: count - 1], tokens[:count], reason)
+        return Verdict(path, tokens) if reason is None else Verdict(path[: count - 1], tokens[:count], reason)
 
     def absorb(self, tree: TokenTree, output: StepOutput, verdict: Verdict | None = None) -> Verdict:
         """Take the accepted tokens, roll the window, learn. Without a verdict the sequence verifies by itself."""
@@ -177,9 +193,8 @@ class DecodingSequence:
         self.finish_reason = verdict.finish_reason
         root = self.tokens[-1]
         self.tokens += tokens
-        origins = [tree.origins[node - tree.branch] for node in path]
-        expected = self.trust * tree.expected
-        self.stats.count_step(len(tree), len(tokens), [source_of(origin) for origin in origins], expected)
+        sources = [source_of(tree.origins[node - tree.branch]) for node in path]
+        self.stats.count_step(len(tree.tokens), len(tokens), sources, self.trust * tree.expected)
         if self.finish_reason is not None:
             return verdict
         self._memory.calibration.trust.learn(len(path), tree.expected)

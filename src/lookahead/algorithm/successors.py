@@ -35,11 +35,11 @@ class SuccessorTable(Protocol):
     """Key -> successors. A key that comes again takes the newest successors, and keeps its place
     in the order in which keys are forgotten."""
 
-    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32]) -> None:
+    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
         """Keep what a step computed: `top` [len(tree.needed), 2 n] are the successors of the needed nodes.
 
         Each node's successors go under the node's last three, two and one tokens. `before` are the two tokens before
-        the root, NOTHING where there is none.
+        the root, NOTHING where there is none. With `only`, all that was kept before is dropped.
         """
         ...
 
@@ -66,7 +66,9 @@ class SuccessorDict:
     def __init__(self) -> None:
         self._entries: dict[Key, Successors] = {}
 
-    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32]) -> None:
+    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
+        if only:
+            self.clear()
         tokens, parents, entries = tree.tokens, tree.parents, self._entries
         for node, likely in zip(tree.needed, top.tolist(), strict=True):
             token, parent = tokens[node], parents[node]

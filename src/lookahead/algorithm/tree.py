@@ -56,10 +56,11 @@ class TokenTree:
         origins: Iterable[int] = (),
         expected: float = 0.0,
     ) -> None:
-        self.tokens, self.parents = _integers(tokens), _integers(parents)
-        self.depths, self.needed = _integers(depths), _integers(needed)
-        self.branch, self.width, self.origins = branch, width, _integers(origins)
-        self.expected = expected
+        if not (type(tokens) is type(parents) is type(depths) is type(needed) is type(origins) is array):
+            tokens, parents, depths = _integers(tokens), _integers(parents), _integers(depths)
+            needed, origins = _integers(needed), _integers(origins)
+        self.tokens, self.parents, self.depths, self.needed = tokens, parents, depths, needed
+        self.branch, self.width, self.origins, self.expected = branch, width, origins, expected
         self._below = None
 
     def __len__(self) -> int:
@@ -71,17 +72,20 @@ class TokenTree:
 
     def guesses_below(self, node: int) -> Sequence[int]:
         """The guesses right below the root or a guess, in the tree's order."""
-        if self._below is None:
-            below: dict[int, list[int]] = {}
-            for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
-                below.setdefault(parent, []).append(guess)
-            self._below = below
-        return self._below.get(node, ())
+        return (self._below or self._index()).get(node, ())
+
+    def _index(self) -> dict[int, list[int]]:
+        below: dict[int, list[int]] = {}
+        for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
+            below.setdefault(parent, []).append(guess)
+        self._below = below
+        return below
 
     def guess_below(self, node: int, token: int) -> int | None:
         """The guess of this token right below a node, if there is one. Verification asks for it."""
-        for guess in self.guesses_below(node):
-            if self.tokens[guess] == token:
+        tokens = self.tokens
+        for guess in (self._below or self._index()).get(node, ()):
+            if tokens[guess] == token:
                 return guess
         return None
 
@@ -126,14 +130,6 @@ class Guesses:
     origins: array[int]
     scores: array[float]
 
-    def first(self, count: int) -> Guesses:
-        """The best `count` of them. They are as good as a tree: no guess stands before its parent."""
-        if count >= len(self.tokens):
-            return self
-        return Guesses(
-            self.tokens[:count], self.parents[:count], self.depths[:count], self.origins[:count], self.scores[:count]
-        )
-
 
 NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
@@ -152,19 +148,25 @@ class WindowLayout:
         self._parents, self._depths = array("i", self.parents), array("i", self.depths)
         self._needed = array("i", [0, *(node for node in self.newest if node)])  # N = 2: the root is one of them
 
-    def tree(self, tokens: Sequence[int], guesses: Guesses) -> TokenTree:
-        """The branch with these tokens, the root's first, and the guesses behind it."""
-        if len(tokens) != self.size:
-            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {self.size}")
+    def tree(self, tokens: Sequence[int], guesses: Guesses, count: int | None = None) -> TokenTree:
+        """The branch with these tokens, the root's first, and the guesses behind it: the best `count` of them, or all.
+
+        The best ones are as good as a tree: no guess stands before its parent.
+        """
+        size = self.size
+        if len(tokens) != size:
+            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {size}")
+        if count is None:
+            count = len(guesses.tokens)
         return TokenTree(
-            tokens=array("i", tokens) + guesses.tokens,
-            parents=self._parents + guesses.parents,
-            depths=self._depths + guesses.depths,
-            needed=self._needed + _counting(self.size, len(guesses.tokens)),
-            branch=self.size,
-            width=self.width,
-            origins=guesses.origins,
-            expected=sum(guesses.scores),
+            array("i", tokens) + guesses.tokens[:count],
+            self._parents + guesses.parents[:count],
+            self._depths + guesses.depths[:count],
+            self._needed + _counting(size, count),
+            size,
+            self.width,
+            guesses.origins[:count],
+            sum(guesses.scores[:count]),
         )
 
 

@@ -32,11 +32,9 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     """
     path: list[int] = []
     tokens = [targets[0]]
-    node = tree.guess_below(0, tokens[0])
-    while node is not None:
+    while (node := tree.guess_below(path[-1] if path else 0, tokens[-1])) is not None:
         path.append(node)
         tokens.append(targets[tree.place(node)])
-        node = tree.guess_below(node, tokens[-1])
     return path, tokens
 
 

@@ -157,10 +157,10 @@ class Engine:
             return [sequence.bare_root() for sequence in sequences]
         trees = choose_trees(sequences, limit, None if self.cost is None else self.cost + self._longer)
         # The limit is kept here, too: a pass must never have more rows than the backend takes.
-        excess = 0 if limit is None else sum(map(len, trees)) - limit
-        for place in sorted(range(len(trees)), key=lambda place: -len(trees[place])):
-            if excess <= 0:
-                break
+        excess = 0 if limit is None else sum([len(tree.tokens) for tree in trees]) - limit
+        largest_last = sorted(range(len(trees)), key=lambda place: len(trees[place])) if excess > 0 else []
+        while excess > 0 and largest_last:
+            place = largest_last.pop()
             excess -= len(trees[place]) - 1
             trees[place] = sequences[place].bare_root()
         return trees
@@ -183,7 +183,7 @@ class Engine:
         self._learn_while_running(one.parts)
         outputs = self.backend.collect(running)
         seconds = perf_counter() - begin
-        rows = sum(len(part.trail) + len(part.tree) for part in one.parts)
+        rows = sum([len(part.trail) + len(part.tree.tokens) for part in one.parts])
         if self.cost is not None and rows <= len(self.cost):
             longer = min(max(0.0, seconds - self.cost[rows - 1]), self.cost[-1])  # a capture takes far longer
             self._longer += NOTED * (longer - self._longer)
@@ -229,8 +229,9 @@ class Engine:
         # 1. Verify and absorb: each sequence accepts tokens and learns.
         begin = perf_counter()
         settled = list[tuple[StepResult, Verdict]]()
-        out = {request.id for request, _ in self._failed}
-        results = [result for result in results if result.request.id not in out]
+        if self._failed:
+            out = {request.id for request, _ in self._failed}
+            results = [result for result in results if result.request.id not in out]
         for result, verdict in zip(results, verify(results), strict=True):
             try:
                 if isinstance(verdict, Exception):
@@ -245,9 +246,10 @@ class Engine:
         done = perf_counter()
         # 3. Tell.
         events = []
+        each = (absorbed - begin) / max(1, len(results))
         for result, verdict in settled:
             stats = result.request.sequence.stats
-            stats.absorb_seconds += (absorbed - begin) / len(results)
+            stats.absorb_seconds += each
             stats.forward_seconds += done - absorbed
             events.append(self._event(result, verdict, done))
         for request, reason in self._failed:
@@ -268,7 +270,7 @@ class Engine:
             self.cancel(request.id)
         elif result.input.trail:
             self._scheduler.remember(request)
-        return Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree) - tree.branch)
+        return Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
 
 
 def verify(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:

@@ -94,9 +94,9 @@ class Scheduler:
     def schedule(self) -> list[Pass]:
         """The passes of the next step, in which every decoding request takes part."""
         self._admit()
-        decoding, unread = list[Request](), list[Request]()
+        decoding, unread, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
-            (unread if self._rest(request) else decoding).append(request)
+            (decoding if len(request.sequence.tokens) - 1 == cached(request.slot) else unread).append(request)
         if self.backend.most_rows is not None:
             return [self._shared_pass(decoding, unread, self.backend.most_rows)] if self.running else []
         # A pass is padded to its longest part, so each prompt runs alone.
@@ -187,7 +187,7 @@ class Scheduler:
         """Room for the whole text and its tree. It is asked for from the first piece on, so that no prompt gets stuck
         half-way."""
         before_root = len(part.request.sequence.tokens) - 1
-        return self.backend.reserve(part.request.slot, before_root + max(1, len(part.tree)))
+        return self.backend.reserve(part.request.slot, before_root + (len(part.tree.tokens) or 1))
 
     def _youngest(self) -> Request:
         movable = [request for request in self.running.values() if not request.keeps_slot]

@@ -239,7 +239,7 @@ def test_scope_off_asks_for_no_top_tokens() -> None:
     for scope, wanted in (("off", False), ("request", True), ("model", True)):
         config = LookaheadConfig(recycle_scope=scope)
         assert wants_top(config) == DecodingSequence([1], config).wants_top == wanted
-        sources = [type(source) for source in build(config, SharedMemory())]
+        sources = [type(source) for source in build(config, SharedMemory(PythonDrafter()))]
         assert (RecycleSource in sources) == wanted
         assert len(sources) == 3 + wanted
     assert not wants_top(LookaheadConfig(sources=("jacobi", "suffix")))

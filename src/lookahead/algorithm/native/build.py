@@ -39,8 +39,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "table_get": (_INT, [_POINTER, _POINTER, _POINTER]),
     "table_next": (_LONG, [_POINTER, _LONG, _POINTER]),
     "table_forget": (None, [_POINTER, _LONG]),
-    "table_keep": (_INT, [_POINTER, _POINTER]),
-    "draft_grow": (_INT, [_POINTER, _POINTER]),
+    "table_keep": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
+    "text_new": (_POINTER, [_POINTER]),
+    "text_free": (None, [_POINTER]),
+    "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
+    "draft_grow": (_INT, [_POINTER, _POINTER, _POINTER]),
+    "best_counts": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
 }
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
+from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.sources.calibration import Calibration, Trust, source_of
 from lookahead.algorithm.sources.fixed_point import FixedPointSource
 from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PromptSource
 from lookahead.algorithm.sources.recycle import RecycleSource
 from lookahead.algorithm.sources.source import Outcome, Source
 from lookahead.algorithm.sources.suffix import SuffixSource
+from lookahead.algorithm.sources.text import text_in_c
 from lookahead.config import LookaheadConfig
 
 
@@ -38,7 +40,8 @@ def build(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
         "recycle": lambda: RecycleSource(memory.drafter.new_table, shared, calibration),
         "fixed-point": lambda: FixedPointSource(calibration, config.budget - 1),
     }
-    return [make() for name, make in makers.items() if name in config.active_sources]
+    sources = [make() for name, make in makers.items() if name in config.active_sources]
+    return text_in_c(sources, memory.drafter) if isinstance(memory.drafter, NativeDrafter) else sources
 
 
 def wants_top(config: LookaheadConfig) -> bool:

@@ -62,8 +62,7 @@ class RecycleSource:
         before = text[root - 2] if root > 1 else NOTHING, text[root - 1] if root else NOTHING
         self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
         self._waiting = outcome.tree, before, top
-        self.tables.last.clear()
-        self.tables.last.keep(*self._waiting)
+        self.tables.last.keep(*self._waiting, only=True)
 
     def learn_while_running(self) -> None:
         """Put the last step's successors into the large tables; `last` is asked before them, so they may wait."""
