@@ -19,7 +19,7 @@ from transformers import DynamicCache, LogitsProcessorList
 import lookahead
 from lookahead.backends import choose
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import backend
+from lookahead.backends.graph import kv
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
@@ -128,7 +128,7 @@ def test_pages_for_every_row_of_a_call(
     both: Both, model: Any, prompt: dict[str, Any], batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the kept backend has too few, it gets others, whatever the call asked for."""
-    monkeypatch.setattr(backend, "CPU_TOKENS", 192)
+    monkeypatch.setattr(kv, "CPU_TOKENS", 192)
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     kept = facts.known[model].graph
     assert kept is not None

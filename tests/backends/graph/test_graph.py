@@ -28,9 +28,9 @@ from lookahead.algorithm.verify import accept
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import packet
+from lookahead.backends.graph import kv, packet
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import StepKind
+from lookahead.backends.graph.kinds import StepKind
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
@@ -759,7 +759,7 @@ def test_room_that_cannot_be_made(
     backend.step([greedy(slot, [3] * 200, NO_TREE)])
     backend.remember(slot, [3] * 200)
     backend.close(slot)
-    monkeypatch.setattr(backend, "_free_bytes", lambda: 100 * 2 * 2 * 2 * PAGE * 8 * 4)
+    monkeypatch.setattr(kv, "free_bytes", lambda _: 100 * 2 * 2 * 2 * PAGE * 8 * 4)
     with pytest.raises(UnsupportedModelError, match=r"pages for 64\d\d\d tokens need .* GiB are free"):
         backend.check_room(10, 6300)
     assert backend.kv.pages == backend.pool.pages == 8
