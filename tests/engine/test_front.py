@@ -243,3 +243,69 @@ def test_without_a_thread_the_reader_steps(order: tuple[int, int]) -> None:
     next(iter(stopped))
     front.cancel(stopped)
     stopped.wait()
+
+
+def test_tickets_of_a_step_share_one_call_and_can_be_taken_without_waiting() -> None:
+    front = Front(Engine(PagedToy(pages=60, most_rows=64)))
+    calls: list[list[Any]] = []
+    over = threading.Event()
+
+    def told(tickets: Sequence[Any]) -> None:
+        calls.append([(ticket, ticket.take()) for ticket in tickets])
+        if all(ticket.done for ticket in held):
+            over.set()
+
+    asks = [asked(number) for number in range(4)]
+    sequences = [sequence_of(one) for one in asks]
+    held: list[Any] = []
+    front.call(lambda: held.extend(front.submit(Request(sequence), told) for sequence in sequences))
+    assert over.wait(30)
+    assert len(calls[0]) == 4  # all four ran in the first step, and one call tells it
+    for one, ticket in zip(asks, held, strict=True):
+        tokens = [token for call in calls for got, events in call if got is ticket for e in events for token in e.tokens]
+        assert (tokens, ticket.request.sequence.finish_reason) == text_of(one)
+    assert len(calls) < sum(len(call) for call in calls)
+
+
+def test_cancelling_tells_who_does_not_wait() -> None:
+    front = Front(Engine(ToyBackend()))
+    ended = threading.Event()
+    ticket = front.submit(endless(), lambda tickets: ended.set() if tickets[0].done else None)
+    front.cancel(ticket)
+    assert ended.wait(30)
+    assert ticket.error is None
+
+
+def test_a_failed_step_is_remembered_until_a_step_succeeds() -> None:
+    backend = ToyBackend()
+    front, launch = Front(Engine(backend)), backend.launch
+
+    def broken(inputs: Sequence[StepInput]) -> Any:
+        raise OSError("the device is gone")
+
+    backend.launch = broken  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="device is gone"):
+        front.submit(endless()).wait()
+    assert isinstance(front.failure, OSError)
+    backend.launch = launch  # type: ignore[method-assign]
+    one = asked(3)
+    front.submit(Request(sequence_of(one))).wait()
+    assert front.failure is None
+
+
+def test_nobody_waits_for_a_thread_that_has_died() -> None:
+    engine = Engine(ToyBackend())
+    front = Front(engine)
+    running = front.submit(endless())
+    assert soon(lambda: bool(running.request.sequence.output))
+
+    def worse() -> None:
+        raise OSError("nor can it be cleaned up")
+
+    engine.abort = worse  # type: ignore[method-assign]
+    engine.step = worse  # type: ignore[assignment, method-assign]
+    with pytest.raises(OSError, match="cleaned up"):
+        running.wait()
+    assert isinstance(front.failure, OSError)
+    with pytest.raises(RuntimeError, match="thread has died"):
+        front.submit(endless())

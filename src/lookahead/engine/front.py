@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
@@ -18,6 +19,9 @@ from lookahead.engine.request import Event, Request
 
 R = TypeVar("R")
 
+Told = Callable[[Sequence["Ticket"]], None]
+"""Called after a step, in the engine's thread, with all its tickets that got an event or ended. It must not raise."""
+
 LAST_STEP = 5.0
 """Seconds that the end of a model, or of Python, waits for the step that is running."""
 
@@ -26,10 +30,11 @@ class Ticket:
     """One request on its way. Iterate its events as they come, or `wait` for its end.
 
     Both raise the request's error, if it or the engine failed. The events of a request that was cancelled just end.
+    Who must not wait, such as an event loop, is `told` when there is something to `take`.
     """
 
-    def __init__(self, request: Request, pump: Callable[[], None] | None) -> None:
-        self.request = request
+    def __init__(self, request: Request, pump: Callable[[], None] | None, told: Told | None = None) -> None:
+        self.request, self.told = request, told
         self.done = False
         self.error: BaseException | None = None
         self._events: deque[Event] = deque()
@@ -47,6 +52,13 @@ class Ticket:
             self._sleep(lambda: bool(self._events) or self.done)
         if self.error is not None:
             raise self.error
+
+    def take(self) -> list[Event]:
+        """The events that came since they were last taken. Does not wait."""
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def wait(self) -> None:
         """Wait for the end of the request."""
@@ -98,10 +110,16 @@ class Front:
         if self._inbox is not None:
             finalize(self, _stop, self._core.stop, self._inbox, self._threads)
 
-    def submit(self, request: Request) -> Ticket:
-        """Hand a request in. Raises ValueError if it could never run."""
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine cannot be trusted now: the error of its last step, or of its thread, which has ended."""
+        return self._core.failure
+
+    def submit(self, request: Request, told: Told | None = None) -> Ticket:
+        """Hand a request in. Raises ValueError if it could never run. All tickets of a step that have the same `told`
+        share one call of it."""
         self._core.engine.check(request)
-        ticket = Ticket(request, None if self._inbox is not None else self._core.turn)
+        ticket = Ticket(request, None if self._inbox is not None else self._core.turn, told)
         self._post(lambda core: core.admit(ticket))
         return ticket
 
@@ -149,6 +167,8 @@ class Front:
         if self._core.stop.is_set():
             raise RuntimeError("the model was closed; load it again")
         self._core.commands.append(command)
+        if self._core.dead:  # looked up after the command was left, which the thread may still have found
+            raise RuntimeError(f"the engine's thread has died of {self._core.failure!r:.200}; load the model again")
         if self._inbox is None:
             self._core.obey()
             return
@@ -167,6 +187,9 @@ class Core:
         self.tickets: dict[int, Ticket] = {}
         self.commands: deque[Callable[[Core], None]] = deque()
         self.stop = threading.Event()
+        self.failure: BaseException | None = None  # of the last step
+        self.dead = False  # the thread ended by an error that it could not handle
+        self._news: dict[Told, list[Ticket]] = {}
 
     def work(self) -> None:
         """Step until there is nothing left to do."""
@@ -184,11 +207,40 @@ class Core:
                 if event.finish_reason is not None:
                     del self.tickets[event.request.id]
                 ticket.put(event)
+                self._note(ticket)
+                self.failure = None
         except BaseException as error:
             self.engine.abort()
-            failed, self.tickets = self.tickets, {}
-            for ticket in failed.values():
-                ticket.end(error)
+            self._fail(error)
+        self._tell()
+
+    def die(self, error: BaseException) -> None:
+        """The thread ends with this error: nobody may wait for it."""
+        self.dead = True
+        with suppress(BaseException):
+            self.obey()  # requests that were handed in meanwhile fail, too
+        self._fail(error)
+        self._tell()
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        failed, self.tickets = self.tickets, {}
+        for ticket in failed.values():
+            self._end(ticket, error)
+
+    def _end(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        ticket.end(error)
+        self._note(ticket)
+
+    def _note(self, ticket: Ticket) -> None:
+        if ticket.told is not None:
+            self._news.setdefault(ticket.told, []).append(ticket)
+
+    def _tell(self) -> None:
+        if self._news:
+            news, self._news = self._news, {}
+            for told, tickets in news.items():
+                told(tickets)
 
     def obey(self) -> None:
         while self.commands:
@@ -198,18 +250,22 @@ class Core:
         try:
             self.tickets[self.engine.submit(ticket.request)] = ticket
         except Exception as error:
-            ticket.end(error)
+            self._end(ticket, error)
 
     def dismiss(self, ticket: Ticket) -> None:
         if self.tickets.pop(ticket.request.id, None) is not None:
             self.engine.cancel(ticket.request.id)
-            ticket.end()
+            self._end(ticket)
 
 
 def _serve(inbox: SimpleQueue[Core | None]) -> None:
     """The thread. While it waits for work it holds nothing but its inbox, so that a model can be freed."""
     while (core := inbox.get()) is not None:
-        core.work()
+        try:
+            core.work()
+        except BaseException as error:  # even the clean-up after a failed step has failed
+            core.die(error)
+            return
         del core
 
 
