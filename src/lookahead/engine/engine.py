@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
@@ -35,7 +35,7 @@ class Engine:
     admitted, at most `max_sequences` at once (see `scheduler`). A text depends on its request alone: not on its
     neighbours, nor on whether its K/V came from another request or had to make room for one in between.
 
-    With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
+    `watch`, if set, is called after every pass with its rows and its seconds. With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
     was measured; passes over longer texts take longer, and the engine notes by how much.
     """
 
@@ -47,6 +47,7 @@ class Engine:
         max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         self.backend, self.pace = backend, pace
+        self.watch: Callable[[int, float], None] | None = None
         self.cost = None if cost is None else np.asarray(cost, dtype=np.float64)
         self._longer = 0.0  # seconds that a pass takes longer than `cost` says, in the mean of the last ones
         self._scheduler = Scheduler(backend, max_sequences)
@@ -187,6 +188,8 @@ class Engine:
         if self.cost is not None and rows <= len(self.cost):
             longer = min(max(0.0, seconds - self.cost[rows - 1]), self.cost[-1])  # a capture takes far longer
             self._longer += NOTED * (longer - self._longer)
+        if self.watch is not None:
+            self.watch(rows, seconds)
         results = []
         for part, item, output in zip(one.parts, inputs, outputs, strict=True):
             part.request.sequence.stats.forward_seconds += seconds

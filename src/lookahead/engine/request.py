@@ -23,7 +23,7 @@ class Request:
     hold the K/V of its first tokens, keeps it to its end, and never shares it. `noise` draws the tokens in place of the
     sequence's uniforms. `finished` is called when the sequence
     has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only requests with the
-    same `salt` share the K/V of a common beginning.
+    same `salt` share the K/V of a common beginning: `cached` tokens were there when the request was last admitted.
     """
 
     sequence: DecodingSequence
@@ -36,6 +36,7 @@ class Request:
     id: int = -1
     queued: float = 0.0
     keeps_slot: bool = False
+    cached: int = 0
 
 
 @dataclass(slots=True)

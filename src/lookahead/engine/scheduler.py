@@ -114,6 +114,7 @@ class Scheduler:
                 request.slot = -1
                 return
             self.running[request.id] = self.waiting.popleft()
+            request.cached = self.backend.length(request.slot)
             request.sequence.stats.queue_seconds += perf_counter() - request.queued
 
     def _shared_pass(self, decoding: list[Request], unread: list[Request], rows: int) -> Pass:

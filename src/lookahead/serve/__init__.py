@@ -1,0 +1,13 @@
+"""`lookahead serve`: an OpenAI-compatible HTTP server. A reply does not depend on who else is being served.
+
+One process: one thread steps the engine, and asyncio speaks HTTP. The parts, from the outside in:
+
+    app          the routes and the middleware, made from a model and settings
+    life         signals, draining, the ready line
+    chat, completions, responses, tokens    one file per endpoint
+    protocol     the bodies that clients send; replies: what they get
+    stream       a reply as server-sent events
+    service      a request's fields become jobs of the engine, and their events come back to asyncio
+    grammar, tools    structured output
+    keys, limits, metrics, memory    who asks, how much, what was measured, what is kept on disk
+"""

@@ -1,0 +1,114 @@
+"""Errors as OpenAI's clients expect them: one JSON object on every path, and never a traceback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+log = logging.getLogger("lookahead.serve")
+
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error that a client is told. `param` names the field that has to change, `code` the reason in one word."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A mistake in the request's body."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def internal(error: BaseException) -> ApiError:
+    """What a client is told of an error that is not its own. The details go to the log."""
+    log.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return ApiError(500, f"the server could not answer ({type(error).__name__}); its log says why", code="internal")
+
+
+def unavailable(message: str, retry: int | None = None) -> ApiError:
+    headers = {} if retry is None else {"Retry-After": str(retry)}
+    return ApiError(503, message, code="unavailable", headers=headers)
+
+
+def explain(problem: Mapping[str, Any]) -> ApiError:
+    """One of pydantic's errors as a line that names the field and the fix."""
+    where = field_name(problem["loc"])
+    kind, given = problem["type"], problem.get("input")
+    if kind == "json_invalid":
+        why = problem.get("ctx", {}).get("error", "it cannot be parsed")
+        return bad_request(f"the body is not valid JSON: {why}", code="invalid_json")
+    if kind == "extra_forbidden":
+        return bad_request(f"unknown field {where!r}: this server does not support it; leave it out", where, "unknown")
+    if kind == "missing":
+        return bad_request(f"{where or 'the body'} is missing", where or None, "missing")
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    shown = f"{given!r:.60}" if isinstance(given, (str, int, float, bool, type(None))) else type(given).__name__
+    return bad_request(f"{where or 'the body'}: {message[:1].lower() + message[1:]} (got {shown})", where or None)
+
+
+def field_name(place: Sequence[Any]) -> str:
+    """('body', 'messages', 0, 'content', 'str') -> 'messages[0].content'. Names of pydantic's own are left out."""
+    name = ""
+    for part in place[1:] if place and place[0] == "body" else place:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not (part[:1].isupper() or any(mark in part for mark in "[(-") or part in UNION_PARTS):
+            name += f".{part}" if name else str(part)
+    return name
+
+
+UNION_PARTS = {"str", "int", "float", "bool", "none", "constrained-str", "json_or_python"}
+"""What pydantic puts into the place of an error to tell which type of a union it tried."""
+
+
+def install(app: FastAPI) -> None:
+    """Answer every kind of error with OpenAI's object."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        return explain(problems[0]).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        path = request.url.path
+        messages = {
+            404: f"there is no {path!r} here; /openapi.json lists what there is",
+            405: f"{path!r} does not take {request.method}",
+        }
+        headers = error.headers or {}
+        return ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=headers).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return internal(error).response()

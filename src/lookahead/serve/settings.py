@@ -1,0 +1,65 @@
+"""The server's settings. Each is checked once, and an error says what to change."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What `lookahead serve` can be told.
+
+    At most `max_concurrency` sequences run at once, and `max_queue` more may wait; then clients get 429. `max_body` is
+    in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent before
+    it carries a comment. `share_memory` lets all keys share the prefix cache and the recycled successors.
+    `memory_folder` keeps these successors over restarts; None keeps nothing. `public` allows an address that others can
+    reach without any key. `log_prompts` writes prompts to the log.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    public: bool = False
+    share_memory: bool = False
+    cors_origins: tuple[str, ...] = ()
+    max_concurrency: int = 64
+    max_queue: int = 256
+    max_body: int = 4 << 20
+    request_timeout: float = 600.0
+    drain_seconds: float = 30.0
+    keep_alive: float = 15.0
+    vllm_metrics: bool = False
+    memory_folder: Path | None = None
+    memory_seconds: float = 300.0
+    memory_keys: int = 50_000
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port={self.port} must be from 0 (any free one) to 65535")
+        for name, least in (("max_concurrency", 1), ("max_queue", 0), ("max_body", 1024), ("memory_keys", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name in ("request_timeout", "drain_seconds", "keep_alive", "memory_seconds"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)) or (value == 0 and name != "drain_seconds"):
+                raise ValueError(f"{name}={value} must be a number of seconds above 0")
+        if not self.keys and not self.public and not is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host!r} can be reached by others, and there is no API key; give --api-key-file, or "
+                "--allow-public to serve everybody"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
