@@ -6,7 +6,7 @@ The paper's symbols: W is `window`, N is `ngram`, G is `guesses`, K is `budget`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ SCOPES = ("off", "request", "model")
 FREE = 1.1
 """A larger step counts as nearly free when it takes at most this many times as long as a plain one."""
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
+MOST_LOGPROBS = 20
+"""The most likely tokens whose log-probabilities a request may ask for."""
 
 
 @dataclass(frozen=True)
@@ -182,16 +184,29 @@ class LookaheadConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a node's logits become its target. `temperature` 0 is greedy."""
+    """How a node's logits become its target. `temperature` 0 is greedy.
+
+    `repetition_penalty` is for tokens of prompt and output: a score above 0 is divided by it, one below multiplied.
+    `presence_penalty` is taken from the score of every token of the output, `frequency_penalty` once for each time that
+    it occurs there. `logit_bias` is added to the scores of some tokens; -inf bans one. It may be given as a mapping,
+    and is kept as sorted pairs. `sampling.adjusted` defines all four. `logprobs` asks for log-probabilities: of the
+    chosen token (0), and of the n likeliest ones (n).
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in ("temperature", "top_p", "min_p", *penalties):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be a number")
@@ -203,10 +218,28 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps every token)")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be between 0 (keeps every token) and 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 (1 changes nothing)")
+        for name in penalties[1:]:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number (0 changes nothing)")
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        if self.logprobs is not None and _at_least("logprobs", self.logprobs, 0) > MOST_LOGPROBS:
+            raise ValueError(f"logprobs={self.logprobs} must be at most {MOST_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: pairs of a token id and a number, by token id."""
+        return tuple(self.logit_bias)  # type: ignore[arg-type]
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a target depends on which tokens the text has."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -214,16 +247,20 @@ class StopRules:
     """When a sequence ends. The rules are tested after every accepted token, not once per step.
 
     `max_length` is the model's context: prompt and output together have at most so many tokens. With `last_is_free`
-    they may have one more, because the last token is never run through the model and needs no position.
+    they may have one more, because the last token is never run through the model and needs no position. The first
+    `min_tokens` tokens of the output cannot be one of `eos_ids`.
     """
 
     max_tokens: int = 256
     eos_ids: frozenset[int] = frozenset()
     max_length: int | None = None
     last_is_free: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         _at_least("max_tokens", self.max_tokens, 1)
+        if _at_least("min_tokens", self.min_tokens, 0) > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
 
     def room(self, prompt_tokens: int) -> int:
         """How many tokens may be generated after a prompt of this length."""
@@ -236,6 +273,19 @@ def _at_least(name: str, value: int, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     return value
+
+
+def _bias_pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """A mapping from token ids to numbers, or pairs of these -> sorted pairs, without those that add 0."""
+    try:
+        pairs = sorted(dict(given or ()).items())
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias={given!r:.60} must map token ids to numbers, such as {{42: -1.5}}") from None
+    for token, value in pairs:
+        _at_least("a token id of logit_bias", token, 0)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value < math.inf:
+            raise ValueError(f"logit_bias={{{token}: {value!r}}} must be a number; -inf bans the token")
+    return tuple((token, float(value)) for token, value in pairs if value)
 
 
 def _repeated(names: Sequence[str]) -> str:

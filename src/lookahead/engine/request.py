@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
@@ -21,7 +24,7 @@ class Request:
     `verifier` is for rules that look at the text so far, such as a repetition penalty. `slot` is the backend's handle
     for the K/V: the engine opens one when the request's turn comes. A request that comes with a slot, which may already
     hold the K/V of its first tokens, keeps it to its end, and never shares it. `noise` draws the tokens in place of the
-    sequence's uniforms. `finished` is called when the sequence
+    sequence's uniforms. `mask` says which tokens may be chosen, for grammars. `finished` is called when the sequence
     has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only requests with the
     same `salt` share the K/V of a common beginning: `cached` tokens were there when the request was last admitted.
     """
@@ -29,6 +32,7 @@ class Request:
     sequence: DecodingSequence
     verifier: Verifier | None = None
     noise: Noise | None = None
+    mask: TokenMask | None = None
     slot: int = -1
     finished: Callable[[Request], None] | None = None
     begin: float = field(default_factory=perf_counter)
@@ -58,9 +62,38 @@ class Noise(Protocol):
         ...
 
 
+class TokenMask(Protocol):
+    """Says which tokens a request may choose. It follows the text: it is told every accepted token once, in order."""
+
+    def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32] | None:
+        """The allowed tokens after each needed node of the tree, or None if all are allowed after all of them.
+
+        uint32 [len(tree.needed), ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t is allowed. The tree's
+        root is the last token of the text. The object walks the guesses below it by itself (`tree.guesses_below`;
+        `tree.place` tells a guess's row). Only the root's row must allow some token. What stands in the rows of the
+        window, and below a guess that is not allowed itself, does not matter: no such guess is accepted.
+        """
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Take the tokens that a step accepted."""
+        ...
+
+
 Verifier = Callable[[Sequence[StepResult]], list[Verdict]]
 """Verifies a step in place of `DecodingSequence.verify` (see `processors`). Requests that must move together share one
 verifier, which is called once with all their results."""
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """The log-probability of an accepted token, and the likeliest tokens in its place with theirs, best first.
+
+    They are the model's own: of its logits, before penalties, bias, mask and temperature.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -68,6 +101,7 @@ class Event:
     """What a step gave one request: the accepted tokens, the nodes of the accepted guesses, and how many were tried.
 
     `finish_reason` is None while the request continues. It is "error" if proposing or verifying raised `error`.
+    `logprobs` has one item per token if the request's sampling asks for log-probabilities, and else is None.
     """
 
     request: Request
@@ -76,6 +110,7 @@ class Event:
     path: Sequence[int] = ()
     tried: int = 0
     error: Exception | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
     @property
     def accepted(self) -> int:
