@@ -214,8 +214,11 @@ class LookaheadModel:
         finally:
             self.front.release(lambda: engine.cancel(request.id))
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`."""
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`. `tools` are the
+        functions that the template tells the model of."""
         template = getattr(self.tokenizer, "chat_template", None)
         prompt = as_plain(prompt)
         if isinstance(prompt, str) and (raw or not template):
@@ -230,17 +233,17 @@ class LookaheadModel:
             try:
                 ids = list(
                     self.tokenizer.apply_chat_template(
-                        prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                        prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
                     )
                 )
-            except TemplateError as error:
+            except (TemplateError, TypeError, KeyError) as error:
                 raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
         else:
             raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r:.60}")
         bos = getattr(self.tokenizer, "lookahead_bos", None)
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
-    def _verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
+    def verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
         """The verifier for the logits processors of the model's generation config, or None if there are none."""
         if not asked_for(self.model):
             return None
@@ -288,7 +291,7 @@ class LookaheadModel:
             ends=ends,
             memory=self.memory,
         )
-        request = Request(sequence, self._verifier(sequence), begin=begin)
+        request = Request(sequence, self.verifier(sequence), begin=begin)
         return Answer(request, TextStream(self.tokenizer, stops), method)
 
 

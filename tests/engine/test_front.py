@@ -262,7 +262,9 @@ def test_tickets_of_a_step_share_one_call_and_can_be_taken_without_waiting() -> 
     assert over.wait(30)
     assert len(calls[0]) == 4  # all four ran in the first step, and one call tells it
     for one, ticket in zip(asks, held, strict=True):
-        tokens = [token for call in calls for got, events in call if got is ticket for e in events for token in e.tokens]
+        tokens = [
+            token for call in calls for got, events in call if got is ticket for e in events for token in e.tokens
+        ]
         assert (tokens, ticket.request.sequence.finish_reason) == text_of(one)
     assert len(calls) < sum(len(call) for call in calls)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.sampling import NO_DRAW
-from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
+from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
@@ -37,6 +37,7 @@ class DecodingSequence:
 
     `ends` is asked after every accepted token and may end the sequence (stop strings live there). `memory` is shared
     by all requests of a loaded model; without it, or with scope 'request', the sequence starts with an empty one.
+    `prediction` is a text that the output may resemble, from which guesses are made.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class DecodingSequence:
         rules: StopRules | None = None,
         ends: Callable[[int], bool] | None = None,
         memory: SharedMemory | None = None,
+        prediction: Sequence[int] = (),
     ) -> None:
         self.config = config or LookaheadConfig()
         self.sampling = sampling or SamplingParams()
@@ -75,6 +77,10 @@ class DecodingSequence:
         width = self.config.window if "jacobi" in self.config.sources else 0
         self._window = Window(width, self.config.ngram, self.tokens)
         self._sources = build(self.config, self._memory)
+        self.prediction: PredictionSource | None = None
+        if prediction and self.config.sources:
+            self.prediction = PredictionSource(self._memory.calibration, prediction, self.config.deepest)
+            self._sources.insert(0, self.prediction)
         self._shares: dict[int, int] = {}
         self._deepest, self._window_tokens = self.config.deepest, self.config.window_tokens
         self._root_alone = window_layout(0, self.config.ngram)
@@ -194,6 +200,8 @@ class DecodingSequence:
         root = self.tokens[-1]
         self.tokens += tokens
         sources = [source_of(tree.origins[node - tree.branch]) for node in path]
+        if self.prediction is not None:
+            self.prediction.follow(self.tokens, tokens)
         self.stats.count_step(len(tree.tokens), len(tokens), sources, self.trust * tree.expected)
         if self.finish_reason is not None:
             return verdict

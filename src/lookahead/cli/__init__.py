@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lookahead.cli import bench, chat, env, generate, pull, tune
+from lookahead.cli import bench, chat, env, generate, pull, serve, tune
 from lookahead.cli.common import Host, Verbs, package_version
 
 __all__ = ["app", "main"]
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("bench")(bench.bench)
+app.command("serve")(serve.serve)
 app.command("tune")(tune.tune)
 app.command("pull")(pull.pull)
 app.command("env")(env.env)

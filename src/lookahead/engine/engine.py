@@ -35,8 +35,9 @@ class Engine:
     admitted, at most `max_sequences` at once (see `scheduler`). A text depends on its request alone: not on its
     neighbours, nor on whether its K/V came from another request or had to make room for one in between.
 
-    `watch`, if set, is called after every pass with its rows and its seconds. With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
-    was measured; passes over longer texts take longer, and the engine notes by how much.
+    With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
+    was measured; passes over longer texts take longer, and the engine notes by how much. `watch`, if set, is called
+    after every pass with its rows and its seconds.
     """
 
     def __init__(
@@ -83,6 +84,10 @@ class Engine:
         request = self._requests.pop(id, None)
         if request is not None:
             self._scheduler.remove(request)
+
+    def limit(self, max_sequences: int) -> None:
+        """Let at most so many requests run at once from now on."""
+        self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows or max_sequences)
 
     def abort(self) -> None:
         """Remove all requests, after an error of the backend. Nothing of them is remembered."""

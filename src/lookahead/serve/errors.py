@@ -107,7 +107,9 @@ def install(app: FastAPI) -> None:
             405: f"{path!r} does not take {request.method}",
         }
         headers = error.headers or {}
-        return ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=headers).response()
+        return ApiError(
+            error.status_code, messages.get(error.status_code, str(error.detail)), headers=headers
+        ).response()
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

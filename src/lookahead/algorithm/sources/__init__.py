@@ -10,6 +10,7 @@ from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.sources.calibration import Calibration, Trust, source_of
 from lookahead.algorithm.sources.fixed_point import FixedPointSource
 from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PromptSource
+from lookahead.algorithm.sources.prediction import PredictionSource
 from lookahead.algorithm.sources.recycle import RecycleSource
 from lookahead.algorithm.sources.source import Outcome, Source
 from lookahead.algorithm.sources.suffix import SuffixSource
@@ -49,4 +50,14 @@ def wants_top(config: LookaheadConfig) -> bool:
     return "recycle" in config.active_sources
 
 
-__all__ = ["Calibration", "Outcome", "SharedMemory", "Source", "Trust", "build", "source_of", "wants_top"]
+__all__ = [
+    "Calibration",
+    "Outcome",
+    "PredictionSource",
+    "SharedMemory",
+    "Source",
+    "Trust",
+    "build",
+    "source_of",
+    "wants_top",
+]

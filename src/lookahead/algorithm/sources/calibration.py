@@ -8,14 +8,18 @@ rates along its path: the estimated probability that it is accepted.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lookahead.algorithm.tree import TokenTree
 
 BUCKETS = 128
 """Origins per source: origin = source index * BUCKETS + bucket."""
 
-SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point")
+SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point", "prediction")
 
 
 class Trust:
@@ -67,6 +71,22 @@ class Calibration:
         if self.rates[base] == 0.0:
             self.rates[base : base + len(rates)] = array("d", rates)
         return base
+
+    def numbers(self) -> dict[str, npt.NDArray[Any]]:
+        """All that was learnt, as a copy that `set_numbers` takes."""
+        trust = np.array([self.trust._accepted, self.trust._expected])
+        return {"rates": np.array(self.rates), "trials": np.array(self._trials), "trust": trust}
+
+    def set_numbers(self, numbers: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take what another calibration has learnt. Raises ValueError if it does not fit this one."""
+        rates, trials, trust = numbers["rates"], numbers["trials"], numbers["trust"]
+        if rates.shape != (len(self.rates),) or trials.shape != rates.shape or trust.shape != (2,):
+            raise ValueError(f"{rates.shape} rates and {trials.shape} trials, not {len(self.rates)} of each")
+        if not ((rates >= 0) & (rates <= 1)).all() or not (trials >= 1).all() or not (trust >= 0).all():
+            raise ValueError("rates must be between 0 and 1, and trials positive")
+        self.rates[:] = array("d", rates.tolist())
+        self._trials[:] = array("q", trials.tolist())
+        self.trust._accepted, self.trust._expected = trust.tolist()
 
     def learn(self, tree: TokenTree, path: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from every guess whose parent was accepted: the root, and the nodes of the `path`.

@@ -1,0 +1,98 @@
+"""`lookahead serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lookahead.cli.common import Host
+from lookahead.cli.settings import BACKENDS, DTYPES, check_place
+
+EXTRA = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Embedded model, preset, hub id, folder or .gguf.", metavar="NAME")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto",
+    backend: Annotated[str, typer.Option("--backend", help=f"One of {', '.join(BACKENDS)}.", metavar="NAME")] = "auto",
+    served_name: Annotated[
+        str | None, typer.Option("--served-name", help="The model's name for clients.", metavar="NAME")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="The port to listen on; 0 for any free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", help="Keys that may ask, one per line; or set LOOKAHEAD_API_KEYS to a,b,..."),
+    ] = None,
+    allow_public: Annotated[
+        bool, typer.Option("--allow-public", help="Allow a public address without any key.")
+    ] = False,
+    share_memory: Annotated[
+        bool, typer.Option("--share-memory", help="All keys share the prefix cache and the recycled rows.")
+    ] = False,
+    cors: Annotated[
+        list[str] | None, typer.Option("--cors", help="An origin whose pages may ask. Repeatable.", metavar="ORIGIN")
+    ] = None,
+    max_concurrency: Annotated[
+        int, typer.Option("--max-concurrency", help="The most sequences that run at once.")
+    ] = 64,
+    max_queue: Annotated[int, typer.Option("--max-queue", help="The most sequences that wait; then 429.")] = 256,
+    max_body: Annotated[int, typer.Option("--max-body", help="The most bytes of a request's body.")] = 4 << 20,
+    request_timeout: Annotated[float, typer.Option("--request-timeout", help="The most seconds of a request.")] = 600.0,
+    drain_seconds: Annotated[
+        float, typer.Option("--drain-seconds", help="How long running requests may finish after SIGTERM.")
+    ] = 30.0,
+    memory: Annotated[
+        bool, typer.Option("--memory/--no-memory", help="Keep what was learnt for guesses over restarts.")
+    ] = True,
+    vllm_metrics: Annotated[
+        bool, typer.Option("--vllm-metrics", help="Show the metrics under vLLM's names, too.")
+    ] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+) -> None:
+    """Serve a model over HTTP, for any OpenAI client. A reply does not depend on who else is being served."""
+    console = ctx.ensure_object(Host)
+    check_place(dtype, device, backend)
+    check_extra()
+
+    from lookahead.cache import cache_dir
+    from lookahead.serve.keys import read_keys
+    from lookahead.serve.life import serve as run
+    from lookahead.serve.settings import ServeSettings
+
+    settings = ServeSettings(
+        host=host,
+        port=port,
+        model_name=served_name,
+        keys=read_keys(api_key_file, os.environ),
+        public=allow_public,
+        share_memory=share_memory,
+        cors_origins=tuple(cors or ()),
+        max_concurrency=max_concurrency,
+        max_queue=max_queue,
+        max_body=max_body,
+        request_timeout=request_timeout,
+        drain_seconds=drain_seconds,
+        vllm_metrics=vllm_metrics,
+        memory_folder=cache_dir() / "memory" if memory else None,
+        log_prompts=log_prompts,
+    )
+    loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=console.say)
+    run(loaded, settings, console.say)
+
+
+def check_extra() -> None:
+    """Raise one clear line if what the server needs is not installed."""
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"lookahead serve needs {', '.join(missing)}; install the extra: pip install 'lookahead-decoding[serve]'"
+        )

@@ -1,0 +1,44 @@
+"""The web application: routes, middleware and error handlers around one model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from lookahead.generate import LookaheadModel
+from lookahead.serve import chat, completions, errors, tokens
+from lookahead.serve.limits import Gate
+from lookahead.serve.service import Service
+from lookahead.serve.settings import ServeSettings
+
+
+def make_app(model: LookaheadModel, settings: ServeSettings) -> FastAPI:
+    """An application that serves this model. `app.state.service` is what works behind it."""
+    service = Service(model, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        yield
+        await service.close()
+
+    app = FastAPI(
+        title="lookahead",
+        summary="An OpenAI-compatible server with lookahead decoding",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    for part in (tokens, completions, chat):
+        app.include_router(part.router)
+    errors.install(app)
+    app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app

@@ -1,0 +1,102 @@
+"""From a body's fields to what the engine takes: sampling, stop rules, the config of the guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.text import StopStrings
+from lookahead.generate import LookaheadModel, new_seed
+from lookahead.serve.errors import bad_request
+from lookahead.serve.protocol import Generation, LookaheadOptions
+
+SEEDS = 1 << 64
+
+
+def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> LookaheadConfig:
+    """The config that a request asks for: false is plain decoding, and options change the model's default."""
+    if wanted is None or wanted is True:
+        return model.default_config
+    if wanted is False:
+        return LookaheadConfig.autoregressive()
+    given = wanted.model_dump(exclude_none=True)
+    if "sources" in given:
+        given["sources"] = tuple(given["sources"])
+    try:
+        return model.default_config.adapted(**given) if given else model.default_config
+    except ValueError as error:
+        raise bad_request(f"lookahead: {error}", "lookahead") from error
+
+
+def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -> list[SamplingParams]:
+    """The sampling of each of the `n` choices. Choice i has the seed plus i."""
+    bias = biases(body.logit_bias or {}, model.backend.vocab_size)
+    seed = new_seed() if body.seed is None else body.seed
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return [
+        SamplingParams(
+            temperature=temperature,
+            top_k=max(0, body.top_k or 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            seed=(seed + choice) % SEEDS,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=bias,
+            logprobs=logprobs,
+        )
+        for choice in range(body.n or 1)
+    ]
+
+
+def biases(given: Mapping[str, float], vocabulary: int) -> dict[int, float]:
+    """OpenAI's `logit_bias`, whose keys are token ids as text."""
+    found = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and int(key) < vocabulary):
+            raise bad_request(f"logit_bias: {key!r:.40} is not a token id of 0 to {vocabulary - 1}", "logit_bias")
+        if not -100 <= value <= 100:
+            raise bad_request(f"logit_bias: {value} of token {key} must be between -100 and 100", "logit_bias")
+        found[int(key)] = value
+    return found
+
+
+def stops_of(body: Generation) -> StopStrings:
+    return StopStrings([body.stop] if isinstance(body.stop, str) else body.stop or ())
+
+
+def rules_of(
+    prompt: list[int],
+    most: int | None,
+    model: LookaheadModel,
+    config: LookaheadConfig,
+    ignore_eos: bool = False,
+    min_tokens: int = 0,
+) -> StopRules:
+    """When to end. Without `most` tokens the context is the limit. A prompt that leaves no room is refused."""
+    limit, holds = model.backend.max_length, model.backend.holds()
+    if holds is not None:
+        limit = holds - config.budget if limit is None else min(limit, holds - config.budget)
+    if not prompt:
+        raise bad_request("the prompt has no tokens; give at least one", "prompt")
+    if limit is not None and len(prompt) >= limit:
+        raise bad_request(
+            f"the prompt has {len(prompt)} tokens, and the model's context holds {limit}; shorten it",
+            code="context_length_exceeded",
+        )
+    room = None if limit is None else limit - len(prompt)
+    if most is None:
+        most = room if room is not None else 4096
+    elif room is not None:
+        most = min(most, room)
+    if min_tokens > most:
+        raise bad_request(
+            f"min_tokens={min_tokens} is more than the {most} tokens that there is room for", "min_tokens"
+        )
+    return StopRules(
+        max_tokens=most,
+        eos_ids=frozenset() if ignore_eos else model.stop_ids,
+        max_length=model.backend.max_length,
+        min_tokens=min_tokens,
+    )

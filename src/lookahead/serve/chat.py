@@ -1,0 +1,176 @@
+"""`/v1/chat/completions`: messages through the model's chat template, with tools and structured output."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
+from lookahead.serve.errors import bad_request
+from lookahead.serve.grammar import ANY_OBJECT, json_grammar
+from lookahead.serve.jobs import Ask, Piece
+from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
+from lookahead.serve.replies import new_id, now, usage_of
+from lookahead.serve.reply import Reply
+from lookahead.serve.service import Service
+from lookahead.serve.stream import COMMENT, EventStream, event, guarded, whole
+from lookahead.serve.tools import Call, CallReader, Toolbox, spoken, toolbox
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    box = toolbox(body, service.template)
+    reply = await open_chat(body, box, service, request)
+    format = Format(service, body, box, reply)
+    if body.stream:
+        return EventStream(reply, guarded(format.events()))
+    return JSONResponse(format.whole(await whole(reply, request)))
+
+
+async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
+    """Prepare a chat and hand it to the engine. A grammar takes long to compile, so it never is on the event loop."""
+    owner = request.state.owner
+    size = len(await request.body())
+    grammar = grammar_of(body, box)
+    if grammar is not None:
+        await service.in_worker(lambda: service.grammars.mask(grammar))
+    return await service.open(lambda: asks_of(body, box, grammar, service, owner), size)
+
+
+def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
+    """The grammar that the reply must follow, if any."""
+    grammar = box.grammar()
+    asked = None if body.response_format is None else schema_of(body.response_format)
+    if asked is not None and box.tools:
+        raise bad_request("response_format and tools do not go together; drop one", "response_format")
+    if asked is not None:
+        grammar = json_grammar(asked)
+    for name in ("ignore_eos", "min_tokens"):
+        if grammar is not None and getattr(body, name):
+            raise bad_request(f"{name} does not go with a grammar, which says itself where the text ends", name)
+    return grammar
+
+
+def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
+    """The JSON schema of a response format; None for text."""
+    if format.type == "text":
+        return None
+    return (format.json_schema.schema_ if format.json_schema is not None else None) or ANY_OBJECT
+
+
+def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service, owner: Any) -> list[Ask]:
+    """One ask for each of the `n` choices."""
+    model = service.model
+    messages = spoken(body.messages, box, service.template)
+    try:
+        prompt = model.encode(messages, tools=box.described() if box.tools and box.knows else None)
+    except ValueError as error:
+        raise bad_request(f"messages: {error}", "messages") from error
+    config = config_of(body.lookahead, model)
+    most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    rules = rules_of(prompt, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
+    predicted: list[int] = []
+    if body.prediction is not None:
+        predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])
+    stops = stops_of(body)
+    samplings = sampling_of(body, model, (body.top_logprobs or 0) if body.logprobs else None)
+    return [
+        Ask(
+            prompt,
+            config,
+            sampling,
+            rules,
+            owner,
+            stops,
+            mask=None if grammar is None else service.grammars.mask(grammar),
+            prediction=predicted,
+        )
+        for sampling in samplings
+    ]
+
+
+class Format:
+    """The replies to one request, as OpenAI writes them."""
+
+    def __init__(self, service: Service, body: ChatBody, box: Toolbox, reply: Reply) -> None:
+        self.service, self.body, self.reply = service, body, reply
+        self.readers: list[CallReader] = [box.reader() for _ in reply.jobs]
+        self.id, self.created = new_id("chatcmpl"), now()
+
+    def whole(self, pieces: list[list[Piece]]) -> dict[str, Any]:
+        choices = []
+        for job, parts, reader in zip(self.reply.jobs, pieces, self.readers, strict=True):
+            said, _ = reader.push("".join(part.text for part in parts))
+            rest, _ = reader.finish()
+            text = said + rest
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if reader.calls:
+                message["content"] = text.strip() or None
+                message["tool_calls"] = [call.record() for call in reader.calls]
+            joined = (
+                [token for part in parts for token in part.tokens],
+                [one for part in parts for one in part.logprobs],
+            )
+            logprobs = {"content": self.service.spelling.chat(*joined), "refusal": None} if self.body.logprobs else None
+            reason = self._reason(parts[-1], reader)
+            choices.append({"index": job.index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage_of(self.reply.jobs)}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        head = self._head("chat.completion.chunk")
+        for job in self.reply.jobs:
+            yield event({**head, "choices": [_chunk(job.index, {"role": "assistant", "content": ""})]})
+        async for piece in self.reply.pieces(self.service.settings.keep_alive):
+            if piece is None:
+                yield COMMENT
+                continue
+            for choice in self._chunks(piece):
+                yield event({**head, "choices": [choice]})
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
+            yield event({**head, "choices": [], "usage": usage_of(self.reply.jobs)})
+
+    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks of one piece: its text, its calls, and its end."""
+        index, reader = piece.job.index, self.readers[self.reply.jobs.index(piece.job)]
+        before = len(reader.calls)
+        said, calls = reader.push(piece.text)
+        if piece.finish_reason is not None:
+            rest, more = reader.finish()
+            said, calls = said + rest, calls + more
+        found = []
+        if said or (self.body.logprobs and piece.tokens):
+            chunk = _chunk(index, {"content": said})
+            if self.body.logprobs:
+                chunk["logprobs"] = {
+                    "content": self.service.spelling.chat(piece.tokens, piece.logprobs),
+                    "refusal": None,
+                }
+            found.append(chunk)
+        if calls:
+            found.append(_chunk(index, {"tool_calls": _numbered(calls, before)}))
+        if piece.finish_reason is not None:
+            found.append({**_chunk(index, {}), "finish_reason": self._reason(piece, reader)})
+        return found
+
+    def _reason(self, last: Piece, reader: CallReader) -> str | None:
+        return "tool_calls" if reader.calls and last.finish_reason == "stop" else last.finish_reason
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+
+
+def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _numbered(calls: list[Call], first: int) -> list[dict[str, Any]]:
+    return [{"index": number, **call.record()} for number, call in enumerate(calls, start=first)]

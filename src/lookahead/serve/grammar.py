@@ -1,0 +1,127 @@
+"""Structured output: a grammar says which tokens may come next, for every node of a step's tree.
+
+Each node gets the mask of its own path, so guesses and grammar work together: a guess that the grammar forbids is never
+accepted, and the text is the one that plain decoding under the same grammar writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import TokenTree
+from lookahead.generate import LookaheadModel
+from lookahead.serve.errors import ApiError, bad_request
+
+ALL = np.uint32(0xFFFFFFFF)
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON is written in one way, with these separators. Free white space would let a small model write it for ever."""
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+KEPT = 64
+"""Compiled grammars that are kept."""
+
+
+class Grammars:
+    """Compiles grammars for a model's vocabulary, and keeps the last ones."""
+
+    def __init__(self, model: LookaheadModel) -> None:
+        self._model = model
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def mask(self, grammar: str) -> GrammarMask:
+        """A fresh mask for one sequence. Raises a 400 if the grammar cannot be compiled."""
+        return GrammarMask(self._compiled(grammar).deep_copy(), self._model.backend.vocab_size, self._model.stop_ids)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """It takes long, and the first time longer."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = from_tokenizer(
+                    self._model.tokenizer,
+                    n_vocab=self._model.backend.vocab_size,
+                    eos_token=sorted(self._model.stop_ids),
+                    slices=LLTokenizer.json_slices(),
+                )
+            except (ValueError, RuntimeError, AttributeError) as error:
+                raise bad_request(f"this model's tokenizer does not work with grammars: {error}") from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise refusal(matcher.get_error())
+        return matcher
+
+
+def refusal(why: str) -> ApiError:
+    line = " ".join(why.split())
+    return bad_request(f"the schema cannot be compiled: {line[:300]}", code="invalid_schema")
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of JSON texts that fit a schema."""
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise refusal(str(error)) from error
+
+
+def embedded_json(schema: dict[str, Any]) -> str:
+    """A schema as a part of a Lark grammar."""
+    return "%json " + json.dumps({**schema, "x-guidance": COMPACT})
+
+
+class GrammarMask:
+    """A `TokenMask` that follows a grammar along the text."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._words = (vocabulary + 31) // 32
+
+    def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
+        """The allowed tokens after the root and after every guess that is allowed itself."""
+        rows = np.full((len(tree.needed), self._words), ALL, dtype=np.uint32)
+        self._fill(rows[0])
+        consumed = 0
+        left = self._allowed_below(tree, 0, rows[0])
+        while left:
+            guess = left.pop()
+            depth = tree.depths[guess]
+            if consumed >= depth:  # back to the guess's parent
+                self._matcher.rollback(consumed - depth + 1)
+            self._matcher.consume_token(tree.tokens[guess])
+            consumed = depth
+            row = rows[tree.place(guess)]
+            self._fill(row)
+            left += self._allowed_below(tree, guess, row)
+        if consumed:
+            self._matcher.rollback(consumed)
+        self._check()
+        return rows
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token not in self._ends:
+                self._matcher.consume_token(token)
+        self._check()
+
+    def _allowed_below(self, tree: TokenTree, node: int, row: npt.NDArray[np.uint32]) -> list[int]:
+        tokens = tree.tokens
+        return [
+            guess
+            for guess in tree.guesses_below(node)
+            if tokens[guess] not in self._ends and int(row[tokens[guess] >> 5]) >> (tokens[guess] & 31) & 1
+        ]
+
+    def _fill(self, row: npt.NDArray[np.uint32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RuntimeError(f"the grammar cannot go on: {self._matcher.get_error():.200}")

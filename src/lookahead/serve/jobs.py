@@ -1,0 +1,87 @@
+"""One sequence of a reply: what is asked for, and what has come of it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.front import Ticket
+from lookahead.engine.request import Event, Request, TokenLogprobs, TokenMask
+from lookahead.engine.text import StopStrings, TextStream
+from lookahead.generate import LookaheadModel
+from lookahead.serve.keys import Owner
+
+
+@dataclass
+class Ask:
+    """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble."""
+
+    prompt: list[int]
+    config: LookaheadConfig
+    sampling: SamplingParams
+    rules: StopRules
+    owner: Owner
+    stops: StopStrings = field(default_factory=StopStrings)
+    mask: TokenMask | None = None
+    prediction: Sequence[int] = ()
+
+
+@dataclass
+class Piece:
+    """What a job gave since the piece before: text, tokens, and why it ended, if it did."""
+
+    job: Job
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None
+
+
+class Job:
+    """One sequence on its way. `index` is its place in the reply."""
+
+    def __init__(self, model: LookaheadModel, ask: Ask, index: int) -> None:
+        stops = ask.stops
+        self.ask, self.index = ask, index
+        self.sequence = DecodingSequence(
+            ask.prompt,
+            ask.config,
+            ask.sampling,
+            ask.rules,
+            # The engine's thread looks for stop strings in a text of its own.
+            ends=TextStream(model.tokenizer, stops).push_token if stops.stops else None,
+            memory=ask.owner.memory,
+            prediction=ask.prediction,
+        )
+        verifier = model.verifier(self.sequence)
+        self.request = Request(self.sequence, verifier, mask=ask.mask, salt=ask.owner.salt)
+        self.text = TextStream(model.tokenizer, stops)
+        self.ticket: Ticket | None = None
+        self.begin = perf_counter()
+        self.last_news = 0.0  # when the last token came
+        self.counted = 0  # tokens that the metrics have counted
+        self.tried = 0
+        self.over = False
+
+    def read(self, events: Sequence[Event]) -> Piece:
+        """Take what steps have given, in the event loop's thread. An EOS is no text."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        reason = None
+        for event in events:
+            reason = event.finish_reason
+            kept = event.tokens[:-1] if reason == "eos" else event.tokens
+            for token in kept:
+                self.text.push_token(token)
+            tokens += kept
+            logprobs += (event.logprobs or [])[: len(kept)]
+            self.tried += event.tried
+        text = self.text.take() if reason is None else self.text.finish()
+        return Piece(self, text, tokens, logprobs, REASONS.get(reason) if reason else None)
+
+
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
+"""Why a sequence ended, in OpenAI's words."""

@@ -1,0 +1,114 @@
+"""The server's life: the ready line, draining after the first signal, and the end at the second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from lookahead.generate import LookaheadModel
+from lookahead.serve.app import make_app
+from lookahead.serve.errors import unavailable
+from lookahead.serve.service import Service
+from lookahead.serve.settings import ServeSettings
+
+SWITCH_SECONDS = 0.0005
+"""How long the event loop may keep the interpreter while the engine's thread wants it. Python's own 5 ms are as long as
+a step on a GPU."""
+LAST_WORDS = 0.5
+"""Seconds that clients get to read the error that ends their reply."""
+POLL = 0.02
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, with a drain: after the first signal nothing new is taken, and what runs may finish."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self.service, self.say = service, say
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.started:
+            self.say(ready_line(self.address, self.service))
+
+    @property
+    def address(self) -> str:
+        """Where the server listens, as a URL."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends the process at once."""
+        if self.service.draining:
+            os._exit(128 + sig)
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        """Take nothing new from now on. May be called in any thread."""
+        self.service.draining = True
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._start_drain)
+
+    def _start_drain(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._finish())
+
+    async def _finish(self) -> None:
+        service, loop = self.service, asyncio.get_running_loop()
+        end = loop.time() + service.settings.drain_seconds
+        if service.replies:
+            self.say(f"finishing {len(service.replies)} requests, at most {service.settings.drain_seconds:g} s")
+        while service.replies and loop.time() < end:
+            await asyncio.sleep(POLL)
+        if service.replies:
+            self.say(f"ending {len(service.replies)} requests that were not finished in time")
+            service.fail_all(unavailable("the server has shut down before the reply was finished; ask another one"))
+            end = loop.time() + LAST_WORDS
+            while service.replies and loop.time() < end:
+                await asyncio.sleep(POLL)
+        self.should_exit = True
+
+
+def ready_line(address: str, service: Service) -> str:
+    key = ' -H "Authorization: Bearer $KEY"' if service.settings.keys else ""
+    body = '{"messages": [{"role": "user", "content": "Hello"}]}'
+    return (
+        f"serving {service.name} at {address}/v1\n"
+        f"try: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def make_server(model: LookaheadModel, settings: ServeSettings, say: Callable[[str], None]) -> Server:
+    app = make_app(model, settings)
+    options: dict[str, Any] = {
+        "host": settings.host,
+        "port": settings.port,
+        "log_level": "warning",
+        "access_log": False,
+        "server_header": False,
+        "h11_max_incomplete_event_size": 64 << 10,
+        "timeout_graceful_shutdown": 2,
+    }
+    return Server(uvicorn.Config(app, **options), app.state.service, say)
+
+
+def serve(model: LookaheadModel, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
+    """Serve until a signal comes. `say` gets lines for the person who started it."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        make_server(model, settings, say).run()
+    except SystemExit as error:
+        if error.code:
+            raise ValueError(f"cannot listen on {settings.host}:{settings.port}; is the port in use?") from error

@@ -1,0 +1,148 @@
+"""How much the server takes on: its queue, and the gate that every request passes (key, body size, content type)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from lookahead.serve.errors import ApiError, unavailable
+from lookahead.serve.keys import KeyRing
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = ("/health",)
+"""What needs no key."""
+PATIENCE = 60
+"""The most seconds that a client is told to wait before it asks again."""
+
+
+class Queue:
+    """Counts the sequences that run or wait, and refuses more than there is room for."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        self.most = running + waiting
+        self.taken = 0
+        self._seconds: deque[float] = deque([1.0], maxlen=64)  # how long the last ones took
+        self._running = running
+
+    def enter(self, count: int) -> None:
+        """Take places for so many sequences. Raises a 429 if there are too few."""
+        if count > self.most:
+            raise ApiError(400, f"{count} sequences in one request, and the server takes {self.most} in all", param="n")
+        if self.taken + count > self.most:
+            raise ApiError(
+                429,
+                f"the server's queue is full: {self.taken} sequences run or wait, and it takes {self.most}; ask again",
+                code="queue_full",
+                headers={"Retry-After": str(self._wait())},
+            )
+        self.taken += count
+
+    def leave(self, seconds: float | None = None) -> None:
+        """Give one place back, after so many seconds."""
+        self.taken -= 1
+        if seconds is not None:
+            self._seconds.append(seconds)
+
+    def _wait(self) -> int:
+        """About how long until a place is free: the mean time of a sequence over how many run at once."""
+        mean = sum(self._seconds) / len(self._seconds)
+        return max(1, min(PATIENCE, math.ceil(mean / self._running)))
+
+
+class Gate:
+    """Middleware in front of all routes: who asks, and whether the body may come in."""
+
+    def __init__(self, app: App, keys: KeyRing, max_body: int, refused: Counter[str]) -> None:
+        self.app, self.keys, self.max_body, self.refused = app, keys, max_body, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        try:
+            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                authorization = headers.get(b"authorization")
+                owner = self.keys.owner(None if authorization is None else authorization.decode("latin-1"))
+                scope.setdefault("state", {})["owner"] = owner
+            if scope["method"] == "POST":
+                self._check_headers(headers)
+                receive = await self._read_whole(receive)
+        except ApiError as error:
+            self.refused[str(error.status)] += 1
+            error.headers.setdefault("Connection", "close")  # what is left of the body is not read
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _check_headers(self, headers: dict[bytes, bytes]) -> None:
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            shown = kind.decode("latin-1") or "no content type"
+            raise ApiError(415, f"the body must be application/json, not {shown}", code="content_type")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.max_body:
+            raise self._too_long(f"{int(length)} bytes")
+
+    async def _read_whole(self, receive: Receive) -> Receive:
+        """Read the body as far as the limit. Returns a `receive` that gives it again."""
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise unavailable("the client went away before its body was read")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            more = message.get("more_body", False)
+            if size > self.max_body:
+                raise self._too_long(f"more than {self.max_body} bytes")
+        body = {"type": "http.request", "body": check_json(b"".join(parts)), "more_body": False}
+        given = False
+
+        async def again() -> MutableMapping[str, Any]:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return body
+
+        return again
+
+    def _too_long(self, size: str) -> ApiError:
+        return ApiError(413, f"the body has {size}, and the server takes {self.max_body}; shorten it", code="too_long")
+
+
+MOST_DEPTH = 64
+STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def check_json(body: bytes) -> bytes:
+    """The body, unless it is no UTF-8 or nested so deeply that a parser would give up."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400, f"the body is not UTF-8: {error.reason} at byte {error.start}", code="invalid_utf8"
+        ) from None
+    if text.count("[") + text.count("{") > MOST_DEPTH and deepest(text) > MOST_DEPTH:
+        raise ApiError(400, f"the body is nested more than {MOST_DEPTH} levels deep; flatten it", code="too_deep")
+    return body
+
+
+def deepest(text: str) -> int:
+    """How deeply a JSON text is nested. Brackets inside of strings do not count."""
+    depth = most = 0
+    for found in STRING_OR_BRACKET.finditer(text):
+        if found[0] in "[{":
+            depth += 1
+            most = max(most, depth)
+        elif found[0] in "]}":
+            depth -= 1
+    return most

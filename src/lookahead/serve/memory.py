@@ -1,0 +1,160 @@
+"""Warm memory: what guesses are made from outlives the server. One file per key, for one model and one tokenizer.
+
+A file can only change how fast a text is written, never the text. It holds likely continuations of what its key has
+asked before, so it is readable by its user alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.generate import LookaheadModel
+from lookahead.serve.keys import Owner
+from lookahead.serve.settings import ServeSettings
+
+log = logging.getLogger("lookahead.serve")
+
+VERSION = 1
+PUT_OFF = 4
+"""How often saving is put off while the server is busy."""
+WIDTH = 3 + 1 + 2 * KEPT_TOKENS
+"""Numbers per key: its three tokens, how many numbers follow, and its successors with their levels."""
+NO_TOKEN = -(1 << 31)
+"""Fills up keys of fewer than three tokens."""
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def folder_of(model: LookaheadModel, base: Path) -> Path:
+    """Where the memory of this model and tokenizer lies. Another model or tokenizer has another folder."""
+    facts = model.model.config.to_dict()
+    shape = {name: value for name, value in facts.items() if isinstance(value, (int, float, str))}
+    shape.pop("_name_or_path", None)
+    words = hashlib.sha256(json.dumps(sorted(model.tokenizer.get_vocab().items())).encode()).hexdigest()
+    known = json.dumps([VERSION, model.name, shape, words], sort_keys=True)
+    return base / hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def take(memory: SharedMemory, most: int) -> Arrays:
+    """A copy of a memory: the newest `most` keys, and the calibration. Call it where the engine does not run."""
+    items = list(memory.successors.items())[-most:]
+    keys = np.full((len(items), WIDTH), NO_TOKEN, dtype=np.int32)
+    for line, (key, successors) in zip(keys, items, strict=True):
+        line[3 - len(key) : 3] = key
+        line[3] = len(successors)
+        line[4 : 4 + len(successors)] = successors
+    return {"version": np.array(VERSION), "keys": keys, **memory.calibration.numbers()}
+
+
+def give(memory: SharedMemory, arrays: Arrays) -> None:
+    """Fill a memory from a copy. Raises ValueError if it does not fit."""
+    if int(arrays["version"]) != VERSION:
+        raise ValueError(f"version {int(arrays['version'])}, not {VERSION}")
+    keys = arrays["keys"]
+    if keys.ndim != 2 or keys.shape[1] != WIDTH or keys.dtype != np.int32:
+        raise ValueError(f"keys of shape {keys.shape}")
+    if len(keys) and not ((keys[:, 3] >= 0) & (keys[:, 3] <= 2 * KEPT_TOKENS) & (keys[:, 3] % 2 == 0)).all():
+        raise ValueError("successors of an odd length")
+    memory.calibration.set_numbers(arrays)
+    for line in keys.tolist():
+        key = tuple(token for token in line[:3] if token != NO_TOKEN)
+        memory.successors.put(key, tuple(line[4 : 4 + line[3]]))
+
+
+def write(path: Path, arrays: Arrays) -> None:
+    """Write a file so that a reader finds all of it or the one before, whatever happens meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as part:
+        try:
+            np.savez_compressed(part, **arrays)  # type: ignore[arg-type]
+            part.flush()
+            os.fsync(part.fileno())
+            os.replace(part.name, path)
+        except BaseException:
+            Path(part.name).unlink(missing_ok=True)
+            raise
+
+
+def read(path: Path, memory: SharedMemory) -> bool:
+    """Fill a memory from a file, if there is one. A broken file is set aside, with a warning."""
+    for part in path.parent.glob(f"{path.stem}*.part"):  # left by a server that was killed
+        part.unlink(missing_ok=True)
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            give(memory, dict(found))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        aside = path.with_suffix(".broken")
+        log.warning("the memory %s cannot be read (%s); it is set aside as %s", path, error, aside.name)
+        os.replace(path, aside)
+        return False
+    return True
+
+
+class Keeper:
+    """Reads every owner's memory at the start, and writes it now and then and at the end.
+
+    `in_worker` runs a function in a thread that may wait. `busy` tells whether somebody waits for the engine, which
+    stands still while a memory is copied.
+    """
+
+    def __init__(
+        self,
+        model: LookaheadModel,
+        settings: ServeSettings,
+        owners: Sequence[Owner],
+        in_worker: Callable[[Callable[[], Any]], Awaitable[Any]],
+        busy: Callable[[], bool],
+    ) -> None:
+        self.model, self.settings, self.owners, self.in_worker, self.busy = model, settings, owners, in_worker, busy
+        self.folder = settings.memory_folder or Path()
+        self._saving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.folder = await self.in_worker(partial(folder_of, self.model, self.folder))
+        for owner in self.owners:
+            await self.in_worker(partial(read, self.path(owner), owner.memory))
+        self._saving = asyncio.ensure_future(self._save_now_and_then())
+
+    async def close(self) -> None:
+        if self._saving is not None:
+            self._saving.cancel()
+            await self.save()
+
+    def path(self, owner: Owner) -> Path:
+        return self.folder / f"{owner.file}.npz"
+
+    async def save(self) -> None:
+        """Write every owner's memory. It is copied between two steps of the engine."""
+        for owner in self.owners:
+            copy = partial(take, owner.memory, self.settings.memory_keys)
+            try:
+                arrays = await self.in_worker(partial(self.model.front.call, copy))
+                await self.in_worker(partial(write, self.path(owner), arrays))
+            except (OSError, RuntimeError) as error:
+                log.warning("the memory of %s cannot be written: %s", owner.name, error)
+
+    async def _save_now_and_then(self) -> None:
+        put_off = 0
+        while True:
+            await asyncio.sleep(self.settings.memory_seconds)
+            if self.busy() and put_off < PUT_OFF:
+                put_off += 1
+            else:
+                put_off = 0
+                await self.save()

@@ -1,0 +1,193 @@
+"""What `/metrics` shows. The names are vLLM's under the prefix `lookahead:`, and on request under `vllm:`, too.
+
+Counting must cost little, because it happens for every stream in every step: plain numbers, which are turned into
+Prometheus' text only when somebody asks. `step` is called in the engine's thread, everything else in the event loop's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from lookahead.generate import LookaheadModel
+from lookahead.serve.jobs import Job
+
+OURS, VLLM = "lookahead", "vllm"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+ONLY_OURS = {"compression", "accepted_tokens_by_source", "step_time_seconds", "steps", "requests_refused"}
+"""What vLLM has no name for."""
+
+
+class Histogram:
+    """Counts by upper bound, and a sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Prometheus' cumulative buckets."""
+        found, total = [], 0
+        for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.totals: Counter[str] = Counter()
+        self.success: Counter[str] = Counter()
+        self.by_depth: Counter[int] = Counter()
+        self.by_source: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.times = {
+            "time_to_first_token_seconds": Histogram(SECONDS),
+            "inter_token_latency_seconds": Histogram(SHORT),
+            "e2e_request_latency_seconds": Histogram(SECONDS),
+            "request_queue_time_seconds": Histogram(SECONDS),
+            "request_prefill_time_seconds": Histogram(SECONDS),
+            "request_decode_time_seconds": Histogram(SECONDS),
+        }
+        self.step_times = {rows: Histogram(SHORT) for rows in ROWS}
+
+    # Counting.
+
+    def step(self, rows: int, seconds: float) -> None:
+        """One pass of so many rows has run."""
+        self.step_times[ROWS[min(bisect_left(ROWS, rows), len(ROWS) - 1)]].observe(seconds)
+
+    def news(self, job: Job, now: float) -> None:
+        """A step gave this job tokens."""
+        stats = job.sequence.stats
+        new = stats.generated_tokens - job.counted
+        if new < 1:
+            return
+        job.counted += new
+        self.totals["generation_tokens"] += new
+        if job.last_news:
+            self.times["inter_token_latency_seconds"].observe((now - job.last_news) / new, new)
+        else:
+            self.times["time_to_first_token_seconds"].observe(now - job.begin)
+            self.totals["prompt_tokens"] += stats.prompt_tokens
+        job.last_news = now
+
+    def finished(self, job: Job, now: float) -> None:
+        """A job has ended, or was cancelled."""
+        stats, totals = job.sequence.stats, self.totals
+        self.success[job.sequence.finish_reason or "abort"] += 1
+        guessed = stats.steps - 1
+        if guessed > 0 and job.sequence.config.sources:
+            totals["spec_decode_num_drafts"] += guessed
+        totals["spec_decode_num_draft_tokens"] += job.tried
+        totals["spec_decode_num_accepted_tokens"] += sum(stats.accepted_by_depth)
+        totals["steps"] += stats.steps
+        for depth, count in enumerate(stats.accepted_by_depth):
+            self.by_depth[depth] += count
+        self.by_source.update(stats.accepted_by_source)
+        if job.last_news:
+            first = stats.first_token_seconds
+            self.times["e2e_request_latency_seconds"].observe(now - job.begin)
+            self.times["request_queue_time_seconds"].observe(stats.queue_seconds)
+            self.times["request_prefill_time_seconds"].observe(max(0.0, first - stats.queue_seconds))
+            self.times["request_decode_time_seconds"].observe(max(0.0, stats.seconds - first))
+
+    # Showing.
+
+    def text(self, model: LookaheadModel, vllm: bool = False) -> bytes:
+        """All metrics in Prometheus' text format, with `vllm` also under vLLM's names."""
+        found = list(self._families(OURS, model))
+        if vllm:
+            found += [one for one in self._families(VLLM, model) if one.name.removeprefix("vllm:") not in ONLY_OURS]
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Collector(found))
+        return generate_latest(registry)
+
+    def _families(self, prefix: str, model: LookaheadModel) -> Iterator[Metric]:
+        engine, totals = model.engine, self.totals
+        pool = getattr(model.backend, "pool", None)
+        waiting = engine.waiting
+        gauges = {
+            "num_requests_running": ("Sequences that run.", max(0, len(engine.running) - waiting)),
+            "num_requests_waiting": ("Sequences in the queue.", waiting),
+            "kv_cache_usage_perc": ("Part of the K/V pages in use, 0 to 1.", pool.used / pool.pages if pool else 0.0),
+            "compression": ("S: generated tokens per step.", _ratio(totals["generation_tokens"], totals["steps"])),
+        }
+        for name, (what, value) in gauges.items():
+            yield self._one(GaugeMetricFamily, prefix, name, what, value)
+        counters = {
+            "num_preemptions": ("Sequences that had to make room.", engine.preemptions),
+            "prompt_tokens": ("Prompt tokens of requests that ran.", totals["prompt_tokens"]),
+            "generation_tokens": ("Generated tokens.", totals["generation_tokens"]),
+            "steps": ("Decoding steps of finished requests.", totals["steps"]),
+            "prefix_cache_queries": ("Prompt tokens looked up.", pool.query_tokens if pool else 0),
+            "prefix_cache_hits": ("Prompt tokens found.", pool.hit_tokens if pool else 0),
+            "spec_decode_num_drafts": ("Steps with guesses.", totals["spec_decode_num_drafts"]),
+            "spec_decode_num_draft_tokens": ("Guesses tried.", totals["spec_decode_num_draft_tokens"]),
+            "spec_decode_num_accepted_tokens": ("Guesses accepted.", totals["spec_decode_num_accepted_tokens"]),
+        }
+        for name, (what, value) in counters.items():
+            yield self._one(CounterMetricFamily, prefix, name, what, value)
+        yield self._many(prefix, "request_success", "Requests by how they ended.", "finished_reason", self.success)
+        per_pos = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._many(prefix, per_pos, "Accepted guesses by depth.", "position", self.by_depth)
+        by_source = "accepted_tokens_by_source"
+        yield self._many(prefix, by_source, "Accepted guesses by source.", "source", self.by_source)
+        yield self._many(prefix, "requests_refused", "Refused requests by status.", "status", self.refused)
+        for name, histogram in self.times.items():
+            yield self._histogram(prefix, name, "Seconds.", [((), histogram)])
+        by_rows = [((str(rows),), one) for rows, one in self.step_times.items() if any(one.counts)]
+        yield self._histogram(prefix, "step_time_seconds", "A pass's seconds, by its rows.", by_rows, ("rows",))
+
+    def _one(self, kind: type[Any], prefix: str, name: str, what: str, value: float) -> Metric:
+        family = kind(f"{prefix}:{name}", what, labels=["model_name"])
+        family.add_metric([self.model], value)
+        return family
+
+    def _many(self, prefix: str, name: str, what: str, label: str, counts: Counter[Any]) -> Metric:
+        family = CounterMetricFamily(f"{prefix}:{name}", what, labels=["model_name", label])
+        for key, count in sorted(counts.items()):
+            family.add_metric([self.model, str(key)], count)
+        return family
+
+    def _histogram(
+        self,
+        prefix: str,
+        name: str,
+        what: str,
+        parts: Sequence[tuple[tuple[str, ...], Histogram]],
+        labels: tuple[str, ...] = (),
+    ) -> Metric:
+        family = HistogramMetricFamily(f"{prefix}:{name}", what, labels=["model_name", *labels])
+        for values, histogram in parts:
+            family.add_metric([self.model, *values], histogram.buckets(), histogram.sum)
+        return family
+
+
+class Collector:
+    """Hands families that are ready to a registry."""
+
+    def __init__(self, found: list[Metric]) -> None:
+        self.found = found
+
+    def collect(self) -> Iterable[Metric]:
+        return self.found
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,47 @@
+"""What all replies share: ids, times, and what was used."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from time import time
+from typing import Any
+
+from lookahead.serve.jobs import Job
+from lookahead.stats import Stats
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    return int(time())
+
+
+def usage_of(jobs: Sequence[Job]) -> dict[str, Any]:
+    """OpenAI's usage, and under `lookahead` what the guesses gave. Choices of one prompt count it once."""
+    total = Stats.total(job.sequence.stats for job in jobs)
+    prompts = {id(job.ask.prompt): job for job in jobs}.values()
+    prompt = sum(len(job.ask.prompt) for job in prompts)
+    predictions = [job.sequence.prediction for job in jobs if job.sequence.prediction is not None]
+    accepted = sum(one.accepted for one in predictions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": total.generated_tokens,
+        "total_tokens": prompt + total.generated_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(min(job.request.cached, len(job.ask.prompt)) for job in prompts)
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(0, sum(len(one.tokens) for one in predictions) - accepted),
+        },
+        "lookahead": {
+            "steps": total.steps,
+            "compression": round(total.compression, 3),
+            "tried": sum(job.tried for job in jobs),
+            "accepted": sum(total.accepted_by_depth),
+            "by_source": total.accepted_by_source,
+        },
+    }

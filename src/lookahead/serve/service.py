@@ -1,0 +1,176 @@
+"""From asks to the engine and back: an `Ask` becomes a job of the engine, and its events come back to asyncio.
+
+The engine's thread calls `Service._told` once per step, with all tickets that got something. That is one call into the
+event loop per step, however many streams there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import perf_counter, time
+from typing import TypeVar
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.config import LookaheadConfig, StopRules
+from lookahead.engine.front import Ticket
+from lookahead.engine.request import Request
+from lookahead.generate import LookaheadModel
+from lookahead.serve.errors import ApiError, bad_request, unavailable
+from lookahead.serve.grammar import Grammars
+from lookahead.serve.jobs import Ask, Job
+from lookahead.serve.keys import KeyRing
+from lookahead.serve.limits import Queue
+from lookahead.serve.memory import Keeper
+from lookahead.serve.metrics import Metrics
+from lookahead.serve.reply import Reply
+from lookahead.serve.settings import ServeSettings
+from lookahead.serve.spelling import Spelling
+
+R = TypeVar("R")
+
+SMALL = 4096
+"""Bytes of a body up to which it is prepared on the event loop: a longer one would hold up the other streams."""
+
+
+class Service:
+    """The model, its engine, and the replies that are on their way."""
+
+    def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
+        self.model, self.settings = model, settings
+        self.name = settings.model_name or model.name.rstrip("/").rsplit("/", 1)[-1]
+        self.keys = KeyRing(settings.keys, model.memory, settings.share_memory)
+        self.queue = Queue(settings.max_concurrency, settings.max_queue)
+        self.metrics = Metrics(self.name)
+        self.grammars = Grammars(model)
+        self.spelling = Spelling(model.tokenizer)
+        self.template: str = getattr(model.tokenizer, "chat_template", None) or ""
+        self.created = int(time())
+        self.draining = False
+        self.replies: dict[Reply, None] = {}
+        self._jobs: dict[Request, tuple[Reply, Job]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="lookahead-prepare")
+        self._probing: Ticket | None = None
+        self.keeper: Keeper | None = None
+        if settings.memory_folder is not None:
+            owners = list(dict.fromkeys(self.keys.owners))
+            busy: Callable[[], bool] = lambda: bool(self.replies)
+            self.keeper = Keeper(model, settings, owners, self.in_worker, busy)
+        model.engine.limit(settings.max_concurrency)
+        model.engine.watch = self.metrics.step
+
+    async def start(self) -> None:
+        """Called in the event loop that serves."""
+        self._loop = asyncio.get_running_loop()
+        if self.keeper is not None:
+            await self.keeper.start()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, special tokens included."""
+        text: str = self.model.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"no model {name!r} here; there is {self.name!r}", param="model", code="model_not_found"
+            )
+
+    async def in_worker(self, function: Callable[[], R], size: int = SMALL + 1) -> R:
+        """Run a function that takes long in a thread of its own. One for a small body runs at once."""
+        if size <= SMALL:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function)
+
+    async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
+        """Prepare the asks of one HTTP request, and hand them to the engine. Raises an ApiError if it cannot be."""
+        self.check_ready()
+
+        def jobs() -> list[Job]:
+            try:
+                return [Job(self.model, ask, index) for index, ask in enumerate(prepare())]
+            except ValueError as error:
+                raise bad_request(str(error)) from error
+
+        made = await self.in_worker(jobs, size)
+        self.check_ready()
+        self.queue.enter(len(made))
+        reply = Reply(made, self.settings.request_timeout, self.leave)
+        self.replies[reply] = None
+        try:
+            for job in made:
+                self._jobs[job.request] = reply, job
+                job.ticket = self.model.front.submit(job.request, self._told)
+        except BaseException as error:
+            self.leave(reply)
+            if isinstance(error, ValueError):
+                raise bad_request(str(error)) from error
+            raise unavailable(str(error)) if isinstance(error, RuntimeError) else error from error
+        return reply
+
+    def leave(self, reply: Reply) -> None:
+        """A reply is over: what still runs of it is cancelled, and its places become free."""
+        if reply not in self.replies:
+            return
+        del self.replies[reply]
+        for job in reply.jobs:
+            self._jobs.pop(job.request, None)
+            finished = job.ticket is not None and job.ticket.done
+            if job.ticket is not None and not job.ticket.done:
+                try:
+                    self.model.front.cancel(job.ticket)
+                except RuntimeError:  # the engine is gone
+                    finished = True
+            self.queue.leave(perf_counter() - job.begin if finished else None)
+            self.metrics.finished(job, perf_counter())
+
+    # What the engine tells.
+
+    def _told(self, tickets: Sequence[Ticket]) -> None:
+        """In the engine's thread, once per step."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            with suppress(RuntimeError):  # closed in between
+                loop.call_soon_threadsafe(self._arrived, tickets, perf_counter())
+
+    def _arrived(self, tickets: Sequence[Ticket], now: float) -> None:
+        for ticket in tickets:
+            found = self._jobs.get(ticket.request)
+            if found is not None:
+                reply, job = found
+                self.metrics.news(job, now)
+                reply.wake(job)
+
+    # Life.
+
+    def check_ready(self) -> None:
+        """Raise a 503 while the server drains, and when the engine has failed."""
+        if self.draining:
+            raise unavailable("the server is shutting down; ask another one", retry=5)
+        if self.model.front.failure is not None:
+            self.probe()
+            raise unavailable(f"the engine has failed ({type(self.model.front.failure).__name__})", retry=5)
+
+    def probe(self) -> None:
+        """After a failed step: let the engine make one token. If it can, the failure is forgotten."""
+        if self._probing is not None and not self._probing.done:
+            return
+        sequence = DecodingSequence([0], LookaheadConfig.autoregressive(), rules=StopRules(1))
+        try:
+            self._probing = self.model.front.submit(Request(sequence, salt="probe"))
+        except (RuntimeError, ValueError):  # its thread is gone: it cannot
+            self._probing = None
+
+    def fail_all(self, error: ApiError) -> None:
+        """Tell every reply that is still on its way that it ends with this error."""
+        for reply in list(self.replies):
+            reply.failure = error
+            reply.wake()
+
+    async def close(self) -> None:
+        if self.keeper is not None:
+            await self.keeper.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,72 @@
+"""How a model's tokens are spelled, one by one, and their log-probabilities as OpenAI writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from lookahead.engine.request import TokenLogprobs
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+LEAST = -9999.0
+"""Stands for a log-probability of minus infinity, which JSON cannot write."""
+
+
+class Spelling:
+    """How a model's tokens are spelled, one by one."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.of = lru_cache(1 << 16)(self._of)
+
+    def _of(self, token: int) -> tuple[str, list[int]]:
+        """A token's text and its bytes. A token that is a part of a character has a text of U+FFFD, but true bytes."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return "", []
+        if found := BYTE.fullmatch(piece):
+            raw = bytes([int(found[1], 16)])
+        elif piece.startswith("\u2581"):  # SentencePiece's space, which `decode` would drop
+            raw = piece.replace("\u2581", " ").encode()
+        else:
+            text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+            if "\ufffd" not in text or not all(mark in byte_of_mark() for mark in piece):
+                return text, list(text.encode())
+            raw = bytes(byte_of_mark()[mark] for mark in piece)
+        return raw.decode("utf-8", "replace"), list(raw)
+
+    def chat(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Log-probabilities as chats have them."""
+        return [
+            {**self._entry(token, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top]}
+            for token, one in zip(tokens, found, strict=True)
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, raw = self.of(token)
+        return {"token": text, "logprob": max(LEAST, logprob), "bytes": raw}
+
+    def completion(self, tokens: Sequence[int], found: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        """Log-probabilities as completions have them. `offset` is where the text of the first token begins."""
+        texts = [self.of(token)[0] for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(LEAST, one.logprob) for one in found],
+            "top_logprobs": [{self.of(t)[0]: max(LEAST, value) for t, value in one.top} for one in found],
+            "text_offset": offsets,
+        }
+
+
+@lru_cache(1)
+def byte_of_mark() -> dict[str, int]:
+    """The characters by which byte-level vocabularies spell bytes: printable ones stand for themselves, and the others
+    for characters from U+0100 on, in order."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

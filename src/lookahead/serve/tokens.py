@@ -1,0 +1,94 @@
+"""The small endpoints: the model's name, its tokens, and whether the server is well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from lookahead.serve.errors import ApiError, bad_request
+from lookahead.serve.protocol import DetokenizeBody, TokenizeBody
+from lookahead.serve.service import Service
+from lookahead.serve.tools import Toolbox, spoken
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The model that is served."""
+    return {"object": "list", "data": [_model(request.app.state.service)]}
+
+
+@router.get("/v1/models/{name}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    service.check_model(name)
+    return _model(service)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    backend = service.model.backend
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lookahead",
+        "max_model_len": backend.max_length,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
+    """A text's token ids, or those of a chat as the model would read it."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+
+    def encode() -> list[int]:
+        try:
+            if body.messages is not None:
+                return service.model.encode(spoken(body.messages, Toolbox(), service.template))
+            return service.model.encode(body.prompt or "", raw=True)
+        except ValueError as error:
+            raise bad_request(str(error)) from error
+
+    ids = await service.in_worker(encode, len(await request.body()))
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.model.backend.max_length}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+    """The text of token ids."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    vocabulary = service.model.backend.vocab_size
+    for token in body.tokens:
+        if token >= vocabulary:
+            raise bad_request(f"tokens: {token} is not one of the model's 0 to {vocabulary - 1}", "tokens")
+    return {"prompt": await service.in_worker(lambda: service.decode(body.tokens), len(body.tokens))}
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """The process is alive."""
+    return {"status": "alive"}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """The server can answer: it is not draining, and its engine runs."""
+    service: Service = request.app.state.service
+    try:
+        service.check_ready()
+    except ApiError as error:
+        return error.response()
+    return JSONResponse({"status": "ready", "model": service.name})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """All counters, for Prometheus."""
+    service: Service = request.app.state.service
+    text = service.metrics.text(service.model, service.settings.vllm_metrics)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
