@@ -57,8 +57,7 @@ class Service:
         self.keeper: Keeper | None = None
         if settings.memory_folder is not None:
             owners = list(dict.fromkeys(self.keys.owners))
-            busy: Callable[[], bool] = lambda: bool(self.replies)
-            self.keeper = Keeper(model, settings, owners, self.in_worker, busy)
+            self.keeper = Keeper(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
         model.engine.watch = self.metrics.step
 
