@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.sampling import pick, top_tokens
+from lookahead.algorithm.sampling import adjusted, log_probs, pick, top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
@@ -97,11 +97,16 @@ class ToyBackend:
         return torch.tensor(rows)
 
     def _read(self, item: StepInput) -> StepOutput:
-        logits = self.logits_of(item)
-        targets = pick(logits, item.sampling, item.uniforms).tolist()
-        if not item.top:
-            return StepOutput(targets)
-        return StepOutput(targets, top_tokens(logits, item.top).numpy())
+        logits = scores = self.logits_of(item)
+        if item.adjustment is not None:
+            assert [*self.slots[item.slot], *item.trail, item.tree.tokens[0]] == list(item.adjustment.text)
+            paths = [item.tree.path_tokens(node) for node in item.tree.needed]
+            scores = adjusted(logits, item.sampling, item.adjustment, paths)
+        targets = pick(scores, item.sampling, item.uniforms)
+        output = StepOutput(targets.tolist(), top_tokens(scores, item.top).numpy() if item.top else None)
+        if item.logprobs is not None:
+            output.likely, output.logprobs = log_probs(logits, targets, item.logprobs)
+        return output
 
 
 def decode(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lookahead.algorithm.draft import Draft, Drafter, Limits
-from lookahead.algorithm.sampling import NO_DRAW
+from lookahead.algorithm.sampling import NO_DRAW, Adjustment
 from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
@@ -67,6 +67,7 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
+        self._adjusts = self.sampling.penalised or bool(self.sampling.logit_bias)
         self._waiting: Outcome | None = None
         self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
@@ -161,6 +162,12 @@ class DecodingSequence:
             return self._root_alone
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
         return window_layout(width, config.ngram) if fits else self._root_alone
+
+    def adjustment(self) -> Adjustment | None:
+        """What the next step's logits are adjusted by, or None if they are taken as they come."""
+        if not self._adjusts and self.stats.generated_tokens >= self.rules.min_tokens:
+            return None
+        return Adjustment(self.tokens, self.prompt_tokens, self.rules.eos_ids, self.rules.min_tokens)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""

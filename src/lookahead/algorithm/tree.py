@@ -74,6 +74,14 @@ class TokenTree:
         """The guesses right below the root or a guess, in the tree's order."""
         return (self._below or self._index()).get(node, ())
 
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens from below the root to this node's own."""
+        tokens, parents, path = self.tokens, self.parents, list[int]()
+        while (parent := parents[node]) >= 0:
+            path.append(tokens[node])
+            node = parent
+        return path[::-1]
+
     def _index(self) -> dict[int, list[int]]:
         below: dict[int, list[int]] = {}
         for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
@@ -113,11 +121,15 @@ class StepOutput:
     `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n top tokens, best
     first, and then the n probability levels of these (see `sampling.top_tokens`), or None if they were not asked for.
     `logits` [len(needed), V] are on the backend's device, or None if they were not asked for (`engine.processors`).
+    `likely` [len(needed), n] and `logprobs` [len(needed), 1 + n] are the likeliest tokens of the logits as they came,
+    and the log-probabilities of target and likeliest tokens, or None if they were not asked for.
     """
 
     targets: list[int]
     top: npt.NDArray[np.int32] | None = None
     logits: Any = None
+    likely: npt.NDArray[np.int32] | None = None
+    logprobs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True)

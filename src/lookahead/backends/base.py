@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.config import SamplingParams
 
@@ -30,7 +31,9 @@ class StepInput:
     will be a plain one-token step whose input is this step's target. Then `next_uniforms` are the uniforms of the next
     MOST_AHEAD output positions, so that a backend can run some of these steps without the host. `noise` is for the
     graph backend and `model.generate`: in place of uniforms, the lines of `GraphBackend.noise` from which the needed
-    nodes' targets are drawn as `torch.multinomial` draws, or -1 for the argmax.
+    nodes' targets are drawn as `torch.multinomial` draws, or -1 for the argmax. With an `adjustment` targets are chosen
+    from adjusted logits (`sampling.adjusted`). With `logprobs` the output has log-probabilities: of the targets, and of
+    so many likeliest tokens.
     """
 
     slot: int
@@ -43,6 +46,8 @@ class StepInput:
     continues_alone: bool = False
     next_uniforms: Sequence[float] = ()
     noise: Sequence[int] = ()
+    adjustment: Adjustment | None = None
+    logprobs: int | None = None
 
 
 def padded(batch: int) -> int:

@@ -15,6 +15,8 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
 from lookahead.config import SamplingParams
+from lookahead.engine.logprobs import logprobs_of
+from lookahead.engine.masks import masked
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, Verifier
 from lookahead.engine.scheduler import Part, Pass, Scheduler
@@ -61,6 +63,11 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could not be run to its end, even alone."""
+        for token, _ in request.sequence.sampling.bias[-1:]:
+            if token >= self.backend.vocab_size:
+                raise ValueError(f"logit_bias names token {token}; the model has 0 to {self.backend.vocab_size - 1}")
+        if request.mask is not None and (request.verifier is not None or request.noise is not None):
+            raise ValueError("a request with a mask cannot have a verifier or noise; leave one of them out")
         sequence, holds = request.sequence, self.backend.holds()
         longest = sequence.prompt_tokens + sequence.room + sequence.config.budget
         if holds is not None and longest > holds:
@@ -183,7 +190,9 @@ class Engine:
 
     def _run(self, one: Pass, only_pass: bool) -> list[StepResult]:
         """Run a pass, and learn from the step before while the device is busy. Requests wait for the whole pass."""
-        inputs = [self._input(part, only_pass) for part in one.parts]
+        inputs = self._inputs(one, only_pass)
+        if not inputs:
+            return []
         begin = perf_counter()
         running = self.backend.launch(inputs)
         self._learn_while_running(one.parts)
@@ -202,6 +211,20 @@ class Engine:
                 results.append(StepResult(part.request, item, output))
         return results
 
+    def _inputs(self, one: Pass, only_pass: bool) -> list[StepInput]:
+        """The inputs of a pass. A request whose mask fails is left out."""
+        inputs, parts = list[StepInput](), list[Part]()
+        for part in one.parts:
+            try:
+                inputs.append(self._input(part, only_pass))
+                parts.append(part)
+            except Exception as error:
+                if part.request.mask is None:
+                    raise
+                self._failed.append((part.request, error))
+        one.parts = parts
+        return inputs
+
     def _input(self, part: Part, only_pass: bool) -> StepInput:
         """`only_pass`: this step has no other pass."""
         request, sequence, tree = part.request, part.request.sequence, part.tree
@@ -216,6 +239,9 @@ class Engine:
         item.continues_alone = only_pass and sequence.continues_alone
         if item.continues_alone:
             item.next_uniforms = sequence.next_uniforms(MOST_AHEAD)
+        item.logprobs, item.adjustment = sequence.sampling.logprobs, sequence.adjustment()
+        if request.mask is not None:
+            item.adjustment = masked(request, tree, item.adjustment, self.backend.vocab_size)
         return item
 
     def _learn_while_running(self, parts: Sequence[Part]) -> None:
@@ -245,6 +271,8 @@ class Engine:
                 if isinstance(verdict, Exception):
                     raise verdict
                 settled.append((result, result.request.sequence.absorb(result.input.tree, result.output, verdict)))
+                if result.request.mask is not None:
+                    result.request.mask.accept(settled[-1][1].tokens)
             except Exception as error:
                 self._failed.append((result.request, error))
         absorbed = perf_counter()
@@ -278,7 +306,10 @@ class Engine:
             self.cancel(request.id)
         elif result.input.trail:
             self._scheduler.remember(request)
-        return Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
+        event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
+        if request.sequence.sampling.logprobs is not None:
+            event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
+        return event
 
 
 def verify(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lookahead.algorithm.sampling import pick, top_tokens
+from lookahead.algorithm.sampling import adjusted, log_probs, pick, top_tokens
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
@@ -311,13 +311,14 @@ class EagerBackend:
         rows = [[row[len(item.trail) + node] for node in item.tree.needed] for item in batch]
         own = [logits[i] if needed == list(range(len(places))) else logits[i][needed] for i, needed in enumerate(rows)]
         top = min(max(item.top for item in batch), self.vocab_size)
+        scores = [_adjusted(own_logits, item) for own_logits, item in zip(own, batch, strict=True)]
         if all(item.sampling.greedy for item in batch):
-            targets = torch.cat(own).argmax(dim=-1)
+            targets = torch.cat(scores).argmax(dim=-1)
         else:
-            targets = torch.cat([pick(o, item.sampling, item.uniforms) for o, item in zip(own, batch, strict=True)])
-        columns = [targets[:, None].to(torch.int32), *([top_tokens(torch.cat(own), top)] if top else [])]
+            targets = torch.cat([pick(s, item.sampling, item.uniforms) for s, item in zip(scores, batch, strict=True)])
+        columns = [targets[:, None].to(torch.int32), *([top_tokens(torch.cat(scores), top)] if top else [])]
         packed = np.split(torch.cat(columns, dim=1).cpu().numpy(), np.cumsum([len(needed) for needed in rows])[:-1])
-        return {
+        outputs = {
             item.slot: StepOutput(
                 part[:, 0].tolist(),
                 best(part[:, 1:], min(item.top, top)) if item.top else None,
@@ -325,6 +326,19 @@ class EagerBackend:
             )
             for item, part, own_logits in zip(batch, packed, own, strict=True)
         }
+        for item, part, own_logits in zip(batch, packed, own, strict=True):
+            if item.logprobs is not None:
+                output, chosen = outputs[item.slot], torch.from_numpy(part[:, 0]).to(logits.device)
+                output.likely, output.logprobs = log_probs(own_logits, chosen, item.logprobs)
+        return outputs
+
+
+def _adjusted(logits: torch.Tensor, item: StepInput) -> torch.Tensor:
+    """The logits [R, V] of an input's needed nodes, as its targets are chosen from them."""
+    if item.adjustment is None:
+        return logits
+    paths = [item.tree.path_tokens(node) for node in item.tree.needed]
+    return adjusted(logits, item.sampling, item.adjustment, paths)
 
 
 def best(top: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:

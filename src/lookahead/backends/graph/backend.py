@@ -21,12 +21,13 @@ import torch
 
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import NO_TREE, Layers, StepInput
+from lookahead.backends.graph.adjusting import rules_of
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
 from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.packet import MOST_ENTRIES
+from lookahead.backends.graph.packet import MOST_ENTRIES, NO_MASK, NO_RULES, Packet
 from lookahead.backends.graph.pages import PagePool, PageTable
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
@@ -39,13 +40,16 @@ from lookahead.config import SamplingParams
 class Slot:
     """A sequence: its `line` in the device's tables, its pages, and how many of its tokens are cached.
 
-    `told` pages are in the device's table.
+    `told` pages are in the device's table. `rules_line` is its line in the tables of `adjusting`, or -1; the first
+    `counted` tokens of its text are counted there.
     """
 
     line: int
     table: PageTable
     length: int
     told: int = 0
+    rules_line: int = -1
+    counted: int = 0
 
     def place(self, position: int) -> int:
         """Where a token stands in all pages. The pool's page 0 is the device's page 1."""
@@ -176,6 +180,8 @@ class GraphBackend:
         """Give the slot and its pages back. What was given to `remember` stays while there is room."""
         closed = self._slots.pop(slot)
         self._lines.append(closed.line)
+        if closed.rules_line >= 0:
+            self.state.buffers.adjusting.give_back(closed.rules_line)
         self.pool.close(closed.table)
 
     def length(self, slot: int) -> int:
@@ -272,11 +278,13 @@ class GraphBackend:
         for item in items:
             slot = self._slots[item.slot]
             self._need_pages(slot, slot.length + len(item.trail) + len(item.tree))
+            if item.adjustment is not None and slot.rules_line < 0:
+                self._take_rules_line(slot, item.sampling)
         # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
         while sum(len(item.trail) + len(item.tree) for item in items) > self._most_rows:
             place = max(range(len(items)), key=lambda i: len(items[i].trail))
             trail = items[place].trail
-            self._run_alone(replace(items[place], trail=trail[: self._most_rows], tree=NO_TREE))
+            self._run_alone(StepInput(items[place].slot, trail[: self._most_rows], NO_TREE, SamplingParams(), ()))
             items[place] = replace(items[place], trail=trail[self._most_rows :])
         # 3. Choose the captured step.
         step = self._captured_step(items)
@@ -284,18 +292,46 @@ class GraphBackend:
         packet, starts, lengths = step.packet, [], []
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
+        if step.kind.adjusted:
+            self.state.buffers.adjusting.begin()
         for item in items:
             slot = self._slots[item.slot]
             self._tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
             if step.kind.drawn:
                 packet.put_draws(start, item)
+            if step.kind.adjusted:
+                self._put_rules(packet, slot, item)
             starts.append(start)
             slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
             lengths.append(slot.length)
         packet.end(commits, moves)
+        if step.kind.adjusted:
+            self.state.buffers.adjusting.send_masks()
         step.run()
         return RunningStep(step, items, starts, lengths, 0, stream_of(self.device))
+
+    def _take_rules_line(self, slot: Slot, sampling: SamplingParams) -> None:
+        """Give a sequence with penalties or a bias its line in the tables."""
+        if not sampling.penalised and not sampling.logit_bias:
+            return
+        adjusting = self.state.buffers.adjusting
+        if adjusting.full:  # the tables are made anew, and captured steps have the old ones
+            self._steps = {kind: step for kind, step in self._steps.items() if not kind.adjusted}
+        slot.rules_line, slot.counted = adjusting.take(), 0
+
+    def _put_rules(self, packet: Packet, slot: Slot, item: StepInput) -> None:
+        """Write how an input's logits are adjusted, and the tokens of its text that are not counted yet."""
+        adjustment, line = item.adjustment, slot.rules_line
+        if adjustment is None:
+            packet.put_rules(-1, NO_RULES, NO_MASK * len(item.tree.needed))
+            return
+        adjusting, text = self.state.buffers.adjusting, adjustment.text
+        if line >= 0:
+            if not slot.counted or not packet.put_counted(line, text[slot.counted :]):
+                adjusting.write(line, item.sampling, adjustment)
+            slot.counted = len(text)
+        packet.put_rules(line, rules_of(item.sampling), adjusting.put_masks(adjustment, item.tree))
 
     def _check_trees(self, sizes: Sequence[int]) -> None:
         """Raise ValueError for trees that do not fit into a pass."""
@@ -363,6 +399,9 @@ class GraphBackend:
                 output.top = step.top.best(results[start:end], item.top)
             if item.logits and end > start:
                 output.logits = self.state.buffers.logits[start:end].clone()
+            if item.logprobs is not None and step.logprobs is not None:
+                output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
+                output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
             outputs.append(output)
         self._ahead.collected(running, outputs)
         return outputs

@@ -20,14 +20,16 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.graph.adjusting import Adjusting
 from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kinds import SMALL_TILE, StepKind
 from lookahead.backends.graph.kv import PagedKV
-from lookahead.backends.graph.ops import Drawing, Ops, TopTokens
+from lookahead.backends.graph.ops import Drawing, LogProbs, Ops, TopTokens
 from lookahead.backends.graph.packet import MOST_ENTRIES, Packet
 from lookahead.backends.graph.products import Product, Products
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, sizes_to
+from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
 from lookahead.backends.graph.weights import Weights
+from lookahead.config import MOST_LOGPROBS
 
 TOP_TOKENS = 8
 """How many likely next tokens a step returns for each needed row: as many as the `recycle` source keeps."""
@@ -76,6 +78,7 @@ class Buffers:
         self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
         self.gate_up, self.active = new(2 * inner), new(inner)
         self.logits = new(len(w.head), min(rows, MOST_NEEDED))
+        self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self.work = ops.workspace()
         group = w.heads // w.kv_heads
         for size in sizes_to(most_rows) if self.work is not None else ():
@@ -91,6 +94,24 @@ class Buffers:
         """What draws targets, made when the first step does."""
         rows, vocabulary = self.logits.shape
         return Drawing(rows, vocabulary, self.logits.device, self.logits.dtype)
+
+    @cached_property
+    def adjusting(self) -> Adjusting:
+        """What adjusts logits, made when the first step does."""
+        return Adjusting(self.logits.shape[1], self.logits.device)
+
+    def scores(self, rows: int) -> tuple[torch.Tensor, Drawing]:
+        """Memory for the adjusted logits [rows, V] of a step, in float32, and what draws from them.
+
+        There are two sizes: most steps have few needed rows, and a large vocabulary's scores take much memory.
+        """
+        most, size = self.logits.shape[0], self.logits.shape[1]
+        count = min(most, FEW_NEEDED if rows <= FEW_NEEDED else most)
+        if count not in self._scores:
+            scores = torch.zeros(count, size, dtype=torch.float32, device=self.logits.device)
+            self._scores[count] = scores, Drawing(count, size, self.logits.device, torch.float32)
+        scores, drawing = self._scores[count]
+        return scores[:rows], drawing
 
     @cached_property
     def noise(self) -> torch.Tensor:
@@ -131,14 +152,22 @@ class CapturedStep:
         self.queries = group, block
         tiles = most_tiles(kind.rows, group, block)
         # The packet on the host, and its copy on the device.
-        self.packet = Packet(kind.rows, kind.needed, tiles, device.type == "cuda", drawn=kind.drawn)
+        self.packet = Packet(
+            kind.rows, kind.needed, tiles, device.type == "cuda", drawn=kind.drawn, adjusted=kind.adjusted
+        )
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
         self.rows = new_rows(self.views, state.kv.tables, min(kind.rows, MOST_NEEDED))
         self.top = TopTokens(kind.needed, len(w.head), min(TOP_TOKENS, len(w.head)), device)
         self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
+        # What some kinds need is made here, because nothing may be made in a capture.
+        self.logprobs: LogProbs | None = None
         if kind.drawn:
-            state.buffers.drawing, state.buffers.noise  # noqa: B018 (made here: nothing may be made in a capture)
+            state.buffers.drawing, state.buffers.noise  # noqa: B018
+        if kind.adjusted:
+            state.buffers.scores(kind.needed)
+        if kind.logprobs:
+            self.logprobs = LogProbs(kind.needed, len(w.head), min(MOST_LOGPROBS, len(w.head)), device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None
 
@@ -156,9 +185,12 @@ class CapturedStep:
             return
         # That run compiled the kernels, which cannot be done while capturing. A capture runs nothing, so the graph is
         # replayed once, to leave its results where later replays leave them. The replay repeats the K/V writes. It must
-        # not move the accepted K/V a second time: the places it would read have new contents.
+        # not move the accepted K/V a second time: the places it would read have new contents. Nor must it count the
+        # accepted tokens a second time.
         self.graph = self._capture(self._step)
         self.packet.fields["counts"][1] = 0
+        if self.kind.adjusted:
+            self.packet.fields["counted"][0] = -1
         self.graph.replay()
 
     @torch.inference_mode()
@@ -193,12 +225,16 @@ class CapturedStep:
         ops.copy_pinned(self.packet.host, self.memory)
         # 2. Commit the previous step: move the K/V of its accepted nodes next to their prefix.
         ops.move_accepted(self.state.kv.cache, views["counts"], views["commits"], views["moves"])
+        if self.kind.adjusted:
+            self.state.buffers.adjusting.count(views)
         # 3. The forward pass.
         self._forward()
         if self.kind.drawn:
             self.ahead.zero_()
         # 4. Copy targets and top tokens to the host.
         ops.copy_pinned(self.top.out, self.top.host_copies[0])
+        if self.logprobs is not None:
+            self.logprobs.send(ops.copy_pinned)
 
     def _step_ahead(self) -> None:
         """One token further in every sequence: the tokens are the last targets, and no accepted K/V has to move."""
@@ -244,14 +280,21 @@ class CapturedStep:
         needed = self.kind.needed
         ops.add_norm(residual, delta, w.norm, buffers.normed[:needed], w.eps, views["needed"])
         products["head"](buffers.normed, w.head, buffers.logits)
-        logits = buffers.logits[:needed]
-        self.top.fill(logits)
+        logits = scores = buffers.logits[:needed]
+        if self.kind.adjusted:
+            scores, drawing = buffers.scores(needed)
+            buffers.adjusting.adjust(logits, scores, rows, views)
+        self.top.fill(scores)
         if self.kind.drawn:
             draws, out, tops = views["draws"], self.top.out, self.top.work
+            if not self.kind.adjusted:
+                drawing = buffers.drawing
             if self.kind.raced:
-                buffers.drawing.race(logits, draws, buffers.noise, views["noise"], out, tops)
+                drawing.race(scores, draws, buffers.noise, views["noise"], out, tops)
             else:
-                buffers.drawing.draw(logits, draws, out, tops)
+                drawing.draw(scores, draws, out, tops)
+        if self.logprobs is not None:
+            self.logprobs.fill(logits, self.top.out[:, 0])
 
 
 _capturing = Lock()

@@ -23,6 +23,7 @@ class StepKind:
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
     `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
+    `adjusted`: from adjusted logits (see `sampling.adjusted`). `logprobs`: log-probabilities are returned.
     `small`, `alone` and `one` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows
     each, each done by one program if there are many, or all at a time if there are few. `invariant`: a row's result
     does not depend on the other rows, bit for bit.
@@ -36,6 +37,8 @@ class StepKind:
     alone: bool
     one: bool
     invariant: bool
+    adjusted: bool = False
+    logprobs: bool = False
 
 
 def kind_of(
@@ -47,11 +50,13 @@ def kind_of(
     """
     rows = needed = largest = small_tiles = large_tiles = 0
     small, drawn, raced, group = True, False, False, weights.heads // weights.kv_heads
+    adjusted = logprobs = False
     few = 2 * SMALL_TILE // group
     for item, length in zip(items, lengths, strict=True):
         trail, nodes = len(item.trail), len(item.tree.tokens)
         rows, needed, largest = rows + trail + nodes, needed + len(item.tree.needed), max(largest, nodes)
         drawn, raced = drawn or bool(item.uniforms), raced or bool(item.noise)
+        adjusted, logprobs = adjusted or item.adjustment is not None, logprobs or item.logprobs is not None
         # Small tiles serve best who has few queries, or little to read.
         small = small and nodes <= few and (trail <= few or length + trail <= SHORT)
         for count in (trail, nodes):
@@ -69,6 +74,8 @@ def kind_of(
         alone=alone,
         one=not alone and tiles <= -(-rows * group // block),
         invariant=invariant and largest <= INVARIANT_ROWS,
+        adjusted=adjusted,
+        logprobs=logprobs,
     )
 
 

@@ -118,11 +118,40 @@ class TopTokens:
         return np.concatenate([results[:, 1 : 1 + count], results[:, 1 + most : 1 + most + count]], axis=1)
 
 
-class Drawing:
-    """Chooses the targets of up to `rows` rows: adjusts their logits, draws, and tells log-probabilities.
+class LogProbs:
+    """The log-probabilities of R rows: of their targets, and of their `top` likeliest tokens.
 
-    The shapes are documented in `kernels.draw` and `kernels.adjust`. `tops` is the `TopTokens.work` of the step, filled
-    from the same logits; it is None on a CPU. `dtype` is that of the logits, or float32 if some steps adjust theirs.
+    `likely` has these tokens, and `array` [R, 1 + n] the values on the host, after waiting for the step.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
+        self._top = TopTokens(rows, vocabulary, top, device)
+        self._values = torch.zeros(rows, 1 + top, dtype=torch.float32, device=device)
+        self._host = torch.zeros(self._values.shape, dtype=torch.float32, pin_memory=device.type == "cuda")
+        self.likely, self.array = self._top.arrays[0][:, 1 : 1 + top], self._host.numpy()
+        self._log_probs: Any = reference_draw.log_probs
+        if device.type == "cuda":
+            from lookahead.backends.graph.kernels.draw import log_probs
+
+            self._log_probs = log_probs
+
+    def fill(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        """Compute them from logits [R, V] as they came from the model, and targets [R]."""
+        self._top.fill(logits)
+        self._top.out[:, 0].copy_(targets)
+        self._log_probs(logits, self._top.out, self._top.work, self._values)
+
+    def send(self, copy_pinned: Any) -> None:
+        """Copy them to the host."""
+        copy_pinned(self._top.out, self._top.host_copies[0])
+        copy_pinned(self._values, self._host)
+
+
+class Drawing:
+    """Draws the targets of up to `rows` rows.
+
+    The shapes are documented in `kernels.draw`. `tops` is the `TopTokens.work` of the step, filled
+    from the same logits; it is None on a CPU. `dtype` is that of the logits.
     One object can serve all captured steps of at most `rows` rows, since they never run at the same time. `compiled` is
     for tests, which run the kernels on a CPU in Triton's interpreter.
     """
@@ -139,13 +168,11 @@ class Drawing:
         compiled = device.type == "cuda" if compiled is None else compiled
         self._work: Any = None
         self._draws: Any = reference_draw
-        source: Any = reference_draw
         if compiled:
-            from lookahead.backends.graph.kernels import adjust, draw, filters
+            from lookahead.backends.graph.kernels import draw, filters
 
             self._work = filters.DrawWork(rows, vocabulary, device, dtype)
-            self._draws, source = draw, adjust
-        self.adjust, self.count_tokens = source.adjust, source.count_tokens
+            self._draws = draw
 
     def draw(self, logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: Any) -> None:
         """Draw by inverse CDF, as `sampling.pick` does, into column 0 of out [R, 1 + 2 n]; see `draw.draw_targets`."""
@@ -162,7 +189,3 @@ class Drawing:
     ) -> None:
         """Draw as `torch.multinomial` does, with noise [D, V], into column 0 of `out`; see `draw.race_targets`."""
         self._draws.race_targets(logits, settings, noise, depths, out, tops, self._work)
-
-    def log_probs(self, logits: torch.Tensor, out: torch.Tensor, tops: Any, values: torch.Tensor) -> None:
-        """The log-probabilities of the targets and top tokens in `out`, to values [R, 1 + n]; see `draw.log_probs`."""
-        self._draws.log_probs(logits, out, tops, values)

@@ -25,7 +25,9 @@ TILE = 6
 the first row of the trail or tree that it is part of, how many rows that has, which block of queries the tile is, and 1
 for a tree. A tile repeats what its entry says, because a program that has to look up one after the other waits."""
 
-NO_PARENT = array("i", (-1,))
+NO_PARENT = NO_MASK = array("i", (-1,))
+NO_RULES = (1.0, 0.0, 0.0, 0.0)
+"""The `rules` of an entry whose logits are taken as they come."""
 
 
 class Packet:
@@ -48,40 +50,53 @@ class Packet:
     next_uniforms [N, 32]  float64: the uniforms of the steps ahead
     noise [N]          the line of noise that decides a needed row's draw, -1 for the argmax
 
-    The last three are there only if targets are drawn.
+    The last three are there only if targets are drawn. The next are there only if logits are adjusted
+    (see `kernels.adjust`):
+
+    line_of [E]        the entries' lines in the tables of counts and biases, or -1
+    rules [E, 4]       float32: the entries' penalties, and whether they have a bias
+    mask_of [N]        the needed rows' masks, -1 for none
+    counted [2, C]     tokens that were accepted since the last step: the lines to count them in, and the tokens
 
     `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
     """
 
-    def __init__(self, rows: int, needed: int, tiles: int, pinned: bool, *, drawn: bool = False) -> None:
-        entries = min(rows, MOST_ENTRIES)
-        parts: dict[str, tuple[tuple[int, ...], int]] = {
-            "draws": ((needed if drawn else 0, 5), 2),
-            "next_uniforms": ((needed if drawn else 0, MOST_AHEAD), 2),
-            "counts": ((2,), 1),
-            "tokens": ((rows,), 1),
-            "entry_of": ((rows,), 1),
-            "parents": ((rows,), 1),
-            "entries": ((entries, ENTRY), 1),
-            "tiles": ((tiles, TILE), 1),
-            "commits": ((entries, 2), 1),
-            "moves": ((rows + SPARE_MOVES, 2), 1),
-            "needed": ((needed,), 1),
-            "noise": ((needed if drawn else 0,), 1),
+    def __init__(
+        self, rows: int, needed: int, tiles: int, pinned: bool, *, drawn: bool = False, adjusted: bool = False
+    ) -> None:
+        entries, moves = min(rows, MOST_ENTRIES), rows + SPARE_MOVES
+        whole, single, double = torch.int32, torch.float32, torch.float64
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "draws": ((needed if drawn else 0, 5), double),
+            "next_uniforms": ((needed if drawn else 0, MOST_AHEAD), double),
+            "counts": ((2,), whole),
+            "tokens": ((rows,), whole),
+            "entry_of": ((rows,), whole),
+            "parents": ((rows,), whole),
+            "entries": ((entries, ENTRY), whole),
+            "tiles": ((tiles, TILE), whole),
+            "commits": ((entries, 2), whole),
+            "moves": ((moves, 2), whole),
+            "needed": ((needed,), whole),
+            "noise": ((needed if drawn else 0,), whole),
         }
-        self._places: dict[str, tuple[int, int, tuple[int, ...], bool]] = {}
+        if adjusted:
+            parts["line_of"] = (entries,), whole
+            parts["rules"] = (entries, 4), single
+            parts["mask_of"] = (needed,), whole
+            parts["counted"] = (2, moves), whole
+        self._places: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
         start = 0
-        for name, (shape, words) in parts.items():
-            end = start + words * int(np.prod(shape))
-            self._places[name] = start, end, shape, words == 2
+        for name, (shape, dtype) in parts.items():
+            end = start + dtype.itemsize // 4 * int(np.prod(shape))
+            self._places[name] = start, end, shape, dtype
             start = end
         self.host = torch.zeros(start, dtype=torch.int32, pin_memory=pinned)
-        numbers = self.host.numpy()
         self.fields: dict[str, np.ndarray[Any, Any]] = {
-            name: (numbers[a:b].view(np.float64) if wide else numbers[a:b]).reshape(shape)
-            for name, (a, b, shape, wide) in self._places.items()
+            name: view.numpy() for name, view in self.views(self.host).items()
         }
-        self.entries_room, self.moves_room = entries, rows + SPARE_MOVES
+        self.adjusted = adjusted
+        self.entries_room, self.moves_room = entries, moves
         self.begin()
 
     def begin(self) -> None:
@@ -89,6 +104,9 @@ class Packet:
         # Arrays grow and join in C. One NumPy assignment per entry and field would take several times as long.
         self._tokens, self._entry_of, self._parents = array("i"), array("i"), array("i")
         self._needed, self._entries, self._tiles = array("i"), array("i"), array("i")
+        if self.adjusted:
+            self._line_of, self._rules, self._mask_of = array("i"), array("f"), array("i")
+            self._counted = array("i"), array("i")
 
     def put(self, line: int, length: int, trail: Sequence[int], tree: TokenTree, queries: tuple[int, int]) -> int:
         """Write an entry. Returns where its needed rows begin.
@@ -129,6 +147,21 @@ class Packet:
             draws[:, 4] = item.uniforms
             self.fields["next_uniforms"][start, : len(item.next_uniforms)] = item.next_uniforms
 
+    def put_rules(self, line: int, rules: Sequence[float], mask_of: array[int]) -> None:
+        """Write how the last entry's logits are adjusted."""
+        self._line_of.append(line)
+        self._rules.extend(rules)
+        self._mask_of.extend(mask_of)
+
+    def put_counted(self, line: int, tokens: Sequence[int]) -> bool:
+        """Write tokens that are to be counted in this line of the table. False if there is no room for them."""
+        lines, counted = self._counted
+        if len(counted) + len(tokens) > self.moves_room:
+            return False
+        lines.extend(array("i", (line,)) * len(tokens))
+        counted.extend(tokens)
+        return True
+
     def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
         group, block = queries
         for number in range(-(-rows * group // block)):
@@ -151,17 +184,23 @@ class Packet:
         _fill(fields["moves"], array("i", moves))
         if len(fields["draws"]):
             fields["draws"][len(self._needed) :, 0] = 0.0
+        if self.adjusted:
+            lines, counted = self._counted
+            _fill(fields["line_of"], self._line_of)
+            _fill(fields["rules"], self._rules)
+            _fill(fields["mask_of"], self._mask_of)
+            fields["mask_of"][len(self._mask_of) :] = -1
+            fields["counted"][0] = -1
+            _fill(fields["counted"][0], lines)
+            _fill(fields["counted"][1], counted)
         fields["counts"][:] = len(self._tiles) // TILE, len(commits) // 2
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields as views of `memory`, a copy of `host` on the device."""
-        return {
-            name: (memory[a:b].view(torch.float64) if wide else memory[a:b]).view(shape)
-            for name, (a, b, shape, wide) in self._places.items()
-        }
+        return {name: memory[a:b].view(dtype).view(shape) for name, (a, b, shape, dtype) in self._places.items()}
 
 
-def _fill(field: np.ndarray[Any, Any], numbers: array[int]) -> None:
+def _fill(field: np.ndarray[Any, Any], numbers: array[int] | array[float]) -> None:
     """Write numbers to the beginning of a field."""
     if numbers:
         field.reshape(-1)[: len(numbers)] = numbers

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 
 from lookahead.algorithm import sampling
+from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.config import SamplingParams
+
+IN_PROMPT = 1 << 30
+"""The bit of `counts` that says: this token occurs in the prompt. The bits below count it in the output."""
 
 
 def draw_targets(
@@ -64,10 +68,10 @@ def adjust(
     logits: torch.Tensor,
     out: torch.Tensor,
     needed: torch.Tensor,
-    parents: torch.Tensor,
+    rows: Rows,
     tokens: torch.Tensor,
-    slots: torch.Tensor,
-    penalties: torch.Tensor,
+    line_of: torch.Tensor,
+    rules: torch.Tensor,
     counts: torch.Tensor,
     bias: torch.Tensor,
     masks: torch.Tensor,
@@ -75,28 +79,29 @@ def adjust(
 ) -> torch.Tensor:
     """As `adjust.adjust`."""
     column = torch.arange(logits.shape[1], device=logits.device)
-    above, written = parents.tolist(), tokens.tolist()
-    for row, (node, slot, mask) in enumerate(zip(needed.tolist(), slots.tolist(), mask_of.tolist(), strict=True)):
-        x = logits[row].float()
-        if slot >= 0:
-            repetition, presence, frequency = penalties[row]
-            count = counts[slot] & 0x3FFFFFFF
+    above, written, entries = rows.parents.tolist(), tokens.tolist(), rows.entries.tolist()
+    for row, (node, mask) in enumerate(zip(needed.tolist(), mask_of.tolist(), strict=True)):
+        x, entry = logits[row].float(), max(0, int(rows.entry_of[node]))
+        line, (_, _, first, trail, _) = int(line_of[entry]), entries[entry]
+        if line >= 0:
+            repetition, presence, frequency, biased = rules[entry]
+            count = counts[line] & (IN_PROMPT - 1)
             while above[node] >= 0:
                 count[written[node]] += 1
-                node = above[node]
-            seen = (count > 0) | (counts[slot] >= 1 << 30)
+                node = first + trail + above[node]
+            seen = (count > 0) | (counts[line] >= IN_PROMPT)
             x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * count
             x = torch.where(count > 0, x - presence, x)
-            x = x + bias[slot]
+            x = x + bias[line] if biased else x
         if mask >= 0:
             x = x.masked_fill((masks[mask][column // 32] >> (column % 32)) & 1 == 0, -torch.inf)
         out[row] = x
     return out
 
 
-def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+def count_tokens(counts: torch.Tensor, lines: torch.Tensor, tokens: torch.Tensor) -> None:
     """As `adjust.count_tokens`."""
-    for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-        if slot >= 0 and token >= 0:
-            counts[slot, token] += 1
+    for line, token in zip(lines.tolist(), tokens.tolist(), strict=True):
+        if line >= 0 and token >= 0:
+            counts[line, token] += 1

@@ -1,0 +1,27 @@
+"""The log-probabilities of what a step accepted."""
+
+from __future__ import annotations
+
+import torch
+
+from lookahead.algorithm.sampling import log_probs
+from lookahead.algorithm.verify import Verdict
+from lookahead.engine.request import StepResult, TokenLogprobs
+
+
+def logprobs_of(result: StepResult, verdict: Verdict, count: int) -> list[TokenLogprobs]:
+    """Those of the accepted tokens, each with the `count` likeliest tokens in its place.
+
+    A verifier may choose other tokens than the backend's targets; then they are computed from the logits, which its
+    steps always have.
+    """
+    output, places = result.output, [result.input.tree.place(node) for node in (0, *verdict.path)]
+    if output.likely is None or output.logprobs is None:
+        logits = output.logits[places]
+        likely, values = log_probs(logits, torch.tensor(verdict.tokens, device=logits.device), count)
+    else:
+        likely, values = output.likely[places], output.logprobs[places]
+    return [
+        TokenLogprobs(own, list(zip(tokens, others, strict=True)))
+        for (own, *others), tokens in zip(values[:, : 1 + count].tolist(), likely[:, :count].tolist(), strict=True)
+    ]

@@ -1,0 +1,303 @@
+"""Penalties, biases, masks, `min_tokens` and log-probabilities on both backends: the text of one token per step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from marks import slow_but
+from tiny import PROMPTS, VOCABULARY, tiny
+
+from lookahead import LookaheadConfig
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.graph import adjusting, packet
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.sizes import PAGE
+from lookahead.config import SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Event, Request
+
+ENDS = frozenset([3, 17])
+TOKENS = 20
+CONFIGS = (
+    LookaheadConfig.autoregressive(),
+    LookaheadConfig(window=3, ngram=4, guesses=4, budget=40),
+    LookaheadConfig(window=2, ngram=2, guesses=3, budget=16),
+    LookaheadConfig(window=0, guesses=4, budget=12, sources=("prompt", "suffix", "recycle")),
+)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "repetition": {"repetition_penalty": 1.4},
+    "reward": {"repetition_penalty": 0.8},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "bias": {"logit_bias": {5: 4.0, 9: -float("inf"), 60: 2.5}},
+    "all": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.4, "logit_bias": {8: -3.0}},
+}
+
+
+class Alternating:
+    """A little grammar: odd and even tokens alternate, and every fourth token of the output is a multiple of three.
+
+    It walks the tree by itself, as a grammar matcher does, and leaves the window's rows empty.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[int] = []
+
+    def allows(self, output: Sequence[int], token: int) -> bool:
+        if output and token % 2 == output[-1] % 2:
+            return False
+        return len(output) % 4 != 3 or token % 3 == 0
+
+    def rows(self, tree: TokenTree, sequence: DecodingSequence) -> Any:
+        assert self.output == sequence.output
+        if not self.output and not tree.guesses_below(0):
+            return None  # anything may come first
+        rows = np.zeros((len(tree.needed), -(-VOCABULARY // 32)), np.uint32)
+        self._fill(rows, tree, 0, self.output)
+        return rows
+
+    def _fill(self, rows: Any, tree: TokenTree, node: int, output: list[int]) -> None:
+        for token in range(VOCABULARY):
+            if self.allows(output, token):
+                rows[tree.place(node), token // 32] |= np.uint32(1 << token % 32)
+        for guess in tree.guesses_below(node):
+            if self.allows(output, tree.tokens[guess]):
+                self._fill(rows, tree, guess, [*output, tree.tokens[guess]])
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.output += tokens
+
+
+@cache
+def model(device: str = "cpu") -> Any:
+    return tiny("Llama", device=device)
+
+
+def make(kind: str, device: str, **options: Any) -> Any:
+    return GraphBackend(model(device), **options) if kind == "graph" else EagerBackend(model(device))
+
+
+def request(
+    prompt: Sequence[int],
+    config: LookaheadConfig,
+    sampling: SamplingParams,
+    min_tokens: int = 0,
+    masked: bool = False,
+    memory: SharedMemory | None = None,
+) -> Request:
+    rules = StopRules(TOKENS, ENDS, 256, min_tokens=min_tokens)
+    sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
+    return Request(sequence, mask=Alternating() if masked else None)
+
+
+def finish(backend: Any, requests: Sequence[Request], **options: Any) -> list[Event]:
+    """Run the requests together, to their ends."""
+    engine, events = Engine(backend, **options), list[Event]()
+    for one in requests:
+        engine.submit(one)
+    while engine.running:
+        events += engine.step()
+    assert all(event.error is None for event in events)
+    return events
+
+
+def alone(device: str, one: Request) -> list[int]:
+    """The text of a request of the same settings, one token per step, by the eager backend."""
+    sequence = one.sequence
+    prompt = sequence.tokens[: sequence.prompt_tokens]
+    again = request(prompt, CONFIGS[0], sequence.sampling, sequence.rules.min_tokens, one.mask is not None)
+    finish(EagerBackend(model(device)), [again])
+    return again.sequence.output
+
+
+@torch.no_grad()
+def plain_logits(device: str, text: Sequence[int]) -> torch.Tensor:
+    """[len(text), V] of the model's own forward pass."""
+    return model(device)(torch.tensor([text], device=device)).logits[0].float()
+
+
+@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["one by one", "window", "bigrams", "guesses"])
+def test_greedy_equals_transformers(kind: str, config: LookaheadConfig, device: str) -> None:
+    """What `model.generate` has, too: the repetition penalty, a bias, a ban, the fewest tokens before an end."""
+    backend = make(kind, device)
+    settings: list[tuple[float, dict[int, float], int]] = [
+        (1.3, {}, 0), (1.0, {5: 4.0, 9: -float("inf")}, 7), (0.7, {}, 12), (2.5, {}, 20),
+    ]  # fmt: skip
+    for prompt in PROMPTS[::2]:
+        for penalty, bias, least in settings:
+            ids = torch.tensor([prompt], device=device)
+            options = {"sequence_bias": {(token,): value for token, value in bias.items()}} if bias else {}
+            expected = model(device).generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
+                eos_token_id=sorted(ENDS), repetition_penalty=penalty, min_new_tokens=least, **options,
+            )[0, len(prompt) :].tolist()  # fmt: skip
+            one = request(prompt, config, SamplingParams(repetition_penalty=penalty, logit_bias=bias), least)
+            finish(backend, [one])
+            assert one.sequence.output == expected
+            assert len(expected) >= least
+
+
+@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("seed", slow_but(range(12), 0, 1))
+def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) -> None:
+    """Several requests at once, each with settings of its own; some of them with none."""
+    rng, memory = random.Random(seed), SharedMemory()
+    backend = make(kind, device)
+    guessed = 0
+    for _ in range(3):
+        requests = []
+        for _ in range(6):
+            settings = SETTINGS[rng.choice(list(SETTINGS))]
+            drawn = {
+                "temperature": rng.choice((0.7, 1.3)),
+                "top_k": rng.choice((0, 9)),
+                "top_p": rng.choice((0.8, 1.0)),
+            }
+            sampling = SamplingParams(**settings, **(drawn if rng.random() < 0.6 else {}), seed=rng.randrange(99))
+            prompt = rng.choice(PROMPTS)
+            least, masked = rng.choice((0, 0, 6, TOKENS)), rng.random() < 0.3
+            requests.append(request(prompt, rng.choice(CONFIGS), sampling, least, masked, memory))
+        finish(backend, requests)
+        for one in requests:
+            assert one.sequence.output == alone(device, one)
+            guessed += sum(one.sequence.stats.accepted_by_source.values())
+            if one.mask is not None:
+                output = one.sequence.output
+                assert all(Alternating().allows(output[:i], token) for i, token in enumerate(output))
+    assert guessed > 20
+
+
+@pytest.mark.parametrize("kind", ["eager", "graph"])
+def test_frequent_tokens_cost_more_and_presence_does_not_count(kind: str, device: str) -> None:
+    """OpenAI's rule, token by token, from the logits of plain passes: only the output counts, not the prompt."""
+    for presence, frequency in ((1.1, 0.0), (0.0, 0.6), (0.4, 0.3)):
+        prompt = PROMPTS[0]
+        text = list(prompt)
+        for _ in range(TOKENS):
+            scores = plain_logits(device, text)[-1]
+            for token in set(text[len(prompt) :]):
+                scores[token] -= presence + frequency * text[len(prompt) :].count(token)
+            text.append(int(scores.argmax()))
+        sampling = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
+        one = request(prompt, CONFIGS[1], sampling)
+        one.sequence.rules = StopRules(TOKENS)
+        finish(make(kind, device), [one])
+        assert one.sequence.output == text[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+def test_log_probabilities_are_those_of_a_plain_pass(kind: str, temperature: float, device: str) -> None:
+    """Of the logits as they come, also where the token is chosen from adjusted ones; beside a request without any."""
+    sampling = [
+        SamplingParams(temperature, logprobs=20, repetition_penalty=1.5, seed=4),
+        SamplingParams(temperature, logprobs=0, seed=5),
+        SamplingParams(temperature, logprobs=3, top_k=5, seed=6),
+        SamplingParams(temperature, seed=7),
+    ]
+    requests = [request(p, CONFIGS[1], s, 5) for p, s in zip(PROMPTS, sampling, strict=True)]
+    events = finish(make(kind, device), requests)
+    assert temperature or max(len(event.tokens) for event in events) > 1
+    for one in requests:
+        sequence, count = one.sequence, one.sequence.sampling.logprobs
+        own = [event for event in events if event.request is one]
+        if count is None:
+            assert all(event.logprobs is None for event in own)
+            continue
+        found = [item for event in own for item in event.logprobs or ()]
+        rows = plain_logits(device, sequence.tokens).log_softmax(dim=-1)[sequence.prompt_tokens - 1 : -1]
+        assert len(found) == len(rows) == len(sequence.output)
+        for item, token, row in zip(found, sequence.output, rows, strict=True):
+            assert item.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            values, ids = row.topk(count)
+            assert [token for token, _ in item.top] == ids.tolist()
+            assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_counts_outlive_put_backs_pieces_and_shared_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory, short passes, and tables that have to grow: sequences leave, come back, and share pages."""
+    monkeypatch.setattr(adjusting, "FIRST_LINES", 2)
+    monkeypatch.setattr(packet, "SPARE_MOVES", 0)
+    backend = GraphBackend(model(device), kv_tokens=9 * PAGE, most_rows=32)
+    stem = random.Random(3).choices(range(VOCABULARY), k=PAGE + 9)
+    names, requests = list(SETTINGS), []
+    for i in range(14):
+        sampling = SamplingParams(0.9 * (i % 3), seed=i, **SETTINGS[names[i % len(names)]])
+        requests.append(request([*stem, i, 2 * i], CONFIGS[i % 4], sampling, 4 * (i % 2), i % 5 == 4))
+    engine = Engine(backend)
+    for one in requests:
+        engine.submit(one)
+    cancelled = requests[5]
+    for _ in range(6):
+        engine.step()
+    engine.cancel(cancelled.id)
+    while engine.running:
+        assert all(event.error is None for event in engine.step())
+    assert engine.preemptions
+    assert backend.pool.hit_tokens
+    assert len(backend.state.buffers.adjusting.counts) > 2
+    assert len(backend.state.buffers.adjusting._free) == len(backend.state.buffers.adjusting.counts)
+    for one in requests:
+        if one is not cancelled:
+            assert one.sequence.output == alone(device, one)
+
+
+def test_a_mask_that_cannot_be_used_ends_its_request_alone(device: str) -> None:
+    class Wrong:
+        def __init__(self, rows: Any) -> None:
+            self.wrong = rows
+
+        def rows(self, tree: TokenTree, sequence: DecodingSequence) -> Any:
+            return self.wrong
+
+        def accept(self, tokens: Sequence[int]) -> None: ...
+
+    for rows, words in (
+        (np.ones((1, 9), np.uint32), r"the mask is uint32 \[1, 9\]; it must be uint32 \[1, 2\]"),
+        (np.ones((1, 2), np.int64), r"the mask is int64 \[1, 2\]; it must be uint32 \[1, 2\]"),
+        (np.zeros((1, 2), np.uint32), "the mask allows no token after the text; it must allow one"),
+    ):
+        for kind in ("eager", "graph"):
+            engine = Engine(make(kind, device))
+            good, bad = (request(PROMPTS[1], CONFIGS[0], SamplingParams()) for _ in range(2))
+            bad.mask = Wrong(rows)
+            engine.submit(good)
+            engine.submit(bad)
+            errors = []
+            while engine.running:
+                errors += [event for event in engine.step() if event.error is not None]
+            assert [event.request for event in errors] == [bad]
+            with pytest.raises(ValueError, match=words):
+                raise errors[0].error
+            assert good.sequence.output == alone(device, good)
+
+
+def test_requests_that_cannot_be_right_are_refused() -> None:
+    engine = Engine(EagerBackend(model()))
+    with pytest.raises(ValueError, match="logit_bias names token 61; the model has 0 to 60"):
+        engine.submit(request([1], CONFIGS[0], SamplingParams(logit_bias={61: 1.0})))
+    both = request([1], CONFIGS[0], SamplingParams(), masked=True)
+    both.verifier = lambda results: []
+    with pytest.raises(ValueError, match="a request with a mask cannot have a verifier or noise"):
+        engine.submit(both)
+
+
+def test_only_adjusted_steps_send_more(device: str) -> None:
+    """A plain step's packet and kind are those of a backend that never heard of penalties."""
+    backend = GraphBackend(model(device))
+    finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams())])
+    assert all(not kind.adjusted and not kind.logprobs for kind in backend._steps)
+    assert all("rules" not in step.packet.fields and step.logprobs is None for step in backend._steps.values())
+    finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams(presence_penalty=1.0, logprobs=2))])
+    assert any(kind.adjusted and kind.logprobs for kind in backend._steps)
