@@ -1,1 +1,209 @@
-"""`/v1/responses`: text in, text out, with its own events when streamed. Nothing is stored between requests."""
+"""`/v1/responses`: text in, text out, with its own events when streamed. Nothing is stored between requests.
+
+A request becomes a chat, and its reply is written in the other format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from lookahead.serve.chat import open_chat
+from lookahead.serve.errors import ApiError, explain, internal
+from lookahead.serve.items import InputItem, ResponsesBody
+from lookahead.serve.protocol import ChatBody
+from lookahead.serve.replies import new_id, now, usage_of
+from lookahead.serve.reply import Reply
+from lookahead.serve.service import Service
+from lookahead.serve.stream import COMMENT, EventStream, event, whole
+from lookahead.serve.tools import Call, Toolbox, toolbox
+
+router = APIRouter()
+TEXT = {"format": {"type": "text"}}
+
+
+@router.post("/v1/responses")
+async def responses(body: ResponsesBody, request: Request) -> Response:
+    """Answer an input."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    chat = as_chat(body)
+    box = toolbox(chat, service.template)
+    reply = await open_chat(chat, box, service, request)
+    format = Format(service, body, box, reply)
+    if body.stream:
+        return EventStream(reply, format.events())
+    (pieces,) = await whole(reply, request)
+    format.text("".join(piece.text for piece in pieces))
+    format.end(pieces[-1].finish_reason)
+    return JSONResponse(format.record())
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The same request as a chat."""
+    given = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    messages = [message for item in given for message in item.as_messages()]
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    fields: dict[str, Any] = {
+        "messages": messages,
+        "max_tokens": body.max_output_tokens,
+        "tools": [tool.as_chat() for tool in body.tools or ()] or None,
+        "tool_choice": body.chat_choice(),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": None if body.text is None else body.text.as_chat(),
+    }
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "lookahead"):
+        fields[name] = getattr(body, name)
+    try:
+        return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise explain(error.errors()[0]) from error
+
+
+class Format:
+    """One response: its items as they grow, and the events that tell of them."""
+
+    def __init__(self, service: Service, body: ResponsesBody, box: Toolbox, reply: Reply) -> None:
+        self.service, self.body, self.reply, self.reader = service, body, reply, box.reader()
+        self.id, self.created, self.status = new_id("resp"), now(), "in_progress"
+        self.said = ""
+        self.message_id = new_id("msg")
+        self.why: dict[str, Any] | None = None
+        self.error: dict[str, Any] | None = None
+        self._sent = 0
+
+    # The response as it stands.
+
+    def text(self, more: str) -> tuple[str, list[Call]]:
+        """More of the model's text. Returns what of it is said, and the calls that it completes."""
+        said, calls = self.reader.push(more)
+        self.said += said
+        return said, calls
+
+    def end(self, reason: str | None) -> tuple[str, list[Call]]:
+        """The model's text has ended."""
+        said, calls = self.reader.finish()
+        self.said += said
+        self.status = "incomplete" if reason == "length" else "completed"
+        self.why = {"reason": "max_output_tokens"} if reason == "length" else None
+        return said, calls
+
+    def record(self) -> dict[str, Any]:
+        body = self.body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": self.status,
+            "model": self.service.name,
+            "output": self._output(),
+            "error": self.error,
+            "incomplete_details": self.why,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": TEXT if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None if self.status == "in_progress" else self._usage(),
+            "user": body.user,
+        }
+
+    def _output(self) -> list[dict[str, Any]]:
+        calls = [self._call_item(call) for call in self.reader.calls]
+        return [self._message(self.said), *calls] if self.said.strip() or not calls else calls
+
+    def _message(self, text: str, status: str | None = None) -> dict[str, Any]:
+        done = self.status if status is None else status
+        content = [_part(text)] if text or done != "in_progress" else []
+        return {"id": self.message_id, "type": "message", "role": "assistant", "status": done, "content": content}
+
+    def _call_item(self, call: Call) -> dict[str, Any]:
+        item = {"id": f"fc_{call.id[5:]}", "type": "function_call", "status": "completed", "call_id": call.id}
+        return {**item, "name": call.name, "arguments": call.arguments}
+
+    def _usage(self) -> dict[str, Any]:
+        used = usage_of(self.reply.jobs)
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used["total_tokens"],
+            "lookahead": used["lookahead"],
+        }
+
+    # Its events.
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sent += 1
+        return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        yield self._event("response.created", response=self.record())
+        yield self._event("response.in_progress", response=self.record())
+        try:
+            async for piece in self.reply.pieces(self.service.settings.keep_alive):
+                if piece is None:
+                    yield COMMENT
+                    continue
+                begun, called = bool(self.said), len(self.reader.calls)
+                said, calls = self.text(piece.text)
+                if piece.finish_reason is not None:
+                    rest, more = self.end(piece.finish_reason)
+                    said, calls = said + rest, calls + more
+                for one in self._news(said, begun, calls, called):
+                    yield one
+        except Exception as error:
+            told = error if isinstance(error, ApiError) else internal(error)
+            self.status, self.error = "failed", {"code": told.code or "server_error", "message": told.message}
+            yield self._event("response.failed", response=self.record())
+            return
+        if self.said:
+            for one in self._message_end():
+                yield one
+        yield self._event(f"response.{self.status}", response=self.record())
+
+    def _news(self, said: str, begun: bool, calls: list[Call], called: int) -> list[bytes]:
+        """The events of what is new: text of the message, which has begun or not, and calls after those before."""
+        found = []
+        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        if said and not begun:
+            item = self._message("", "in_progress")
+            found.append(self._event("response.output_item.added", output_index=0, item=item))
+            found.append(self._event("response.content_part.added", **place, part=_part("")))
+        if said:
+            found.append(self._event("response.output_text.delta", **place, delta=said, logprobs=[]))
+        for number, call in enumerate(calls, start=called + bool(self.said)):
+            item = self._call_item(call)
+            empty = {**item, "status": "in_progress", "arguments": ""}
+            where = {"item_id": item["id"], "output_index": number}
+            found.append(self._event("response.output_item.added", output_index=number, item=empty))
+            found.append(self._event("response.function_call_arguments.delta", **where, delta=call.arguments))
+            done = {"name": call.name, "arguments": call.arguments}
+            found.append(self._event("response.function_call_arguments.done", **where, **done))
+            found.append(self._event("response.output_item.done", output_index=number, item=item))
+        return found
+
+    def _message_end(self) -> list[bytes]:
+        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        return [
+            self._event("response.output_text.done", **place, text=self.said, logprobs=[]),
+            self._event("response.content_part.done", **place, part=_part(self.said)),
+            self._event("response.output_item.done", output_index=0, item=self._message(self.said)),
+        ]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,122 @@
+"""The body of `/v1/responses`: items of a conversation, functions, and the format of the text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lookahead.serve.protocol import TOKEN_LIMIT, Body, Content, LookaheadOptions
+
+
+class InputItem(Body):
+    """A message, a call that the model made earlier, or the output of such a call."""
+
+    type: Literal["message", "function_call", "function_call_output"] | None = None
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> InputItem:
+        needed = {
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }.get(self.type or "message", ("role", "content"))
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"an item of type {self.type or 'message'!r} needs {name!r}")
+        return self
+
+    def as_messages(self) -> list[dict[str, Any]]:
+        """The same as messages of a chat."""
+        if self.type == "function_call":
+            function = {"name": self.name, "arguments": self.arguments}
+            call = {"id": self.call_id, "type": "function", "function": function}
+            return [{"role": "assistant", "tool_calls": [call]}]
+        if self.type == "function_call_output":
+            return [{"role": "tool", "tool_call_id": self.call_id, "content": self._plain(self.output)}]
+        return [{"role": self.role, "content": self._plain(self.content)}]
+
+    def _plain(self, content: Content | None) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
+        return "".join(part.text for part in content)
+
+
+class FlatFunction(Body):
+    """A function, whose fields stand beside its type."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        fields = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": fields}
+
+
+class FlatName(Body):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+    def as_chat(self) -> dict[str, Any] | None:
+        if self.format is None:
+            return None
+        if self.format.type != "json_schema":
+            return {"type": self.format.type}
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": self.format.name or "reply", "schema": self.format.schema_},
+        }
+
+
+class ResponsesBody(Body):
+    """The body of `/v1/responses`."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=TOKEN_LIMIT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=TOKEN_LIMIT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    tools: list[FlatFunction] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatName | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    lookahead: bool | LookaheadOptions | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    background: bool | None = None
+
+    def chat_choice(self) -> Any:
+        """`tool_choice` as chats have it."""
+        if isinstance(self.tool_choice, FlatName):
+            return {"type": "function", "function": {"name": self.tool_choice.name}}
+        return self.tool_choice

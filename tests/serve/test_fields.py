@@ -1,0 +1,124 @@
+"""Every field works under speculation: with guesses and without, the reply is the same, and the field has its effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from http_server import Running
+
+PROMPT = "the quick brown fox jumps over the lazy dog and then the"
+FIELDS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.8, "seed": 3},
+    "top_k": {"temperature": 1.0, "top_k": 4, "seed": 1},
+    "top_p": {"temperature": 1.2, "top_p": 0.7, "seed": 2},
+    "min_p": {"temperature": 1.4, "min_p": 0.2, "seed": 2},
+    "seed": {"temperature": 1.0, "seed": -7},
+    "n": {"temperature": 0.9, "n": 3, "seed": 4},
+    "stop": {"stop": ["o", "xyz"]},
+    "logit_bias": {"logit_bias": {"30": 50, "31": -100}},
+    "presence_penalty": {"presence_penalty": 1.7},
+    "frequency_penalty": {"frequency_penalty": 1.3},
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "logprobs": {"logprobs": 3},
+    "echo": {"echo": True},
+    "ignore_eos": {"ignore_eos": True, "logit_bias": {"0": 100}},
+    "min_tokens": {"min_tokens": 9, "logit_bias": {"0": 100}},
+    "all": {
+        "temperature": 1.1,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "seed": 11,
+        "n": 2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"25": 2.5},
+        "logprobs": 5,
+        "min_tokens": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_gives_the_same_with_guesses_and_without(server: Running, name: str) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.0}
+    plain = server.complete(**body)["choices"]
+    body.update(FIELDS[name])
+    guessed = server.complete(**body)
+    alone = server.complete(**body, lookahead=False)
+    assert same(guessed["choices"], alone["choices"])
+    assert guessed["choices"] != plain
+    assert alone["usage"]["lookahead"]["tried"] == 0
+    assert guessed["usage"]["lookahead"]["tried"] > 0
+    assert guessed["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, but for rounding of log-probabilities: a tree's rows are added up in another order than one row."""
+    if isinstance(one, float):
+        return one == pytest.approx(other, abs=1e-4)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_min_tokens_and_ignore_eos_keep_the_end_away(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logit_bias": {"0": 100}}
+    assert server.complete(**body)["usage"]["completion_tokens"] == 1
+    assert server.complete(**body, min_tokens=7)["usage"]["completion_tokens"] == 8
+    reply = server.complete(**body, ignore_eos=True)
+    assert reply["usage"]["completion_tokens"] == 20
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+def test_each_of_n_choices_is_the_one_of_its_seed(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 1.0}
+    choices = server.complete(**body, n=3, seed=20)["choices"]
+    assert len({choice["text"] for choice in choices}) > 1
+    for number, choice in enumerate(choices):
+        alone = server.complete(**body, seed=20 + number)["choices"][0]
+        assert (choice["index"], choice["text"]) == (number, alone["text"])
+
+
+def test_several_prompts_as_text_and_as_ids(server: Running) -> None:
+    texts = [PROMPT, "once more the"]
+    ids = [server.post("/tokenize", prompt=text).json()["tokens"] for text in texts]
+    body = {"max_tokens": 10, "temperature": 0}
+    by_text = server.complete(prompt=texts, **body)
+    assert [choice["text"] for choice in by_text["choices"]] == [
+        choice["text"] for choice in server.complete(prompt=ids, **body)["choices"]
+    ]
+    assert by_text["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert server.complete(prompt=ids[1], **body)["choices"][0]["text"] == by_text["choices"][1]["text"]
+
+
+def test_echo_puts_the_prompt_first(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    plain = server.complete(**body)["choices"][0]["text"]
+    assert server.complete(**body, echo=True)["choices"][0]["text"] == PROMPT + plain
+
+
+def test_log_probabilities_spell_the_text(server: Running) -> None:
+    reply = server.complete(prompt=PROMPT, max_tokens=12, temperature=0, logprobs=2)
+    choice = reply["choices"][0]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    assert [len(top) for top in told["top_logprobs"]] == [2] * len(told["tokens"])
+    for token, value, top, offset in zip(*(told[k] for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))):
+        assert choice["text"][offset:].startswith(token)
+        assert value == max(top.values())
+
+
+def test_the_lookahead_field_sets_the_config(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    options = {"window": 0, "budget": 4, "sources": ["prompt", "suffix"]}
+    reply = server.complete(**body, lookahead=options)
+    assert set(reply["usage"]["lookahead"]["by_source"]) <= {"prompt", "suffix"}
+    assert reply["usage"]["lookahead"]["tried"] <= 3 * reply["usage"]["lookahead"]["steps"]
+    answer = server.post("/v1/completions", **body, lookahead={"sources": ["magic"]})
+    assert answer.status_code == 400
+    assert "unknown source 'magic'" in answer.json()["error"]["message"]
