@@ -108,7 +108,9 @@ def test_log_probabilities_spell_the_text(server: Running) -> None:
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"]
     assert [len(top) for top in told["top_logprobs"]] == [2] * len(told["tokens"])
-    for token, value, top, offset in zip(*(told[k] for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))):
+    for token, value, top, offset in zip(
+        *(told[k] for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+    ):
         assert choice["text"][offset:].startswith(token)
         assert value == max(top.values())
 

@@ -72,6 +72,17 @@ def explain(problem: Mapping[str, Any]) -> ApiError:
     return bad_request(f"{where or 'the body'}: {message[:1].lower() + message[1:]} (got {shown})", where or None)
 
 
+def most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The problem to tell of. Where several types were tried, the one that fits best has got deepest, and its problem
+    is not the type."""
+
+    def rank(problem: Mapping[str, Any]) -> tuple[bool, bool, int]:
+        kind = problem["type"]
+        return kind != "extra_forbidden", kind.endswith("_type"), -len(problem["loc"])
+
+    return min(problems, key=rank)
+
+
 def field_name(place: Sequence[Any]) -> str:
     """('body', 'messages', 0, 'content', 'str') -> 'messages[0].content'. Names of pydantic's own are left out."""
     name = ""
@@ -96,8 +107,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        return explain(problems[0]).response()
+        return explain(most_telling(error.errors())).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from lookahead.serve.chat import open_chat
-from lookahead.serve.errors import ApiError, explain, internal
+from lookahead.serve.errors import ApiError, explain, internal, most_telling
 from lookahead.serve.items import InputItem, ResponsesBody
 from lookahead.serve.protocol import ChatBody
 from lookahead.serve.replies import new_id, now, usage_of
@@ -62,7 +62,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     try:
         return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        raise explain(error.errors()[0]) from error
+        raise explain(most_telling(error.errors())) from error
 
 
 class Format:
@@ -122,7 +122,8 @@ class Format:
 
     def _output(self) -> list[dict[str, Any]]:
         calls = [self._call_item(call) for call in self.reader.calls]
-        return [self._message(self.said), *calls] if self.said.strip() or not calls else calls
+        silent = not self.said and (bool(calls) or self.status == "in_progress")
+        return calls if silent else [self._message(self.said), *calls]
 
     def _message(self, text: str, status: str | None = None) -> dict[str, Any]:
         done = self.status if status is None else status

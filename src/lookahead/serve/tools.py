@@ -175,11 +175,14 @@ class CallReader:
         self.box = box
         self.calls: list[Call] = []
         self._held = ""
+        self._called = False  # the last thing was a call
         self._said = False  # something was said already: then no `llama` call can come
 
     def push(self, text: str) -> tuple[str, list[Call]]:
         """More text. Returns what is said, and the calls that are complete."""
         self._held += text
+        if self._called:  # line breaks after a call belong to nobody
+            self._held = self._held.lstrip("\n")
         if not self.box.tools:
             return self._release(len(self._held)), []
         return self._push_llama() if self.box.style == "llama" else self._push_hermes()
@@ -217,6 +220,7 @@ class CallReader:
             if found:
                 calls += found
                 self._held = self._held[end + len(END) :].lstrip("\n")
+                self._called = True
             else:  # tags around something that is no call
                 said += self._release(end + len(END))
 
@@ -229,6 +233,7 @@ class CallReader:
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
         self._said = self._said or bool(text.strip())
+        self._called = self._called and not text
         return text
 
     def _parse(self, body: str) -> list[Call]:

@@ -1,0 +1,246 @@
+"""Chats: templates, streams, structured output along the tree, tools, and predicted outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from http_server import Running, running
+
+from lookahead.serve.protocol import Tool
+from lookahead.serve.tools import Toolbox, style_of
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"$ref": "#/$defs/digit"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+            "$defs": {"digit": {"enum": [1, 22]}},
+        },
+    },
+}
+LLAMA = "{% if tools %}Environment: ipython {{ tools | tojson }}{% endif %}"
+BARE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def chat(server: Running, **body: Any) -> dict[str, Any]:
+    answer = server.post("/v1/chat/completions", **{"messages": MESSAGES, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(server: Running, **body: Any) -> list[dict[str, Any]]:
+    body = {"messages": MESSAGES, "temperature": 0, **body, "stream": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chat_is_what_the_library_generates(server: Running, temperature: float) -> None:
+    expected = server.model.generate(MESSAGES, max_tokens=30, temperature=temperature, seed=5)
+    body = {"max_tokens": 30, "temperature": temperature, "seed": 5}
+    (choice,) = chat(server, **body)["choices"]
+    assert choice["message"]["content"] == expected.text
+    chunks = streamed(server, **body, stream_options={"include_usage": True})
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    said = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]]
+    assert "".join(said) == expected.text
+    assert chunks[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    steps = chunks[-1]["usage"]["lookahead"]["steps"]
+    assert len([text for text in said if text]) <= steps  # a step's block is one chunk
+
+
+def test_the_log_probabilities_of_a_stream_are_those_of_the_whole(server: Running) -> None:
+    body = {"max_tokens": 20, "logprobs": True, "top_logprobs": 2}
+    (choice,) = chat(server, **body)["choices"]
+    told = choice["logprobs"]["content"]
+    assert (
+        bytes(byte for one in told for byte in one["bytes"]).decode("utf-8", "replace") == choice["message"]["content"]
+    )
+    parts = [chunk["choices"][0]["logprobs"] for chunk in streamed(server, **body)]
+    assert [one["token"] for part in parts if part for one in part["content"]] == [one["token"] for one in told]
+
+
+def test_content_parts_and_the_developer_role(server: Running) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    assert chat(server, messages=parts)["choices"] == chat(server)["choices"]
+    roles = [[{"role": role, "content": "be brief"}, *MESSAGES] for role in ("system", "developer")]
+    assert chat(server, messages=roles[0])["choices"] == chat(server, messages=roles[1])["choices"]
+
+
+# Structured output.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strict", [True, None])
+def test_a_schema_holds_with_guesses_and_without(json_server: Running, temperature: float, strict: bool | None) -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": strict}}
+    body = {"response_format": format, "temperature": temperature, "seed": 2, "max_tokens": 60, "n": 2}
+    guessed, plain = chat(json_server, **body), chat(json_server, **body, lookahead=False)
+    assert guessed["choices"] == plain["choices"]
+    for choice in guessed["choices"]:
+        found = json.loads(choice["message"]["content"])
+        assert found["name"] in ("ann", "bob")
+        assert 0 <= found["age"] <= 99
+        assert choice["finish_reason"] == "stop"
+    assert guessed["usage"]["lookahead"]["tried"] > 0
+
+
+def test_guesses_are_accepted_inside_of_a_grammar(json_server: Running) -> None:
+    schema = {"type": "array", "items": {"const": "again and again"}, "minItems": 8, "maxItems": 8}
+    format = {"type": "json_schema", "json_schema": {"name": "list", "schema": schema}}
+    reply = chat(json_server, response_format=format, max_tokens=400)
+    assert json.loads(reply["choices"][0]["message"]["content"]) == ["again and again"] * 8
+    assert reply["usage"]["lookahead"]["steps"] < reply["usage"]["completion_tokens"] / 2
+
+
+def test_an_object_of_any_kind(json_server: Running) -> None:
+    body = {"response_format": {"type": "json_object"}, "max_tokens": 40, "temperature": 1.0, "seed": 8}
+    text = chat(json_server, **body)["choices"][0]["message"]["content"]
+    assert text.startswith("{")
+    assert text == chat(json_server, **body, lookahead=False)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "nonsense"}, "schema cannot be compiled"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}, "schema cannot be compiled"),
+        ({"type": "string", "pattern": "("}, "schema cannot be compiled"),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_refused(json_server: Running, schema: Any, says: str) -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "bad", "schema": schema}}
+    answer = json_server.post("/v1/chat/completions", messages=MESSAGES, response_format=format)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+# Tools.
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_parsed_back(json_server: Running, choice: Any) -> None:
+    body = {"tools": [ADD], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 120}
+    (found,) = chat(json_server, **body)["choices"]
+    assert found["finish_reason"] == "tool_calls"
+    assert found["message"]["content"] is None
+    (call,) = found["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == {"a", "b"}
+    assert arguments["b"] in (1, 22)
+    plain = chat(json_server, **body, lookahead=False)["choices"][0]["message"]["tool_calls"][0]
+    assert plain["function"] == call["function"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed(json_server, **body)]
+    (told,) = [delta["tool_calls"] for delta in deltas if delta.get("tool_calls")]
+    assert told[0]["function"] == call["function"]
+    assert told[0]["index"] == 0
+
+
+@pytest.mark.parametrize("template", [BARE, LLAMA + BARE])
+def test_calls_with_other_templates(make_json_model: Callable[[str], Any], template: str) -> None:
+    with running(make_json_model(template)) as server:
+        body = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 120}
+        reply = chat(server, **body)
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["b"] in (1, 22)
+        said = [
+            {"role": "user", "content": "add"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "23"},
+        ]
+        assert chat(server, messages=said, tools=[ADD], max_tokens=5)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_strict_tools_hold_once_a_call_has_begun(json_server: Running) -> None:
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    body = {"tools": [strict], "max_tokens": 30, "temperature": 1.0, "seed": 1}
+    assert chat(json_server, **body)["choices"] == chat(json_server, **body, lookahead=False)["choices"]
+
+
+def box(style: str = "hermes", single: bool = False) -> Toolbox:
+    return Toolbox((Tool.model_validate(ADD),), style, True, single=single)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 22}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("style", "text", "said", "calls"),
+    [
+        ("hermes", f"Let me add.{CALL}", "Let me add.", 1),
+        ("hermes", f"{CALL}\n{CALL}", "", 2),
+        ("hermes", CALL.removesuffix("\n</tool_call>"), "", 1),
+        ("hermes", f"<tool_call>[{CALL[12:-13]}]</tool_call>", "", 1),
+        ("hermes", "a <tool_call> is no call", "a <tool_call> is no call", 0),
+        ("hermes", '<tool_call>{"name": "nobody"}</tool_call>!', '<tool_call>{"name": "nobody"}</tool_call>!', 0),
+        ("hermes", "1 < 2 <to", "1 < 2 <to", 0),
+        ("llama", '{"name": "add", "parameters": {"a": 1, "b": 22}}', "", 1),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 22}}', "", 1),
+        ("llama", '{"name": "other"} is JSON', '{"name": "other"} is JSON', 0),
+        ("llama", "It is {not} a call", "It is {not} a call", 0),
+    ],
+)
+def test_calls_are_read_from_pieces_of_any_size(style: str, text: str, said: str, calls: int, size: int) -> None:
+    reader = box(style).reader()
+    parts = [reader.push(text[start : start + size]) for start in range(0, len(text), size)]
+    parts.append(reader.finish())
+    assert "".join(part for part, _ in parts) == said
+    found = [call for _, some in parts for call in some]
+    assert [(call.name, json.loads(call.arguments)) for call in found] == [("add", {"a": 1, "b": 22})] * calls
+
+
+def test_templates_show_their_style() -> None:
+    assert style_of(BARE) == ("hermes", False)
+    assert style_of(LLAMA) == ("llama", True)
+    assert style_of("{% if tools %}<tool_call>{% endif %}") == ("hermes", True)
+
+
+def test_a_choice_without_its_tool_is_refused(json_server: Running) -> None:
+    named = {"type": "function", "function": {"name": "sub"}}
+    for body, says in (
+        ({"tools": [ADD], "tool_choice": named}, "no tool 'sub'; there is add"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [ADD], "response_format": {"type": "json_object"}}, "do not go together"),
+    ):
+        answer = json_server.post("/v1/chat/completions", messages=MESSAGES, **body)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+
+
+# Predicted outputs.
+
+
+def test_a_prediction_is_accepted_and_counted(server: Running) -> None:
+    body = {"max_tokens": 60, "lookahead": {"window": 0, "sources": ["suffix"], "budget": 32}}
+    plain = chat(server, **body)
+    text = plain["choices"][0]["message"]["content"]
+    predicted = chat(server, **body, prediction={"type": "content", "content": text})
+    assert predicted["choices"] == plain["choices"]
+    details = predicted["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] >= 50
+    assert predicted["usage"]["lookahead"]["steps"] < plain["usage"]["lookahead"]["steps"] / 2
+    wrong = chat(server, **body, prediction={"type": "content", "content": "zzz qqq " * 10})
+    assert wrong["choices"] == plain["choices"]
+    assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 20
