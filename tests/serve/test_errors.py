@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from http_server import Running, running, soon
 
@@ -100,11 +102,9 @@ def test_a_body_beyond_the_limit(server: Running) -> None:
         for _ in range(100):
             yield b"x" * (1 << 20)
 
-    try:
+    with suppress(httpx.TransportError):  # the server hangs up while the client still sends
         answer = server.client.post(CHAT, content=endless(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
-    except Exception as error:  # the server may hang up while the client still sends
-        assert "413" in str(error) or "disconnect" in str(error).lower() or "closed" in str(error).lower() or str(error)
     assert server.client.get("/health").status_code == 200
 
 

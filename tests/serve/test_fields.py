@@ -1,4 +1,4 @@
-"""Every field works under speculation: with guesses and without, the reply is the same, and the field has its effect."""
+"""Every field works under speculation: the reply is the same with guesses and without, and the field has its effect."""
 
 from __future__ import annotations
 
@@ -108,9 +108,8 @@ def test_log_probabilities_spell_the_text(server: Running) -> None:
     told = choice["logprobs"]
     assert "".join(told["tokens"]) == choice["text"]
     assert [len(top) for top in told["top_logprobs"]] == [2] * len(told["tokens"])
-    for token, value, top, offset in zip(
-        *(told[k] for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
-    ):
+    columns = (told[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+    for token, value, top, offset in zip(*columns, strict=True):
         assert choice["text"][offset:].startswith(token)
         assert value == max(top.values())
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ LONG: dict[str, Any] = {"prompt": "the", "max_tokens": 500, "ignore_eos": True, 
 
 
 @pytest.fixture
-def slow(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def slow(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
     """A server whose steps take a while, so that requests are still running when something happens to them."""
     step = server.model.engine.step
 
@@ -30,7 +29,7 @@ def slow(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         return step()
 
     monkeypatch.setattr(server.model.engine, "step", slower)
-    yield server
+    return server
 
 
 def test_a_client_that_leaves_a_stream_cancels_it(slow: Running) -> None:
