@@ -1,0 +1,143 @@
+"""Keys: who may ask, and that one key's requests leave no trace for another's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_server import Running, running
+
+import lookahead
+from lookahead.algorithm.sources import SharedMemory
+from lookahead.serve.errors import ApiError
+from lookahead.serve.keys import KeyRing, read_keys
+from lookahead.serve.settings import ServeSettings
+
+KEYS = ("first-secret", "second-secret")
+PROMPT = "the quick brown fox jumps over the lazy dog " * 8
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def make_paged(model: Any, tokenizer: Any, settings: Any) -> Callable[[], Any]:
+    return lambda: lookahead.load((model, tokenizer), config=settings, backend="graph")
+
+
+@pytest.fixture(scope="module")
+def guarded(make_paged: Callable[[], Any]) -> Iterator[Running]:
+    with running(make_paged(), keys=KEYS) as server:
+        yield server
+
+
+def test_everything_but_health_needs_a_key(guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert guarded.client.get("/health").status_code == 200
+    for path in ("/v1/models", "/ready", "/metrics", "/openapi.json", "/nothing"):
+        for headers in ({}, bearer("wrong-secret"), {"Authorization": KEYS[0]}, {"Authorization": "Bearer"}):
+            answer = guarded.client.get(path, headers=headers)
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["type"] == "authentication_error"
+        expected = 404 if path == "/nothing" else 200
+        assert guarded.client.get(path, headers=bearer(KEYS[1])).status_code == expected
+    answer = guarded.client.post("/v1/completions", content=b"x" * 1000)
+    assert answer.status_code == 401  # the body is not even read
+    assert not any(secret in caplog.text for secret in (*KEYS, "wrong-secret"))
+
+
+def ask(server: Running, key: str) -> dict[str, Any]:
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    body["lookahead"] = {"window": 0, "budget": 24, "sources": ["recycle"]}
+    answer = server.client.post("/v1/completions", json=body, headers=bearer(key))
+    assert answer.status_code == 200
+    return answer.json()
+
+
+def test_a_second_key_finds_nothing_of_the_first(guarded: Running) -> None:
+    pool = guarded.model.backend.pool
+    first, again = ask(guarded, KEYS[0]), ask(guarded, KEYS[0])
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert again["usage"]["lookahead"]["steps"] < first["usage"]["lookahead"]["steps"]
+    hits = pool.hit_tokens
+    other = ask(guarded, KEYS[1])
+    assert pool.hit_tokens == hits
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert other["choices"] == first["choices"]
+    # The same steps as the first key's first request: nothing that it taught is used.
+    assert other["usage"]["lookahead"] == first["usage"]["lookahead"]
+    owners = guarded.service.keys.owners
+    assert owners[0].memory is not owners[1].memory
+    assert len({owner.salt for owner in owners}) == 2
+
+
+def test_share_memory_shares(make_paged: Callable[[], Any]) -> None:
+    with running(make_paged(), keys=KEYS, share_memory=True) as server:
+        ask(server, KEYS[0])
+        assert ask(server, KEYS[1])["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_cors_is_off_unless_configured(guarded: Running, loaded: Any) -> None:
+    page = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in guarded.client.get("/health", headers=page).headers
+    with running(loaded, cors_origins=("https://page.example",), keys=KEYS) as server:
+        assert server.client.options("/v1/completions", headers=page).status_code == 200
+        answer = server.client.get("/v1/models", headers={**page, **bearer(KEYS[0])})
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        other = {**page, "Origin": "https://other.example"}
+        assert server.client.options("/v1/completions", headers=other).status_code == 400
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst-secret\n\nsecond-secret\n")
+    assert read_keys(path, {}) == KEYS
+    assert read_keys(None, {"LOOKAHEAD_API_KEYS": "first-secret, second-secret"}) == KEYS
+    assert read_keys(None, {}) == ()
+    for text, says in (
+        ("", "has no key"),
+        ("short", "at least 8"),
+        ("with a space", "no spaces"),
+        ("same-same\nsame-same", "a key twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=says) as raised:
+            read_keys(path, {})
+        assert not text or text.split()[0] not in str(raised.value).replace("a key twice", "")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_keys(tmp_path / "nothing", {})
+
+
+def test_a_ring_keeps_no_key_in_plain() -> None:
+    ring = KeyRing(KEYS, SharedMemory())
+    assert ring.owner(f"bearer {KEYS[1]}") is ring.owners[1]
+    assert not any(key in repr(vars(ring)) + repr([vars(owner) for owner in ring.owners]) for key in KEYS)
+    with pytest.raises(ApiError):
+        ring.owner("Basic Zmlyc3Q6c2VjcmV0")
+    assert "secret" not in repr(ServeSettings(keys=KEYS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"host": "0.0.0.0"}, "there is no API key; give --api-key-file, or --allow-public"),
+        ({"host": "example.org"}, "can be reached by others"),
+        ({"port": 70000}, "port=70000"),
+        ({"max_concurrency": 0}, "max_concurrency=0 must be at least 1"),
+        ({"request_timeout": 0.0}, "request_timeout=0.0"),
+        ({"drain_seconds": float("nan")}, "drain_seconds=nan"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ServeSettings(**changes)
+
+
+def test_public_addresses_are_allowed_with_a_key_or_a_flag() -> None:
+    assert ServeSettings(host="0.0.0.0", keys=KEYS).keys == KEYS
+    assert ServeSettings(host="0.0.0.0", public=True).public
+    assert ServeSettings(host="::1").host == "::1"

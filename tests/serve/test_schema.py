@@ -1,0 +1,72 @@
+"""Requests that are made up from `/openapi.json`, valid and not: none may be answered with a 5xx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from http_server import Running
+
+EXAMPLES = 6
+
+
+OPERATIONS = (
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/responses",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "GET /health",
+    "GET /ready",
+    "GET /metrics",
+)
+LENGTHS = {"messages": "max_tokens", "prompt": "max_tokens", "input": "max_output_tokens"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_request_is_answered_with_a_5xx(server: Running, operation: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    method, path = operation.split(" ")
+    found = schema[path][method]
+    statuses: set[int] = set()
+
+    for mode in schemathesis.GenerationMode if method == "POST" else [schemathesis.GenerationMode.POSITIVE]:
+
+        @hypothesis.settings(
+            max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        )
+        @hypothesis.given(case=found.as_strategy(generation_mode=mode))
+        def ask(case: Any) -> None:
+            if isinstance(case.body, dict):
+                shorten(case.body)
+            answer = case.call()
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500, answer.text
+            if answer.status_code >= 400:
+                assert answer.json()["error"]["message"]
+
+        ask()
+    assert 200 in statuses or path in MOSTLY_REFUSED
+
+
+MOSTLY_REFUSED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models/{name}", "/detokenize")
+"""What a few made-up requests cannot be expected to get right."""
+
+
+def shorten(body: dict[str, Any]) -> None:
+    """A long answer tells no more than a short one."""
+    for content, name in LENGTHS.items():
+        if content in body and type(body.get(name, 9)) in (int, type(None)) and (body.get(name) or 9) > 3:
+            body[name] = 3
+            body.pop("max_completion_tokens", None)
+    if isinstance(body.get("n"), int) and body["n"] > 2:
+        body["n"] = 2
+
+
+def test_every_operation_is_tried(server: Running) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} == set(OPERATIONS)
