@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -14,7 +15,7 @@ import uvicorn
 
 from lookahead.generate import LookaheadModel
 from lookahead.serve.app import make_app
-from lookahead.serve.errors import unavailable
+from lookahead.serve.errors import log, unavailable
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
@@ -107,6 +108,8 @@ def make_server(model: LookaheadModel, settings: ServeSettings, say: Callable[[s
 def serve(model: LookaheadModel, settings: ServeSettings, say: Callable[[str], None] = print) -> None:
     """Serve until a signal comes. `say` gets lines for the person who started it."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    log.setLevel(logging.INFO)
     try:
         make_server(model, settings, say).run()
     except SystemExit as error:

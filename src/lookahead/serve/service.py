@@ -18,7 +18,7 @@ from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.front import Ticket
 from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel
-from lookahead.serve.errors import ApiError, bad_request, unavailable
+from lookahead.serve.errors import ApiError, bad_request, log, unavailable
 from lookahead.serve.grammar import Grammars
 from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.keys import KeyRing
@@ -95,6 +95,9 @@ class Service:
                 raise bad_request(str(error)) from error
 
         made = await self.in_worker(jobs, size)
+        if self.settings.log_prompts:
+            for job in made:
+                log.info("prompt of %s: %s", job.ask.owner.name, self.decode(job.ask.prompt))
         self.check_ready()
         self.queue.enter(len(made))
         reply = Reply(made, self.settings.request_timeout, self.leave)
