@@ -83,6 +83,7 @@ def test_what_was_asked_is_counted(used: Running) -> None:
     assert sum(found["lookahead:accepted_tokens_by_source_total"].values()) == accepted
     assert sum(found["lookahead:step_time_seconds_count"].values()) >= steps
     assert "vllm:compression" not in found
+    assert found["lookahead:requests_refused_total"] == {(("status", "400"),): 1}
 
 
 def test_vllm_names_only_on_request(server: Running) -> None:

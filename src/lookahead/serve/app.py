@@ -35,7 +35,7 @@ def make_app(model: LookaheadModel, settings: ServeSettings) -> FastAPI:
     app.state.service = service
     for part in (tokens, completions, chat, responses):
         app.include_router(part.router)
-    errors.install(app)
+    errors.install(app, service.metrics.refused)
     app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
     if settings.cors_origins:
         app.add_middleware(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,16 +99,20 @@ UNION_PARTS = {"str", "int", "float", "bool", "none", "constrained-str", "json_o
 """What pydantic puts into the place of an error to tell which type of a union it tried."""
 
 
-def install(app: FastAPI) -> None:
-    """Answer every kind of error with OpenAI's object."""
+def install(app: FastAPI, refused: Counter[str]) -> None:
+    """Answer every kind of error with OpenAI's object, and count it by its status."""
+
+    def answer(error: ApiError) -> JSONResponse:
+        refused[str(error.status)] += 1
+        return error.response()
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return answer(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return explain(most_telling(error.errors())).response()
+        return answer(explain(most_telling(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -116,11 +121,9 @@ def install(app: FastAPI) -> None:
             404: f"there is no {path!r} here; /openapi.json lists what there is",
             405: f"{path!r} does not take {request.method}",
         }
-        headers = error.headers or {}
-        return ApiError(
-            error.status_code, messages.get(error.status_code, str(error.detail)), headers=headers
-        ).response()
+        message = messages.get(error.status_code, str(error.detail))
+        return answer(ApiError(error.status_code, message, headers=error.headers or {}))
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return internal(error).response()
+        return answer(internal(error))
