@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grammar import Alternating
 from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, tiny
 
@@ -44,40 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Alternating:
-    """A little grammar: odd and even tokens alternate, and every fourth token of the output is a multiple of three.
-
-    It walks the tree by itself, as a grammar matcher does, and leaves the window's rows empty.
-    """
-
-    def __init__(self) -> None:
-        self.output: list[int] = []
-
-    def allows(self, output: Sequence[int], token: int) -> bool:
-        if output and token % 2 == output[-1] % 2:
-            return False
-        return len(output) % 4 != 3 or token % 3 == 0
-
-    def rows(self, tree: TokenTree, sequence: DecodingSequence) -> Any:
-        assert self.output == sequence.output
-        if not self.output and not tree.guesses_below(0):
-            return None  # anything may come first
-        rows = np.zeros((len(tree.needed), -(-VOCABULARY // 32)), np.uint32)
-        self._fill(rows, tree, 0, self.output)
-        return rows
-
-    def _fill(self, rows: Any, tree: TokenTree, node: int, output: list[int]) -> None:
-        for token in range(VOCABULARY):
-            if self.allows(output, token):
-                rows[tree.place(node), token // 32] |= np.uint32(1 << token % 32)
-        for guess in tree.guesses_below(node):
-            if self.allows(output, tree.tokens[guess]):
-                self._fill(rows, tree, guess, [*output, tree.tokens[guess]])
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.output += tokens
-
-
 @cache
 def model(device: str = "cpu") -> Any:
     return tiny("Llama", device=device)
@@ -97,7 +64,7 @@ def request(
 ) -> Request:
     rules = StopRules(TOKENS, ENDS, 256, min_tokens=min_tokens)
     sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
-    return Request(sequence, mask=Alternating() if masked else None)
+    return Request(sequence, mask=Alternating(VOCABULARY) if masked else None)
 
 
 def finish(backend: Any, requests: Sequence[Request], **options: Any) -> list[Event]:
@@ -174,7 +141,7 @@ def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) ->
             guessed += sum(one.sequence.stats.accepted_by_source.values())
             if one.mask is not None:
                 output = one.sequence.output
-                assert all(Alternating().allows(output[:i], token) for i, token in enumerate(output))
+                assert all(Alternating.allows(output[:i], token) for i, token in enumerate(output))
     assert guessed > 20
 
 
