@@ -166,7 +166,7 @@ class CapturedStep:
         if kind.drawn:
             state.buffers.drawing, state.buffers.noise  # noqa: B018
         if kind.adjusted:
-            state.buffers.scores(kind.needed)
+            state.buffers.adjusting, state.buffers.scores(kind.needed)
         if kind.logprobs:
             self.logprobs = LogProbs(kind.needed, len(w.head), min(MOST_LOGPROBS, len(w.head)), device)
         self.graph: torch.cuda.CUDAGraph | None = None
