@@ -149,7 +149,8 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr() -> None:
 def test_options_reach_the_model() -> None:
     model = FakeModel()
     options = "--model m --dtype float32 --device cuda:1 --max-tokens 9 --temperature 0.8 --top-k 5 --top-p 0.9"
-    more = ["--min-p", "0.1", "--seed", "3", "--raw", "--backend", "eager"]
+    more = ["--min-p", "0.1", "--seed", "3", "--raw", "--backend", "eager", "--repetition-penalty", "1.2"]
+    more += ["--presence-penalty", "0.5", "--frequency-penalty", "-0.25"]
     result = run("generate", "-p", "x", *options.split(), *more, model=model)
     assert result.exit_code == 0, result.stderr
     assert model.loaded == {"name": "m", "dtype": "float32", "device": "cuda:1", "backend": "eager"}
@@ -164,6 +165,9 @@ def test_options_reach_the_model() -> None:
                 "top_k": 5,
                 "top_p": 0.9,
                 "min_p": 0.1,
+                "repetition_penalty": 1.2,
+                "presence_penalty": 0.5,
+                "frequency_penalty": -0.25,
                 "seed": 3,
                 "stop": (),
                 "raw": True,

@@ -65,6 +65,21 @@ SAMPLING_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"min_p": -0.1}, "min_p=-0.1 must be between 0 (keeps every token) and 1"),
     ({"min_p": 1.01}, "min_p=1.01 must be between 0 (keeps every token) and 1"),
     ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0 (1 changes nothing)"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty=inf must be above 0 (1 changes nothing)"),
+    ({"repetition_penalty": None}, "repetition_penalty=None must be a number"),
+    ({"presence_penalty": "1"}, "presence_penalty='1' must be a number"),
+    ({"presence_penalty": float("nan")}, "presence_penalty=nan must be a finite number (0 changes nothing)"),
+    ({"frequency_penalty": float("inf")}, "frequency_penalty=inf must be a finite number (0 changes nothing)"),
+    ({"logit_bias": 5}, "logit_bias=5 must map token ids to numbers, such as {42: -1.5}"),
+    ({"logit_bias": {"a": 1.0}}, "a token id of logit_bias='a' must be a whole number of at least 0"),
+    ({"logit_bias": {-1: 1.0}}, "a token id of logit_bias=-1 must be a whole number of at least 0"),
+    ({"logit_bias": {3: "x"}}, "logit_bias={3: 'x'} must be a number; -inf bans the token"),
+    ({"logit_bias": {3: float("inf")}}, "logit_bias={3: inf} must be a number; -inf bans the token"),
+    ({"logit_bias": {3: float("nan")}}, "logit_bias={3: nan} must be a number; -inf bans the token"),
+    ({"logprobs": -1}, "logprobs=-1 must be a whole number of at least 0"),
+    ({"logprobs": 21}, "logprobs=21 must be at most 20"),
+    ({"logprobs": True}, "logprobs=True must be a whole number of at least 0"),
 ]
 
 
@@ -77,12 +92,30 @@ def test_refused_sampling_says_what_to_change(fields: dict[str, Any], message: s
 def test_sampling_at_its_limits() -> None:
     assert SamplingParams().greedy
     assert not SamplingParams(temperature=0.01, top_p=1.0, min_p=1.0, top_k=0).greedy
+    assert SamplingParams(repetition_penalty=0.5, logprobs=20, logit_bias={0: -float("inf")}).penalised
+    assert not SamplingParams(logit_bias={4: 1}).penalised
+
+
+def test_a_bias_is_kept_as_sorted_pairs() -> None:
+    """So that equal params are equal and can be hashed; a bias of 0 changes nothing."""
+    params = SamplingParams(logit_bias={7: -1, 2: 3.5, 4: 0.0})
+    assert params.bias == params.logit_bias == ((2, 3.5), (7, -1.0))
+    assert hash(params) == hash(SamplingParams(logit_bias=((7, -1.0), (2, 3.5))))
+    assert SamplingParams(logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [0, -5, 2.5, None])
 def test_max_tokens_is_at_least_one(count: Any) -> None:
     with pytest.raises(ValueError, match=f"^max_tokens={re.escape(repr(count))} must be a whole number of at least 1"):
         StopRules(max_tokens=count)
+
+
+def test_min_tokens_is_at_most_max_tokens() -> None:
+    assert StopRules(5, min_tokens=5).min_tokens == 5
+    with pytest.raises(ValueError, match=r"^min_tokens=6 must be at most max_tokens=5"):
+        StopRules(5, min_tokens=6)
+    with pytest.raises(ValueError, match=r"^min_tokens=-1 must be a whole number of at least 0"):
+        StopRules(min_tokens=-1)
 
 
 @pytest.mark.parametrize(

@@ -604,6 +604,72 @@ def test_the_generation_config_of_a_model_is_heeded(
     assert sampled["lookahead"] == sampled["autoregressive"]
 
 
+def test_a_penalty_of_the_caller_replaces_the_models_own(
+    make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Plain
+) -> None:
+    """Beside another processor, too, which needs verification token by token."""
+    ids = tokenizer("the quick brown fox and the lazy dog")["input_ids"]
+    for other in ({}, {"no_repeat_ngram_size": 2}):
+        model = make_model()
+        expected = {}
+        for penalty in (1.0, 1.2, 1.7):
+            model.generation_config.update(repetition_penalty=penalty, **other)
+            expected[penalty] = plain(model, ids, 30)
+        assert len({tuple(tokens) for tokens in expected.values()}) > 1
+        lm = lookahead.load((model, tokenizer), config=settings)
+        assert lm.generate(ids, max_tokens=30).token_ids == expected[1.7]
+        assert lm.generate(ids, max_tokens=30, repetition_penalty=1.2).token_ids == expected[1.2]
+        assert lm.generate(ids, max_tokens=30, repetition_penalty=1.0).token_ids == expected[1.0]
+
+
+ADJUSTING: list[dict[str, Any]] = [
+    {"presence_penalty": 1.2, "frequency_penalty": 0.3},
+    {"repetition_penalty": 1.4, "logit_bias": {5: 2.0, 9: -float("inf")}, "min_tokens": 9, "stop": "e"},
+    {"temperature": 0.9, "frequency_penalty": 0.5, "min_tokens": 30, "seed": 3},
+]
+
+
+@pytest.mark.parametrize("options", ADJUSTING)
+@pytest.mark.parametrize("verified", [False, True])
+def test_penalties_and_log_probabilities_by_every_way(
+    options: dict[str, Any], verified: bool, make_model: Any, tokenizer: Any, settings: LookaheadConfig
+) -> None:
+    """generate, a batch and stream; also for a model whose generation config needs verification token by token."""
+    model = make_model()
+    if verified:
+        model.generation_config.suppress_tokens = [25, 29]
+    lm = lookahead.load((model, tokenizer), config=settings)
+    options = {**options, "max_tokens": 30, "logprobs": 2}
+    expected = lm.generate("the fox", method="autoregressive", **options)
+    found = lm.generate(["the fox", "a dog"], **options)[0]
+    stream = lm.stream("the fox", **options)
+    pieces = list(stream)
+    assert found.token_ids == stream.completion.token_ids == expected.token_ids
+    assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+    assert len(expected.token_ids) >= options.get("min_tokens", 1)
+    ids = lm.encode("the fox")
+    with torch.no_grad():
+        rows = model(torch.tensor([[*ids, *expected.token_ids]])).logits[0, len(ids) - 1 : -1].log_softmax(dim=-1)
+    for told in (expected.logprobs, found.logprobs, [item for piece in pieces for item in piece.logprobs or ()]):
+        assert told is not None
+        assert [t.logprob for t in told] == pytest.approx(
+            [float(row[token]) for row, token in zip(rows, expected.token_ids, strict=True)], abs=1e-4
+        )
+        assert [[token for token, _ in t.top] for t in told] == rows.topk(2).indices.tolist()
+    assert lm.generate("the fox", max_tokens=3).logprobs is None
+
+
+def test_mistakes_in_new_settings_are_named(lm: LookaheadModel) -> None:
+    for settings, message in (
+        ({"logit_bias": {10**6: 1.0}}, "logit_bias names token 1000000; the model has 0 to"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 must be at most max_tokens=8"),
+        ({"logprobs": 21}, "logprobs=21 must be at most 20"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.generate("the fox", **settings)
+
+
 def test_a_penalty_of_one_draws_as_no_penalty(make_model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
     """The token-by-token walk and the backend's own draws use the same uniforms."""
     ids = tokenizer("the quick brown fox")["input_ids"]

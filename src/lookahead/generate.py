@@ -22,8 +22,8 @@ from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front, Ticket
-from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
-from lookahead.engine.request import Request, raise_errors
+from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_adjustment
+from lookahead.engine.request import Event, Request, TokenLogprobs, raise_errors
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import asked_for, open_model, processors, stop_ids
@@ -35,7 +35,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length', or 'interrupted' (closed early)."""
+    """An answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length', or 'interrupted' (closed early).
+
+    `logprobs` aligns with `token_ids`, and is None unless it was asked for.
+    """
 
     text: str
     token_ids: list[int]
@@ -44,16 +47,21 @@ class Completion:
     method: str
     config: LookaheadConfig = field(repr=False)
     seed: int
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
 
 
 class Piece(str):
-    """A piece of streamed text. `token_ids` are the tokens accepted since the piece before it."""
+    """A piece of streamed text. `token_ids` are the tokens accepted since the piece before it.
+
+    `logprobs` aligns with them, and is None unless it was asked for.
+    """
 
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
 
-    def __new__(cls, text: str, token_ids: list[int]) -> Piece:
+    def __new__(cls, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> Piece:
         piece = super().__new__(cls, text)
-        piece.token_ids = token_ids
+        piece.token_ids, piece.logprobs = token_ids, logprobs
         return piece
 
 
@@ -63,6 +71,9 @@ class Answer:
     def __init__(self, request: Request, text: TextStream, method: str) -> None:
         self.request, self.text, self.method = request, text, method
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        if request.sequence.sampling.logprobs is not None:
+            self.logprobs = []
         self.finish_reason: str | None = None
         self.ticket: Ticket | None = None
 
@@ -77,6 +88,11 @@ class Answer:
         for token in tokens[:-1] if finish_reason == "eos" else tokens:
             self.text.push_token(token)
 
+    def read_logprobs(self, event: Event) -> None:
+        """Take what an event says of its tokens, if that was asked for."""
+        if self.logprobs is not None:
+            self.logprobs += event.logprobs or []
+
     def completion(self) -> Completion:
         self.text.finish()
         reason = self.finish_reason or "interrupted"
@@ -88,6 +104,7 @@ class Answer:
             method=self.method,
             config=self.sequence.config,
             seed=self.sequence.sampling.seed,
+            logprobs=self.logprobs,
         )
 
 
@@ -128,10 +145,12 @@ def _pieces(front: Front, answer: Answer) -> Generator[Piece, None, None]:
     try:
         for event in answer.ticket:
             answer.read(event.tokens, event.finish_reason)
+            answer.read_logprobs(event)
             tokens += event.tokens
             text = answer.text.finish() if event.finish_reason else answer.text.take()
             if text or event.finish_reason:
-                yield Piece(text, tokens)
+                told = answer.logprobs
+                yield Piece(text, tokens, None if told is None else told[len(told) - len(tokens) :])
                 tokens = []
     finally:
         front.cancel(answer.ticket)
@@ -165,10 +184,12 @@ class LookaheadModel:
     def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
         """Answer one prompt with a `Completion`, or a list of prompts with a list of them, decoded as one batch.
 
-        Settings: `max_tokens=256, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, stop=(), raw=False,
-        method="lookahead", config=None`. Without a `seed` every answer gets a random one. `raw` leaves out the chat
-        template. `method` is 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'. `config` is a
-        `LookaheadConfig`, for the method 'lookahead' only.
+        Settings: `max_tokens=256, min_tokens=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None,
+        repetition_penalty=None, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, logprobs=None, stop=(),
+        raw=False, method="lookahead", config=None`. Without a `seed` every answer gets a random one, and without a
+        `repetition_penalty` the one of the model's generation config. `raw` leaves out the chat template. `method` is
+        'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'. `config` is a `LookaheadConfig`, for the method
+        'lookahead' only.
         """
         prompt = as_plain(prompt)
         many = is_batch(prompt)
@@ -189,8 +210,10 @@ class LookaheadModel:
                 self.front.cancel(ticket)
             for ticket in tickets:
                 ticket.join()
-        for answer in answers:
+        for answer, ticket in zip(answers, tickets, strict=True):
             answer.read(answer.sequence.output, answer.sequence.finish_reason)
+            for event in ticket if answer.logprobs is not None else ():
+                answer.read_logprobs(event)
         return [answer.completion() for answer in answers]
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
@@ -244,12 +267,16 @@ class LookaheadModel:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
-        """The verifier for the logits processors of the model's generation config, or None if there are none."""
-        if not asked_for(self.model):
+        """The verifier for the logits processors of the model's generation config, or None if there are none.
+
+        A repetition penalty needs none: it is one of the settings that steps apply by themselves.
+        """
+        made = processors(self.model, len(sequence.tokens), sequence.rules.max_tokens, self.stop_ids)
+        if made is None:
             return None
         sampling = sequence.sampling
         rule = Rule(
-            processors=processors(self.model, len(sequence.tokens), sequence.rules.max_tokens, self.stop_ids),
+            processors=with_adjustment(made, sequence),
             draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling),
         )
         return PathVerifier([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
@@ -267,11 +294,17 @@ class LookaheadModel:
         method: str = "lookahead",
         config: LookaheadConfig | None = None,
         max_tokens: int = 256,
+        min_tokens: int = 0,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
         stop: str | Sequence[str] | None = (),
         raw: bool = False,
     ) -> Answer:
@@ -282,17 +315,30 @@ class LookaheadModel:
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
         # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.
         stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
-        ends = TextStream(self.tokenizer, stops).push_token if stops.stops else None
+        ends = TextStream(self.tokenizer, stops, min_tokens).push_token if stops.stops else None
+        if repetition_penalty is None:
+            repetition_penalty = asked_for(self.model).get("repetition_penalty", 1.0)
         sequence = DecodingSequence(
             self.encode(prompt, raw=raw),
             config,
-            SamplingParams(temperature, top_k, top_p, min_p, new_seed() if seed is None else seed),
-            StopRules(max_tokens, self.stop_ids, self.backend.max_length),
+            SamplingParams(
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                new_seed() if seed is None else seed,
+                repetition_penalty,
+                presence_penalty,
+                frequency_penalty,
+                logit_bias or (),
+                logprobs,
+            ),
+            StopRules(max_tokens, self.stop_ids, self.backend.max_length, min_tokens=min_tokens),
             ends=ends,
             memory=self.memory,
         )
         request = Request(sequence, self.verifier(sequence), begin=begin)
-        return Answer(request, TextStream(self.tokenizer, stops), method)
+        return Answer(request, TextStream(self.tokenizer, stops, min_tokens), method)
 
 
 def load(

@@ -1,4 +1,4 @@
-"""Distributions against transformers' warpers, draws at their edges, and the levels of top rows."""
+"""Adjusted logits and distributions against transformers, draws at their edges, and the levels of top tokens."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import math
 from fractions import Fraction
 from itertools import accumulate, product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from lookahead.algorithm.sampling import LEVELS, NO_DRAW, distribution, draw, pick, top_tokens
+from lookahead.algorithm.sampling import LEVELS, NO_DRAW, Adjustment, adjusted, distribution, draw, pick, top_tokens
 from lookahead.config import SamplingParams
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -185,3 +189,44 @@ def test_a_sure_row_and_an_impossible_token() -> None:
     ids, levels = top.chunk(2, dim=1)
     assert ids[0, 0] == 1
     assert levels.tolist() == [[0, LEVELS - 1, LEVELS - 1]]
+
+
+def test_adjusted_equals_transformers_processors() -> None:
+    """Every row as if its path had been accepted: a penalty, a ban of end tokens, a bias added after the penalty."""
+    prompt, output, ends = [3, 4, 4, 50], [7, 7, 3, 9], frozenset([11, 30, 99])
+    paths = [[], [11], [11, 7], [12, 12, 12]]
+    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(repetition_penalty=1.7, logit_bias={12: 0.5, 20: -float("inf")})
+    found = adjusted(logits, params, Adjustment([*prompt, *output], 4, ends, min_tokens=6), paths)
+    for row, path in enumerate(paths):
+        text = torch.tensor([[*prompt, *output, *path]])
+        scores = RepetitionPenaltyLogitsProcessor(1.7)(text, logits[row : row + 1].clone())
+        scores = SequenceBiasLogitsProcessor({(12,): 0.5, (20,): -float("inf")})(text, scores)
+        scores = MinNewTokensLengthLogitsProcessor(4, 6, [11, 30], device="cpu")(text, scores)
+        assert torch.equal(found[row], scores[0])
+    assert found[1, 11] == -torch.inf
+    assert found[2, 11] > -torch.inf
+
+
+def test_adjusted_counts_the_output_alone() -> None:
+    logits = torch.zeros(2, 40)
+    params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25)
+    found = adjusted(logits, params, Adjustment([5, 5, 6, 6, 7], 2), [[], [6, 8]])
+    expected = torch.zeros(2, 40)
+    expected[0, 6], expected[0, 7] = -1.5, -1.25
+    expected[1, 6], expected[1, 7], expected[1, 8] = -1.75, -1.25, -1.25
+    assert torch.equal(found, expected)
+
+
+def test_a_mask_that_allows_end_tokens_alone_wins_over_min_tokens() -> None:
+    """A text that is complete ends, even if it is short."""
+    mask = np.zeros((2, 2), np.uint32)
+    mask[0, 1], mask[1, 1] = 1 << 3, 1 << 3 | 1 << 4
+    found = adjusted(torch.zeros(2, 40), SamplingParams(), Adjustment([1], 1, frozenset([35]), 9, mask), [[], []])
+    assert [(row > -torch.inf).nonzero()[:, 0].tolist() for row in found] == [[35], [36]]
+
+
+def test_top_tokens_of_a_row_without_any() -> None:
+    """A refused guess may have such a row; its levels must still be levels."""
+    found = top_tokens(torch.full((1, 20), -torch.inf), 8)
+    assert ((found[:, 8:] >= 0) & (found[:, 8:] < LEVELS)).all()

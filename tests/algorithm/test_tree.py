@@ -259,3 +259,8 @@ def test_a_tree_below_a_trail(size: int, count: int) -> None:
         assert seen[node + count] == before << count | (1 << count) - 1
         assert joined.depths[node + count] == tree.depths[node] + count
     assert list(joined.depths[:count]) == trail
+
+
+def test_path_tokens_lead_from_below_the_root() -> None:
+    tree = TokenTree([9, 1, 2, 3, 4], [-1, 0, 1, 1, 3], [0, 1, 2, 2, 3], range(5))
+    assert [tree.path_tokens(node) for node in range(5)] == [[], [1], [1, 2], [1, 3], [1, 3, 4]]

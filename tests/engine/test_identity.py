@@ -6,6 +6,7 @@ import random
 from functools import cache
 
 import pytest
+from grammar import Alternating
 from marks import slow_but
 from paged import PagedToy
 from toys import VOCABULARY, ToyBackend
@@ -23,25 +24,43 @@ CONFIGS = (
     LookaheadConfig(window=2, ngram=4, guesses=4, budget=20, shared=True),
     LookaheadConfig.jacobi(4),
 )
-SAMPLINGS = (SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.2, top_k=9, seed=8))
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(0.8, seed=3),
+    SamplingParams(1.2, top_k=9, seed=8),
+    SamplingParams(repetition_penalty=1.4, logprobs=0),
+    SamplingParams(0.9, seed=4, presence_penalty=0.8, frequency_penalty=0.3, logit_bias={7: 3.0, 2: -float("inf")}),
+    SamplingParams(1.1, seed=5, frequency_penalty=-0.2, logprobs=3),
+)
+MIN_TOKENS = (0, 3, 0, 9, 0, 4)
+"""The fewest tokens of a request with the sampling of this number."""
 Asked = tuple[tuple[int, ...], int, int, int]
 """A prompt, the most tokens, and the numbers of a config and of a sampling."""
 
 
+MASKED = (False, False, True, False, False, True)
+"""Whether a request with the sampling of this number has a mask."""
+
+
 def sequence_of(asked: Asked, memory: SharedMemory | None = None) -> DecodingSequence:
     prompt, tokens, config, sampling = asked
-    rules = StopRules(tokens, frozenset([7]))
+    rules = StopRules(tokens, frozenset([7]), min_tokens=min(tokens, MIN_TOKENS[sampling]))
     return DecodingSequence(list(prompt), CONFIGS[config], SAMPLINGS[sampling], rules, memory=memory)
+
+
+def request_of(asked: Asked, memory: SharedMemory | None = None, salt: str = "") -> Request:
+    mask = Alternating(VOCABULARY) if MASKED[asked[3]] else None
+    return Request(sequence_of(asked, memory), mask=mask, salt=salt)
 
 
 @cache
 def alone(prompt: tuple[int, ...], tokens: int, sampling: int) -> tuple[list[int], str | None]:
     """The text of the plainest run: alone, autoregressive, in a backend without pages."""
-    sequence, engine = sequence_of((prompt, tokens, 0, sampling)), Engine(ToyBackend())
-    engine.submit(Request(sequence))
+    request, engine = request_of((prompt, tokens, 0, sampling)), Engine(ToyBackend())
+    engine.submit(request)
     while engine.running:
         engine.step()
-    return sequence.output, sequence.finish_reason
+    return request.sequence.output, request.sequence.finish_reason
 
 
 class Crowd:
@@ -57,7 +76,7 @@ class Crowd:
         for _ in range(rng.randrange(1, most)):
             end = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(0, 6)))
             prompt = (rng.choice(stems) + end)[:16]
-            self.asked.append((prompt, rng.randrange(1, 25), rng.randrange(len(CONFIGS)), rng.randrange(3)))
+            self.asked.append((prompt, rng.randrange(1, 25), rng.randrange(len(CONFIGS)), rng.randrange(6)))
 
     def run(self) -> list[tuple[list[int], str | None]]:
         rng, engine, backend = self.rng, self.engine, self.backend
@@ -66,7 +85,7 @@ class Crowd:
         told: dict[int, list[int]] = {}
         while to_come or engine.running:
             while to_come and rng.random() < 0.6:
-                requests.append(Request(sequence_of(to_come.pop(0), self.memory), salt=rng.choice(("", "", "b"))))
+                requests.append(request_of(to_come.pop(0), self.memory, rng.choice(("", "", "b"))))
                 told[engine.submit(requests[-1])] = []
             if engine.running and rng.random() < 0.03:
                 engine.cancel(rng.choice(engine.running))
@@ -75,6 +94,9 @@ class Crowd:
                 assert 0 <= event.accepted <= event.tried
                 assert not event.tried or event.request.sequence.config.sources
                 told[event.request.id] += event.tokens
+                count = event.request.sequence.sampling.logprobs
+                expected = None if count is None else [count] * len(event.tokens)
+                assert (event.logprobs and [len(item.top) for item in event.logprobs]) == expected
         assert backend.slots == backend.tables == {}
         assert backend.pool.used == 0
         assert backend.pool.free + backend.pool.kept == backend.pool.pages
@@ -110,13 +132,13 @@ def test_a_long_prompt_stops_nobody() -> None:
     """While it runs in pieces, every decoding request gets a token in every pass."""
     backend = PagedToy(pages=400, most_rows=16)
     engine = Engine(backend)
-    early = [Request(sequence_of(((3, i, 5, i), 60, i % len(CONFIGS), i % 3))) for i in range(4)]
+    early = [request_of(((3, i, 5, i), 60, i % len(CONFIGS), i % 3)) for i in range(4)]
     for request in early:
         request.sequence.rules = StopRules(60)
         engine.submit(request)
     while not all(request.sequence.output for request in early):
         engine.step()
-    long = Request(sequence_of((tuple(i % VOCABULARY for i in range(300)), 4, 2, 0)))
+    long = request_of((tuple(i % VOCABULARY for i in range(300)), 4, 2, 0))
     engine.submit(long)
     passes = len(backend.passes)
     while not long.sequence.output:
@@ -146,9 +168,10 @@ def test_a_put_back_text_is_read_again_and_goes_on() -> None:
     backend = PagedToy(pages=8, page_size=4, most_rows=16)
     engine = Engine(backend)
     asked = [((i, 1, 2, i), 14, 0, i) for i in range(3)]
-    sequences = [sequence_of(one) for one in asked]
-    for sequence in sequences:
-        engine.submit(Request(sequence))
+    requests = [request_of(one) for one in asked]
+    sequences = [request.sequence for request in requests]
+    for request in requests:
+        engine.submit(request)
     while engine.running:
         engine.step()
     assert engine.preemptions

@@ -383,6 +383,16 @@ def test_nothing_follows_a_stop() -> None:
     assert (stream.take(), stream.take(), stream.finish(), stream.text) == ("a", "", "", "a")
 
 
+def test_a_stop_string_does_not_count_before_min_tokens() -> None:
+    """Not even if it only begins there: what was taken cannot be withdrawn."""
+    pieces = ["aSTOP", "bST", "OPc", "dST", "OP"]
+    stream = TextStream(Pieces(pieces), ["STOP"], min_tokens=2)
+    assert [stream.push_token(i) for i in range(3)] == [False] * 3
+    assert stream.take() == "aSTOPbSTOPc"
+    assert [stream.push_token(i) for i in (3, 4)] == [False, True]
+    assert (stream.finish(), stream.text) == ("d", "aSTOPbSTOPcd")
+
+
 def test_a_stop_waits_for_its_last_byte() -> None:
     ids = ids_of("byte-level", b"a" + EMOJI)
     stream = TextStream(TOKENIZERS["byte-level"], ["😀"])

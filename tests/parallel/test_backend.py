@@ -78,6 +78,26 @@ def test_a_rank_that_forgets_what_it_lacks_is_seen(monkeypatch: pytest.MonkeyPat
     assert found != [expected] * 3
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_penalties_and_biases_on_ranks(ranks: int) -> None:
+    """Each rank counts the whole text, and the tokens above its own nodes."""
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(
+            temperature, seed=5, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={3: 1.5, 4: -float("inf")}
+        )
+        request = ([[5, 9, 5, 9, 5, 3, 1, 2], [1, 2, 1, 2]], LookaheadConfig(4, 3, 4, 40), sampling)
+        expected = summary(decode(ToyBackend(), *request))
+        assert expected != summary(decode(ToyBackend(), *request[:2], SamplingParams(temperature, seed=5)))
+        found = on_ranks(ranks, lambda group, r=request: summary(decode(ParallelBackend(ToyBackend(), group), *r)))
+        assert found == [expected] * ranks
+
+
+def test_log_probabilities_are_refused_on_ranks() -> None:
+    request = ([[1, 2]], LookaheadConfig(), SamplingParams(logprobs=1))
+    with pytest.raises(ValueError, match="ranks exchange tokens, not log-probabilities; ask for them on one rank"):
+        on_ranks(2, lambda group: decode(ParallelBackend(ToyBackend(), group), *request))
+
+
 def test_counters() -> None:
     """One collective per step and the same size every time; each rank runs a part, and as much as planned."""
     request = ([[5, 9, 5, 9, 5, 3, 1, 2]], LookaheadConfig(6, 4, 6, 60), SamplingParams(seed=1))

@@ -140,8 +140,8 @@ def test_a_model_that_asks_for_processors_is_refused(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     model = make_model()
-    model.generation_config.repetition_penalty = 1.3
-    with pytest.raises(ValueError, match="asks for repetition_penalty, which looks at logits, and ranks exchange"):
+    model.generation_config.no_repeat_ngram_size = 2
+    with pytest.raises(ValueError, match="asks for no_repeat_ngram_size, which looks at logits, and ranks exchange"):
         lookahead.parallel.load((model, tokenizer))
 
 
@@ -157,6 +157,11 @@ def test_one_process_needs_no_launcher(
     expected = lookahead.load(parts, config=LookaheadConfig(**CONFIG)).generate("the fox", max_tokens=12)
     assert model.generate("the fox", max_tokens=12).token_ids == expected.token_ids
     assert model.rank == 0
+    options = {"max_tokens": 12, "repetition_penalty": 1.3, "logit_bias": {5: 2.0, 9: -float("inf")}, "min_tokens": 4}
+    expected = lookahead.load(parts, config=LookaheadConfig(**CONFIG)).generate("the fox", **options)
+    assert model.generate("the fox", **options).token_ids == expected.token_ids
+    with pytest.raises(ValueError, match=r"^logprobs=1: ranks exchange tokens, not log-probabilities; ask for them"):
+        model.generate("the fox", logprobs=1)
 
 
 @pytest.mark.slow

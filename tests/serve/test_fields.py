@@ -24,6 +24,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "echo": {"echo": True},
     "ignore_eos": {"ignore_eos": True, "logit_bias": {"0": 100}},
     "min_tokens": {"min_tokens": 9, "logit_bias": {"0": 100}},
+    "stop after min_tokens": {"stop": ["o", "e", "a"], "min_tokens": 11},
     "all": {
         "temperature": 1.1,
         "top_k": 20,

@@ -42,8 +42,8 @@ class Adjustment:
     mask: npt.NDArray[np.uint32] | None = None
 
     def bans_ends(self, depth: int) -> bool:
-        """Whether the token after a node of this depth cannot be one of `ends`."""
-        return len(self.text) - self.prompt_tokens + depth < self.min_tokens
+        """Whether there are `ends`, and the token after a node of this depth cannot be one of them."""
+        return bool(self.ends) and len(self.text) - self.prompt_tokens + depth < self.min_tokens
 
 
 def adjusted(

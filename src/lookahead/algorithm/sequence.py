@@ -165,9 +165,10 @@ class DecodingSequence:
 
     def adjustment(self) -> Adjustment | None:
         """What the next step's logits are adjusted by, or None if they are taken as they come."""
-        if not self._adjusts and self.stats.generated_tokens >= self.rules.min_tokens:
+        rules = self.rules
+        if not self._adjusts and (self.stats.generated_tokens >= rules.min_tokens or not rules.eos_ids):
             return None
-        return Adjustment(self.tokens, self.prompt_tokens, self.rules.eos_ids, self.rules.min_tokens)
+        return Adjustment(self.tokens, self.prompt_tokens, rules.eos_ids, rules.min_tokens)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""

@@ -69,6 +69,18 @@ class Settings:
         float,
         _option("Sampling", "--min-p", help="Drop tokens less likely than this share of the likeliest."),
     ] = 0.0
+    repetition_penalty: Annotated[
+        float | None,
+        _option("Sampling", "--repetition-penalty", help="Above 1: fewer tokens of prompt and output again."),
+    ] = None
+    presence_penalty: Annotated[
+        float,
+        _option("Sampling", "--presence-penalty", help="Taken from the score of every token of the output."),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        _option("Sampling", "--frequency-penalty", help="The same, once for each time the token occurs."),
+    ] = 0.0
     seed: Annotated[
         int | None, _option("Sampling", "--seed", help="The same seed draws the same text; without one, a new one.")
     ] = None
@@ -79,7 +91,16 @@ class Settings:
         choice("--method", self.method, METHODS)
         changes = self.changes()
         LookaheadConfig.for_method(self.method, **changes)
-        sampling = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed or 0)
+        sampling = SamplingParams(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seed or 0,
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+        )
         StopRules(self.max_tokens)
         if "" in (self.stop or ()):
             raise ValueError("--stop is empty: give the text to end before, or leave it out")
@@ -114,6 +135,9 @@ class Settings:
             "top_k": self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
             "seed": random.SystemRandom().getrandbits(31) if self.seed is None else self.seed,
             "stop": tuple(unescape(stop) for stop in self.stop or ()),
         }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lookahead.algorithm.sampling import distribution, draw
+from lookahead.algorithm.sampling import Adjustment, adjusted, distribution, draw
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.verify import Verdict, cut
 from lookahead.config import SamplingParams
@@ -137,6 +137,19 @@ class PathVerifier:
             self._met |= self.rule.criteria(self.ids, tuple(self.scores) if self.rule.keep_scores else None)
         met: list[bool] = self._met.tolist()
         return met if self.rule.pad is not None else [all(met)] * len(met)
+
+
+def with_adjustment(processors: Processors, sequence: DecodingSequence) -> Processors:
+    """The processors, and after them what the sequence's own settings change about scores (`sampling.adjusted`)."""
+    if sequence.adjustment() is None:
+        return processors
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rules = sequence.rules
+        adjustment = Adjustment(ids[0].tolist(), sequence.prompt_tokens, rules.eos_ids, rules.min_tokens)
+        return adjusted(processors(ids, scores), sequence.sampling, adjustment, [()])
+
+    return process
 
 
 def joint_draw(draws: Sequence[Draw]) -> Draw:

@@ -21,12 +21,13 @@ from lookahead.config import SamplingParams
 class Request:
     """One sequence on its way through the engine.
 
-    `verifier` is for rules that look at the text so far, such as a repetition penalty. `slot` is the backend's handle
-    for the K/V: the engine opens one when the request's turn comes. A request that comes with a slot, which may already
-    hold the K/V of its first tokens, keeps it to its end, and never shares it. `noise` draws the tokens in place of the
-    sequence's uniforms. `mask` says which tokens may be chosen, for grammars. `finished` is called when the sequence
-    has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only requests with the
-    same `salt` share the K/V of a common beginning: `cached` tokens were there when the request was last admitted.
+    `verifier` is for rules that need the text so far and the logits, such as transformers' processors. `slot` is the
+    backend's handle for the K/V: the engine opens one when the request's turn comes. A request that comes with a slot,
+    which may already hold the K/V of its first tokens, keeps it to its end, and never shares it. `noise` draws the
+    tokens in place of the sequence's uniforms. `mask` says which tokens may be chosen, for grammars. `finished` is
+    called when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts.
+    Only requests with the same `salt` share the K/V of a common beginning: `cached` tokens were there when the request
+    was last admitted.
     """
 
     sequence: DecodingSequence

@@ -152,10 +152,12 @@ class TextStream:
 
     Generation stops at the first token after which the decoded text contains a stop string (an unfinished character
     at its end does not count). The text is cut where the stop string starts. The prompt is not searched. Text that may
-    be the beginning of a stop string is held back, so text that was taken never has to be withdrawn.
+    be the beginning of a stop string is held back, so text that was taken never has to be withdrawn. The text of the
+    first `min_tokens` tokens is not searched: a stop string must begin after it.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, stops: StopStrings | Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TokenizerLike, stops: StopStrings | Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._unsearched = min_tokens  # how many more tokens are not searched
         self._stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
         self._detokenizer = Detokenizer(tokenizer)
         self._queue: list[int] = []  # tokens to detokenise in `take`; used only without stop strings
@@ -179,6 +181,10 @@ class TextStream:
             return True
         if not self._stops.stops:
             self._queue.append(token)
+            return False
+        if self._unsearched > 0:
+            self._unsearched -= 1
+            self._released.append(self._detokenizer.push([token]))
             return False
         self._held += self._detokenizer.push([token])
         if self._cut(self._held + self._detokenizer.peek()):

@@ -141,14 +141,16 @@ def asked_for(model: Any) -> dict[str, Any]:
 
 
 def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
-    """The logits processors that `generate` would make from the model's own generation config; None for none."""
+    """The logits processors that `generate` would make from the model's own generation config; None for none.
+
+    The repetition penalty is not among them: it becomes a setting of the request (`SamplingParams`).
+    """
     from transformers import LogitsProcessorList
     from transformers.generation import logits_process as made
 
     device = model.get_input_embeddings().weight.device
     makers: dict[str, Callable[[Any], Any]] = {
         "sequence_bias": made.SequenceBiasLogitsProcessor,
-        "repetition_penalty": made.RepetitionPenaltyLogitsProcessor,
         "no_repeat_ngram_size": made.NoRepeatNGramLogitsProcessor,
         "bad_words_ids": lambda ids: made.NoBadWordsLogitsProcessor(ids, torch.tensor(sorted(stop), device=device)),
         "forced_bos_token_id": made.ForcedBOSTokenLogitsProcessor,
@@ -156,7 +158,8 @@ def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[i
         "suppress_tokens": lambda ids: made.SuppressTokensLogitsProcessor(ids, device),
         "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
     }
-    return LogitsProcessorList([makers[name](value) for name, value in asked_for(model).items()]) or None
+    asked = {name: value for name, value in asked_for(model).items() if name in makers}
+    return LogitsProcessorList([makers[name](value) for name, value in asked.items()]) or None
 
 
 def static_generation(model: Any, length: int) -> dict[str, Any]:

@@ -134,6 +134,8 @@ class ParallelBackend:
         """Deal every tree and start this rank's shares."""
         if any(item.logits for item in inputs):
             raise ValueError("ranks exchange tokens, not logits: logits processors need a model on one rank")
+        if any(item.logprobs is not None for item in inputs):
+            raise ValueError("ranks exchange tokens, not log-probabilities; ask for them on one rank")
         if self.group.check:
             self._compare(inputs)
         shares = [self._deal(item) for item in inputs]
@@ -201,7 +203,7 @@ class ParallelBackend:
         return deal(item.tree, self.group.shares, self._slots[item.slot].lacks)
 
     def _own(self, item: StepInput, share: Share) -> StepInput:
-        """This rank's part of an input: the tokens it lacks, its share, and the uniforms of its needed nodes."""
+        """This rank's part of an input: the tokens it lacks, its share, and its needed nodes' uniforms and masks."""
         state = self._slots[item.slot]
         if not len(item.tree):
             return replace(item, slot=state.inner)
@@ -210,8 +212,14 @@ class ParallelBackend:
         if item.uniforms:
             by_node = dict(zip(item.tree.needed, item.uniforms, strict=True))
             uniforms = [by_node[node] for node in share.needed or [0]]
+        adjustment = item.adjustment
+        if adjustment is not None and adjustment.mask is not None:
+            place = {node: row for row, node in enumerate(item.tree.needed)}
+            adjustment = replace(adjustment, mask=adjustment.mask[[place[node] for node in share.needed or [0]]])
         trail = [*(state.path[-lacks:] if lacks else ()), *item.trail]
-        return StepInput(state.inner, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
+        own = StepInput(state.inner, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
+        own.adjustment = adjustment
+        return own
 
     def _count(self, inputs: Sequence[StepInput], shares: Sequence[Sequence[Share]]) -> None:
         counters = self.counters

@@ -11,7 +11,7 @@ from typing import Any
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
-from lookahead.config import LookaheadConfig
+from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 from lookahead.generate import Answer, LookaheadModel, Prompt, Stream, as_plain, check_settings, is_batch, new_seed
@@ -41,9 +41,9 @@ class ParallelModel(LookaheadModel):
         log: Callable[[str], None] | None = None,
     ) -> None:
         with group.guarded():
-            if asked := asked_for(model):
+            if asked := [name for name in asked_for(model) if name != "repetition_penalty"]:
                 raise ValueError(
-                    f"the model's generation config asks for {next(iter(asked))}, which looks at logits, and ranks "
+                    f"the model's generation config asks for {asked[0]}, which looks at logits, and ranks "
                     "exchange tokens only; run it on one rank"
                 )
             super().__init__(model, tokenizer, name, config, backend, log)
@@ -126,6 +126,10 @@ class ParallelModel(LookaheadModel):
         wants = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY} | settings
         raw, seed, stop = wants.pop("raw"), wants.pop("seed"), wants["stop"]
         wants["stop"] = [stop] if isinstance(stop, str) else list(stop or ())
+        if wants["logprobs"] is not None:
+            asked = f"logprobs={wants['logprobs']!r}"
+            raise ValueError(f"{asked}: ranks exchange tokens, not log-probabilities; ask for them on one rank")
+        wants["logit_bias"] = SamplingParams(logit_bias=wants["logit_bias"] or ()).bias  # JSON has no integer keys
         if wants["method"] == "lookahead" and wants["config"] is None:
             wants["config"] = self.default_config
         if wants["config"] is not None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.text import StopStrings
 from lookahead.generate import LookaheadModel, new_seed
+from lookahead.loading.load import asked_for
 from lookahead.serve.errors import bad_request
 from lookahead.serve.protocol import Generation, LookaheadOptions
 
@@ -29,10 +30,14 @@ def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> 
 
 
 def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -> list[SamplingParams]:
-    """The sampling of each of the `n` choices. Choice i has the seed plus i."""
+    """The sampling of each of the `n` choices. Choice i has the seed plus i. Without a repetition penalty it is the one
+    of the model's generation config."""
     bias = biases(body.logit_bias or {}, model.backend.vocab_size)
     seed = new_seed() if body.seed is None else body.seed
     temperature = 1.0 if body.temperature is None else body.temperature
+    repetition = body.repetition_penalty
+    if repetition is None:
+        repetition = asked_for(model.model).get("repetition_penalty", 1.0)
     return [
         SamplingParams(
             temperature=temperature,
@@ -40,7 +45,7 @@ def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -
             top_p=1.0 if body.top_p is None else body.top_p,
             min_p=body.min_p or 0.0,
             seed=(seed + choice) % SEEDS,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            repetition_penalty=repetition,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=bias,

@@ -44,7 +44,7 @@ class Job:
     """One sequence on its way. `index` is its place in the reply."""
 
     def __init__(self, model: LookaheadModel, ask: Ask, index: int) -> None:
-        stops = ask.stops
+        stops, least = ask.stops, ask.rules.min_tokens
         self.ask, self.index = ask, index
         self.sequence = DecodingSequence(
             ask.prompt,
@@ -52,13 +52,13 @@ class Job:
             ask.sampling,
             ask.rules,
             # The engine's thread looks for stop strings in a text of its own.
-            ends=TextStream(model.tokenizer, stops).push_token if stops.stops else None,
+            ends=TextStream(model.tokenizer, stops, least).push_token if stops.stops else None,
             memory=ask.owner.memory,
             prediction=ask.prediction,
         )
         verifier = model.verifier(self.sequence)
         self.request = Request(self.sequence, verifier, mask=ask.mask, salt=ask.owner.salt)
-        self.text = TextStream(model.tokenizer, stops)
+        self.text = TextStream(model.tokenizer, stops, least)
         self.ticket: Ticket | None = None
         self.begin = perf_counter()
         self.last_news = 0.0  # when the last token came

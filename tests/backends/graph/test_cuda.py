@@ -254,6 +254,37 @@ def test_half_precision_batches_that_share_equal_their_sequences_alone(count: in
         assert outputs(backend, prompts, LookaheadConfig(), 40) == expected
 
 
+def test_half_precision_penalties_and_log_probabilities_do_not_depend_on_the_load() -> None:
+    """Sixteen requests, each with settings of its own, together and alone: the same tokens, and log-probabilities that
+    are equal bit for bit."""
+    backend = GraphBackend(medium(torch.bfloat16, 1500))
+    settings: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.2},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.3, "logit_bias": {7: 2.0}},
+        {},
+    ]
+
+    def decode(places: Sequence[int], config: LookaheadConfig) -> dict[int, tuple[list[int], list[Any]]]:
+        engine, requests = Engine(backend), dict[int, Request]()
+        for place in places:
+            sampling = SamplingParams(**settings[place % 4], seed=place, logprobs=(None, 0, 5, 20)[place // 4])
+            rules = StopRules(40, frozenset([3, 5]), min_tokens=10 * (place % 3))
+            requests[place] = Request(DecodingSequence(prompts[place], config, sampling, rules))
+            engine.submit(requests[place])
+        told: dict[int, list[Any]] = {request.id: [] for request in requests.values()}
+        while engine.running:
+            for event in engine.step():
+                told[event.request.id] += event.logprobs or []
+        return {place: (request.sequence.output, told[request.id]) for place, request in requests.items()}
+
+    prompts = texts(16, (300, 8, 40, 1), 1500)
+    together = decode(range(16), LookaheadConfig())
+    for place in range(16):
+        for config in (AUTOREGRESSIVE, LookaheadConfig()):
+            assert decode([place], config) == {place: together[place]}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_after_the_pages_were_replaced(dtype: torch.dtype) -> None:
     """Graphs hold the pages' address, so they must be dropped with them. The results stay the same, bit for bit."""

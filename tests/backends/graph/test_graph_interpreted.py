@@ -24,9 +24,10 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph import captured, sizes
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.kernels import attention, reference
+from lookahead.backends.graph.kernels import attention, reference, reference_draw
 from lookahead.backends.graph.kernels.top import TopWork, top_tokens
 from lookahead.backends.graph.ops import Ops, TopTokens
+from lookahead.config import SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
 
@@ -59,6 +60,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
         for name in ("attend", "place_nodes", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
+        for name in ("adjust", "count_tokens"):
+            monkeypatch.setattr(reference_draw, name, twin)
         monkeypatch.setattr(graph, "Ops", partial(Ops, compiled=True, processors=processors))
         return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512)
 
@@ -126,6 +129,15 @@ def test_a_ragged_batch(
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
     expected = [plain(model, prompt, 5) for prompt in prompts]
     assert outputs(interpreted(model), prompts, config, 5) == expected
+
+
+def test_penalties_and_a_bias(interpreted: Callable[[Any], GraphBackend]) -> None:
+    """The step counts what was accepted, and adjusts logits by the tables of its lines."""
+    model = tiny("Llama", num_hidden_layers=1)
+    sampling = SamplingParams(repetition_penalty=1.6, frequency_penalty=0.7, logit_bias={5: 3.0, 9: -float("inf")})
+    expected = outputs(EagerBackend(model), [PROMPTS[0]], LookaheadConfig.autoregressive(), 6, sampling)
+    assert expected != outputs(EagerBackend(model), [PROMPTS[0]], LookaheadConfig.autoregressive(), 6)
+    assert outputs(interpreted(model), [PROMPTS[0]], SETTINGS, 6, sampling) == expected
 
 
 @pytest.mark.slow

@@ -29,9 +29,12 @@ FIRST_LINES = 64
 
 
 class Adjusting:
-    """The tables on the device, and the kernels that use them (see `kernels.adjust` for their shapes)."""
+    """The tables on the device, and the kernels that use them (see `kernels.adjust` for their shapes).
 
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
+    Without `compiled` the kernels' slow twins run.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device, compiled: bool) -> None:
         self.vocabulary, self._device = vocabulary, device
         self.counts = torch.zeros(FIRST_LINES, vocabulary, dtype=torch.int32, device=device)
         self.bias = torch.zeros(FIRST_LINES, vocabulary, dtype=torch.float32, device=device)
@@ -43,7 +46,7 @@ class Adjusting:
         self._mask_rows: npt.NDArray[np.uint32] = self._host_masks.numpy().view(np.uint32)
         self._masks = 0  # how many masks the next step has
         self._kernels: Any = reference_draw
-        if device.type == "cuda":
+        if compiled:
             from lookahead.backends.graph.kernels import adjust
 
             self._kernels = adjust

@@ -78,6 +78,7 @@ class Buffers:
         self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
         self.gate_up, self.active = new(2 * inner), new(inner)
         self.logits = new(len(w.head), min(rows, MOST_NEEDED))
+        self._compiled = ops.compiled
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self.work = ops.workspace()
         group = w.heads // w.kv_heads
@@ -98,7 +99,7 @@ class Buffers:
     @cached_property
     def adjusting(self) -> Adjusting:
         """What adjusts logits, made when the first step does."""
-        return Adjusting(self.logits.shape[1], self.logits.device)
+        return Adjusting(self.logits.shape[1], self.logits.device, self._compiled)
 
     def scores(self, rows: int) -> tuple[torch.Tensor, Drawing]:
         """Memory for the adjusted logits [rows, V] of a step, in float32, and what draws from them.
@@ -165,7 +166,7 @@ class CapturedStep:
         if kind.drawn:
             state.buffers.drawing, state.buffers.noise  # noqa: B018
         if kind.adjusted:
-            state.buffers.scores(kind.needed)
+            state.buffers.adjusting, state.buffers.scores(kind.needed)
         if kind.logprobs:
             self.logprobs = LogProbs(kind.needed, len(w.head), min(MOST_LOGPROBS, len(w.head)), device)
         self.graph: torch.cuda.CUDAGraph | None = None
