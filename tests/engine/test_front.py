@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from lookahead.engine.request import Request
 
 
 def asked(number: int, tokens: int = 20) -> Asked:
-    return (number % 23, 1, 2, number % 5), tokens, number % 5, number % 3
+    return (number % 23, 1, 2, number % 5), tokens, number % 5, number % 2
 
 
 def text_of(one: Asked) -> tuple[list[int], str | None]:
@@ -311,3 +312,35 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
     assert isinstance(front.failure, OSError)
     with pytest.raises(RuntimeError, match="thread has died"):
         front.submit(endless())
+
+
+def test_beside_a_device_the_next_step_tells_while_it_runs() -> None:
+    class Device(ToyBackend):
+        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        running = False
+
+        def launch(self, inputs: Sequence[StepInput]) -> Any:
+            self.running = True
+            return super().launch(inputs)
+
+        def collect(self, launched: Any) -> Any:
+            self.running = False
+            return super().collect(launched)
+
+    backend = Device()
+    front = Front(Engine(backend))
+    one = asked(4, tokens=12)
+    tokens: list[int] = []
+    beside: list[bool] = []
+    over = threading.Event()
+
+    def told(tickets: Sequence[Any]) -> None:
+        tokens.extend(token for ticket in tickets for event in ticket.take() for token in event.tokens)
+        beside.append(backend.running)
+        if tickets[0].done:
+            over.set()
+
+    front.submit(Request(sequence_of(one)), told)
+    assert over.wait(30)
+    assert tokens == text_of(one)[0]
+    assert beside == [True] * (len(beside) - 1) + [False]  # nothing runs after the last step

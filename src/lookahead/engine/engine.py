@@ -39,7 +39,7 @@ class Engine:
 
     With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
     was measured; passes over longer texts take longer, and the engine notes by how much. `watch`, if set, is called
-    after every pass with its rows and its seconds.
+    after every pass with its rows and its seconds, and `while_running` while the device runs one.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Engine:
     ) -> None:
         self.backend, self.pace = backend, pace
         self.watch: Callable[[int, float], None] | None = None
+        self.while_running: Callable[[], None] | None = None
         self.cost = None if cost is None else np.asarray(cost, dtype=np.float64)
         self._longer = 0.0  # seconds that a pass takes longer than `cost` says, in the mean of the last ones
         self._scheduler = Scheduler(backend, max_sequences)
@@ -196,6 +197,8 @@ class Engine:
         begin = perf_counter()
         running = self.backend.launch(inputs)
         self._learn_while_running(one.parts)
+        if self.while_running is not None:
+            self.while_running()
         outputs = self.backend.collect(running)
         seconds = perf_counter() - begin
         rows = sum([len(part.trail) + len(part.tree.tokens) for part in one.parts])

@@ -190,6 +190,10 @@ class Core:
         self.failure: BaseException | None = None  # of the last step
         self.dead = False  # the thread ended by an error that it could not handle
         self._news: dict[Told, list[Ticket]] = {}
+        # Where the device runs beside the host, who is told works while it runs, and not in the engine's way.
+        self._tell_late = getattr(engine.backend.device, "type", None) == "cuda"
+        if self._tell_late:
+            engine.while_running = self._tell
 
     def work(self) -> None:
         """Step until there is nothing left to do."""
@@ -198,6 +202,7 @@ class Core:
 
     def turn(self) -> None:
         """Obey, and step once. If that fails, every request fails, and the next one starts afresh."""
+        untold = self._news or None
         try:
             self.obey()
             if self.stop.is_set():
@@ -212,7 +217,9 @@ class Core:
         except BaseException as error:
             self.engine.abort()
             self._fail(error)
-        self._tell()
+        # The next step tells, if one follows, and unless this one had been meant to and did not run at all.
+        if not self._tell_late or not self.tickets or self._news is untold:
+            self._tell()
 
     def die(self, error: BaseException) -> None:
         """The thread ends with this error: nobody may wait for it."""
