@@ -68,6 +68,11 @@ class Library:
         if status:
             raise RuntimeError(f"cublasLt{name} failed with status {status}")
 
+    def version(self) -> int:
+        """The library's version, such as 130200."""
+        self.calls.cublasLtGetVersion.restype = ctypes.c_size_t
+        return int(self.calls.cublasLtGetVersion())
+
     def accepts(self, name: str, *args: Any) -> bool:
         """Run a function, and tell whether it succeeded."""
         return not getattr(self.calls, f"cublasLt{name}")(*args)
@@ -111,6 +116,15 @@ class Problem:
                 if self._set(algorithm, cluster) and self._runs(algorithm):
                     kernels.setdefault(bytes(algorithm), Kernel(self, algorithm))
         return list(kernels.values())
+
+    def kernel(self, algorithm: bytes) -> Kernel:
+        """A kernel of an earlier process, by its `algorithm`. RuntimeError if the library does not take it."""
+        if len(algorithm) != ctypes.sizeof(_Algorithm):
+            raise RuntimeError(f"an algorithm of {len(algorithm)} bytes")
+        known = _Algorithm.from_buffer_copy(algorithm)
+        if not self._runs(known):
+            raise RuntimeError("cuBLASLt does not take this algorithm here")
+        return Kernel(self, known)
 
     def _set(self, algorithm: _Algorithm, cluster: int) -> bool:
         """Set an algorithm's cluster, and that it must not split the sum. False if it cannot do that."""
