@@ -88,7 +88,7 @@ def with_kernels(products: Products, monkeypatch: pytest.MonkeyPatch) -> Callabl
         products._fastest.clear()
         products._first.clear()
         monkeypatch.setattr(products, "library", object())
-        monkeypatch.setattr(products, "_kernels", lambda weight, rows: kernels.get(rows, []))
+        monkeypatch.setattr(products, "_kernels", lambda weight, rows: [[kernel] for kernel in kernels.get(rows, [])])
         monkeypatch.setattr(products, "_times", times)
         monkeypatch.setattr(cublaslt, "takes", lambda weight: True)
         return products
@@ -106,6 +106,16 @@ def test_the_fastest_kernel_of_the_same_bits_is_taken(
     assert products.plan(weights, 16) == Product(16, slow)
     assert products.plan(weights, 32) == products.plan(weights, 64) == Product(128, many[-1])
     assert products.plan(weights, 256) == Product(256, by_torch)
+
+
+def test_the_clusters_of_the_fastest_families_are_timed(
+    with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second kernel of the third family is the fastest; the fastest of all is in a family that is not tried."""
+    families = [[FakeKernel(1), FakeKernel(7)], [FakeKernel(2)], [FakeKernel(3), FakeKernel(0.5)]]
+    products = with_kernels({})
+    monkeypatch.setattr(products, "_kernels", lambda weight, rows: [*families, [FakeKernel(4), FakeKernel(0)]])
+    assert products.plan(weights, 1).run is families[2][1]
 
 
 def test_the_first_kernel_for_128_rows_says_which_bits(

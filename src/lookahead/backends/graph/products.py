@@ -37,6 +37,9 @@ PIECES = (INVARIANT_ROWS, 2 * INVARIANT_ROWS)
 11.1 for 512 and 25.2 for 1024: four times 256 is faster."""
 FINALISTS = 4
 """How many of the fastest kernels of a first timing are timed again, more carefully."""
+FAMILIES = 3
+"""Of how many kernels every cluster is timed: those that are the fastest with their first one. A kernel takes
+milliseconds to load, so few are tried. On an H200, at the sizes of a 7B model, this misses the best by 2% at most."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T."""
@@ -162,7 +165,10 @@ class Products:
             for piece in PIECES
             if rows > piece and rows % piece == 0 and (kernel := self._fastest_of(weights, piece)) is not None
         ]
-        found = self._by_speed([*self._kernels(weights[0], rows), *pieces], weights, rows, rounds=1)
+        families = self._kernels(weights[0], rows)
+        first = self._by_speed([family[0] for family in families], weights, rows, rounds=1)[:FAMILIES]
+        kernels = [kernel for family in families if family[0] in first for kernel in family]
+        found = self._by_speed([*kernels, *pieces], weights, rows, rounds=1)
         found = self._by_speed(found[:FINALISTS], weights, rows, rounds=5) + found[FINALISTS:]
         best = next((run for run in found if same_bits(run, *expected, rows)), None)
         if best is not None:
@@ -172,7 +178,8 @@ class Products:
     def _expected_of_kernels(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """As `_expected`, with the first of cuBLASLt's kernels for INVARIANT_ROWS rows that runs. None if none does."""
         known = self._first.get(weight.shape)
-        for kernel in self._kernels(weight, INVARIANT_ROWS) if known is None else [known]:
+        usual = [family[0] for family in self._kernels(weight, INVARIANT_ROWS)] if known is None else [known]
+        for kernel in usual:
             try:
                 expected = self._expected(weight, kernel)
             except RuntimeError:
@@ -181,8 +188,8 @@ class Products:
             return expected
         return None
 
-    def _kernels(self, weight: torch.Tensor, rows: int) -> list[cublaslt.Kernel]:
-        """cuBLASLt's kernels for so many rows and this weight [outer, inner]."""
+    def _kernels(self, weight: torch.Tensor, rows: int) -> list[list[cublaslt.Kernel]]:
+        """cuBLASLt's kernels for so many rows and this weight [outer, inner]; see `Problem.kernels`."""
         try:
             return self._problem(weight.shape, rows).kernels()
         except RuntimeError:  # it has none for this shape
@@ -234,7 +241,8 @@ class Products:
                     del marks[place]
         torch.cuda.synchronize(self.device)
         return {
-            place: statistics.median(begin.elapsed_time(end) for begin, end in pairs) for place, pairs in marks.items()
+            place: statistics.median(begin.elapsed_time(end) for begin, end in pairs) / calls
+            for place, pairs in marks.items()
         }
 
 
