@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, bucket, needed_bucket, sizes_to
+from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, ROW_SIZES, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.weights import Weights
 
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -16,6 +16,10 @@ SMALL_TILE, LARGE_TILE = 16, 64
 SHORT = 256
 """Up to so many tokens a prompt runs in small tiles. On an H200 four prompts of 100 tokens take 34 us of attention per
 layer in small tiles and 50 in large ones; 512 tokens after 512 take 94 and 77."""
+
+
+STAND_INS = (32, 128, 256, 512, ROW_SIZES[-1])
+"""Sizes that stand in for the smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,16 @@ def kind_of(
         one=not alone and tiles <= -(-rows * group // block),
         invariant=invariant and largest <= INVARIANT_ROWS,
     )
+
+
+def stand_in(kind: StepKind, most: int) -> StepKind:
+    """The kind of a larger step, of at most so many rows, that can do what this one does, with the same bits if it is
+    invariant.
+
+    Few kinds stand in for all others, so that few have to be captured before anything can run.
+    """
+    rows = min(next(size for size in STAND_INS if size >= kind.rows), most)
+    return replace(kind, rows=rows, needed=needed_bucket(rows, kind.needed))
 
 
 def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:
