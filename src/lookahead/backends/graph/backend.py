@@ -35,9 +35,9 @@ from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
 
-PATIENCE = 32
+PATIENCE = 128
 """How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
-and far longer where a kernel has to be compiled or searched for."""
+and far longer on a machine where a kernel has yet to be compiled or searched for."""
 
 
 @dataclass(slots=True)
@@ -324,7 +324,7 @@ class GraphBackend:
         if kind not in self._steps and self.patient and kind.invariant:
             self._missed[kind] += 1
             if self._missed[kind] <= PATIENCE and not any(item.continues_alone for item in items):
-                kind = stand_in(kind, self._most_rows)
+                kind = stand_in(kind, any(item.trail for item in items), self._most_rows)
         step = self._steps.get(kind)
         if step is None:
             step = self._steps[kind] = CapturedStep(self.state, kind)

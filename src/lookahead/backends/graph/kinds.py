@@ -19,7 +19,8 @@ layer in small tiles and 50 in large ones; 512 tokens after 512 take 94 and 77."
 
 
 STAND_INS = (32, 128, 256, 512, ROW_SIZES[-1])
-"""Sizes that stand in for the smaller ones."""
+TRAIL_STAND_INS = (512, ROW_SIZES[-1])
+"""Sizes that stand in for the smaller ones. A prompt runs once, so that its pass may take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,15 @@ def kind_of(
     )
 
 
-def stand_in(kind: StepKind, most: int) -> StepKind:
+def stand_in(kind: StepKind, trail: bool, most: int) -> StepKind:
     """The kind of a larger step, of at most so many rows, that can do what this one does, with the same bits if it is
-    invariant.
+    invariant. `trail`: some of the rows are a prompt's.
 
     Few kinds stand in for all others, so that few have to be captured before anything can run.
     """
-    rows = min(next(size for size in STAND_INS if size >= kind.rows), most)
-    return replace(kind, rows=rows, needed=needed_bucket(rows, kind.needed))
+    rows = min(next(size for size in (TRAIL_STAND_INS if trail else STAND_INS) if size >= kind.rows), most)
+    kind = replace(kind, rows=rows, needed=needed_bucket(rows, kind.needed))
+    return replace(kind, small=False, alone=True, one=False) if trail else kind
 
 
 def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:
