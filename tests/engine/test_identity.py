@@ -69,7 +69,7 @@ class Crowd:
     def __init__(self, seed: int, most: int) -> None:
         self.rng = rng = random.Random(seed)
         self.backend = PagedToy(rng.choice((16, 20, 28)), 4, rng.choice((8, 17, 32, 64)))
-        self.engine = Engine(self.backend, max_sequences=rng.choice((2, 8, 64)))
+        self.engine = Engine(self.backend, max_sequences=rng.choice((2, 8, 64)), most_beside=rng.choice((1, 12, 512)))
         self.memory = SharedMemory() if rng.random() < 0.5 else None
         stems = [tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 13))) for _ in range(3)]
         self.asked: list[Asked] = []
@@ -150,6 +150,35 @@ def test_a_long_prompt_stops_nobody() -> None:
     while engine.running:
         engine.step()
     assert (long.sequence.output, "length") == alone(tuple(i % VOCABULARY for i in range(300)), 4, 0)
+
+
+def test_passes_with_prompts_and_decoding_requests_are_bounded() -> None:
+    """Alone, a prompt has all the rows. Beside others, a pass stays small, and has twice as many rows as requests."""
+
+    def request(tokens: int) -> Request:
+        return Request(DecodingSequence([1 + i % 5 for i in range(tokens)], CONFIGS[0], rules=StopRules(30)))
+
+    def rows(one: list[tuple[int, int, int]]) -> int:
+        return sum(trail + nodes for _, trail, nodes in one)
+
+    backend = PagedToy(pages=400, most_rows=64)
+    engine = Engine(backend, most_beside=10)
+    engine.submit(request(60))
+    engine.step()
+    assert rows(backend.passes[-1]) == 60
+    engine.submit(request(80))
+    engine.step()
+    assert rows(backend.passes[-1]) == 10
+    for _ in range(9):
+        engine.submit(request(3))
+        for _ in range(9):
+            engine.step()
+    engine.submit(request(80))
+    engine.step()
+    assert rows(backend.passes[-1]) >= 2 * len(backend.passes[-1]) - 2
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match=f"most_beside={bad} must be at least 1"):
+            Engine(backend, most_beside=bad)
 
 
 def test_several_prompts_share_a_pass() -> None:

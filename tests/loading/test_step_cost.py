@@ -20,6 +20,7 @@ from lookahead.algorithm.draft import Draft, Limits, PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
+from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
 from lookahead.loading import step_cost as module
 from lookahead.loading.step_cost import (
@@ -301,7 +302,7 @@ def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) ->
 def test_a_curve_of_chains_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
     """A step's cost was timed with one long chain before, and kept under this name."""
     old = {**IDENTITY, "machine": module.processor(), "cores": os.cpu_count(), "version": 1}
-    module.store(tmp_path / "step-cost" / f"{module.key_of(old)}.json", {"sizes": [1], "seconds": [9.0]})
+    write_json(tmp_path / "step-cost" / f"{key_of(old)}.json", {"sizes": [1], "seconds": [9.0]})
     backend = FakeBackend(clock)
     assert len(cached(backend, IDENTITY, tmp_path).sizes) > 1
     assert backend.sizes

@@ -41,9 +41,10 @@ class Adjustment:
     min_tokens: int = 0
     mask: npt.NDArray[np.uint32] | None = None
 
-    def bans_ends(self, depth: int) -> bool:
-        """Whether there are `ends`, and the token after a node of this depth cannot be one of them."""
-        return bool(self.ends) and len(self.text) - self.prompt_tokens + depth < self.min_tokens
+    @property
+    def end_depth(self) -> int:
+        """The least depth of a node after which one of `ends` may be chosen. At most 0: after all of them."""
+        return self.min_tokens - (len(self.text) - self.prompt_tokens) if self.ends else 0
 
 
 def adjusted(
@@ -73,7 +74,7 @@ def adjusted(
             bias[token] = value
         scores = scores + torch.from_numpy(bias).to(logits.device)
     # 4. The tokens that cannot be chosen.
-    if adjustment.mask is not None or adjustment.bans_ends(0):
+    if adjustment.mask is not None or adjustment.end_depth > 0:
         rows = allowed_rows(adjustment, [len(path) for path in paths], size)
         bits = np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little")[:, :size]
         scores = scores.masked_fill(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
@@ -94,7 +95,7 @@ def allowed_rows(adjustment: Adjustment, depths: Sequence[int], size: int) -> np
     else:
         rows = adjustment.mask.copy()
     for row, depth in zip(rows, depths, strict=True):
-        if adjustment.bans_ends(depth) and (row & ~ends).any():
+        if depth < adjustment.end_depth and (row & ~ends).any():
             row &= ~ends
     return rows
 

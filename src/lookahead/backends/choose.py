@@ -50,8 +50,11 @@ def choose(
         return eager()
 
 
-def graph_backend(model: Any) -> Backend:
-    """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run."""
+def graph_backend(model: Any, *, patient: bool = False) -> Backend:
+    """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run.
+
+    `patient`: see `GraphBackend`.
+    """
     from lookahead.backends.graph.backend import GraphBackend
 
     if input_device(model).type == "cuda":
@@ -59,6 +62,6 @@ def graph_backend(model: Any) -> Backend:
             import lookahead.backends.graph.kernels.attention  # noqa: F401
         except ImportError as error:
             raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from error
-    backend = GraphBackend(model)
+    backend = GraphBackend(model, patient=patient)
     probe(backend)
     return backend

@@ -33,21 +33,26 @@ class Part:
 class Pass:
     """The parts of one forward pass. Their trees may have `limit` tokens together; None: any number.
 
-    The requests in `waiting` take the rows that the trees leave (see `Scheduler.fill`).
+    The requests in `waiting` take what the trees leave of the pass's `rows` (see `Scheduler.fill`).
     """
 
     parts: list[Part]
     limit: int | None = None
     waiting: list[Request] = field(default_factory=list)
+    rows: int = 0
 
 
 class Scheduler:
-    """The requests of an engine, waiting or running, and their slots in the backend."""
+    """The requests of an engine, waiting or running, and their slots in the backend.
 
-    def __init__(self, backend: Backend, max_sequences: int) -> None:
-        if max_sequences < 1:
-            raise ValueError(f"max_sequences={max_sequences} must be at least 1")
-        self.backend = backend
+    `most_beside`: a pass in which prompts run beside decoding requests has at most so many rows.
+    """
+
+    def __init__(self, backend: Backend, max_sequences: int, most_beside: int) -> None:
+        for name, value in (("max_sequences", max_sequences), ("most_beside", most_beside)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.backend, self._most_beside = backend, most_beside
         self.max_sequences = min(max_sequences, backend.most_rows or max_sequences)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -125,6 +130,8 @@ class Scheduler:
         """
         held, most_nodes = self._held(unread), self.backend.most_nodes
         parts = [Part(request) for request in decoding if request.verifier not in held]
+        if parts and unread:
+            rows = min(rows, max(self._most_beside, 2 * len(parts)))
         share = rows - max(len(parts), rows // 2) if parts else rows
         waiting = deque(unread)
         while waiting and waiting[0].verifier not in held and self._rest(waiting[0]) < share:
@@ -134,14 +141,14 @@ class Scheduler:
         limit = rows - share - sum(len(part.trail) for part in parts)
         if most_nodes is not None:  # every prompt may come to its root
             limit = min(limit, max(len(parts), most_nodes - len(waiting)))
-        return Pass(parts, limit, list(waiting))
+        return Pass(parts, limit, list(waiting), rows)
 
     def fill(self, one: Pass) -> None:
         """Give the rows that the trees have left to the prompts that wait, as pieces; a last piece has a bare root."""
         if not one.waiting:
             return
         held = self._held(one.waiting)
-        rows = (self.backend.most_rows or 0) - sum(len(part.trail) + len(part.tree) for part in one.parts)
+        rows = one.rows - sum(len(part.trail) + len(part.tree) for part in one.parts)
         for request in one.waiting:
             if rows < 1:
                 return

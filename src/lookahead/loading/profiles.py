@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.backends.base import Backend
+from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
-from lookahead.loading.step_cost import identity_of, key_of, processor, store
+from lookahead.loading.step_cost import identity_of, processor
 
 FOLDER = "profiles"
 
@@ -27,7 +28,7 @@ def save(
     facts = _facts(label, backend)
     path = folder / FOLDER / f"{key_of(facts)}.json"
     try:
-        store(path, {"of": facts, "name": name, "config": asdict(config), "measured": dict(measured)})
+        write_json(path, {"of": facts, "name": name, "config": asdict(config), "measured": dict(measured)})
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ValueError(f"cannot save the profile {path}: {why}; set LOOKAHEAD_CACHE to a folder") from error

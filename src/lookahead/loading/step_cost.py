@@ -24,7 +24,6 @@ after `HASTE` seconds. Its curve is kept, too, until somebody measures properly.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -32,7 +31,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -41,6 +39,7 @@ import torch
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
+from lookahead.cache import key_of, write_json
 from lookahead.config import FREE, LookaheadConfig, SamplingParams
 
 TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -303,22 +302,8 @@ def cached(
         log("measuring what a step costs on this machine (once per model) ...")
     cost = measure(backend, hasty=hasty) if measured is None else measured(backend)
     with suppress(OSError):
-        store(path, {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "of": facts})
+        write_json(path, {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "of": facts})
     return cost
-
-
-def key_of(facts: dict[str, Any]) -> str:
-    """The file name, without suffix, of what was measured with these facts."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def store(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file so that a reader finds all of it or none, even if several processes write it at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=path.parent) as parts:
-        part = Path(parts) / path.name
-        part.write_text(json.dumps(content))
-        os.replace(part, path)
 
 
 def processor() -> str:

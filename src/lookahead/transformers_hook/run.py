@@ -78,7 +78,8 @@ class Run:
         with self.facts.turn, torch.inference_mode(False):
             kept = self.facts.graph
             if kept is None or not kept.weights.follow(relay(self.model)):
-                kept = cast(GraphBackend, graph_backend(self.model))
+                # A script may call once or twice, with a prompt of another length each time.
+                kept = cast(GraphBackend, graph_backend(self.model, patient=True))
                 kept.model = proxy(self.model)  # or the model would live as long as what is known about it
                 self.facts.graph = kept
             entries, tokens = self.batch.mask.shape

@@ -235,13 +235,17 @@ def test_buffer_grows_in_blocks_and_keeps_what_is_there() -> None:
     assert buffer.capacity == 6 * BLOCK  # by half, so that a long answer is not copied at every block
 
 
-def test_move_copies_the_given_tokens_of_one_row_alone() -> None:
+@pytest.mark.parametrize("lanes", [[1], [0, 2], [0, 1, 2]])
+def test_move_copies_the_given_tokens_of_the_given_lanes_alone(lanes: list[int]) -> None:
     buffer = filled(3, BLOCK)
     before = tensors(buffer)
-    buffer.move(1, [20, 23, 21], 19)  # the target overlaps the source
+    # The targets overlap the sources, and one more is where it should be.
+    places = {lane: ([20 + lane, 23, 21], 19 + lane) for lane in lanes}
+    buffer.move([*((lane, *move) for lane, move in places.items()), (1, [60, 61], 60)])
     for old, new in zip(before, tensors(buffer), strict=True):
-        assert torch.equal(new[:, 1, :, 19:22], old[:, 1, :, [20, 23, 21]])
-        new[:, 1, :, 19:22] = old[:, 1, :, 19:22]
+        for lane, (source, target) in places.items():
+            assert torch.equal(new[:, lane, :, target : target + 3], old[:, lane, :, source])
+            new[:, lane, :, target : target + 3] = old[:, lane, :, target : target + 3]
         assert torch.equal(new, old)
 
 

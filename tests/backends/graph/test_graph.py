@@ -1427,6 +1427,56 @@ def test_prepare_knows_every_kind(
     assert kinds == wanted
 
 
+def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results are those of the exact kind (on a CPU up to rounding)."""
+    monkeypatch.setattr(graph, "PATIENCE", 3)
+    model = make("llama", device).to(torch.bfloat16)
+    backend, exact = GraphBackend(model, patient=True), GraphBackend(model)
+
+    def sizes() -> list[int]:
+        return sorted(kind.rows for kind in backend._steps)
+
+    def same(trail: int, nodes: int) -> None:
+        found = []
+        for one in (backend, exact):
+            slot = one.open()
+            tree, trail_tokens = random_tree(nodes, 0), [place % VOCABULARY for place in range(trail)]
+            found += one.step([StepInput(slot, trail_tokens, tree, SamplingParams(), (), logits=True)])
+            one.commit([(slot, ())])
+            one.close(slot)
+        torch.testing.assert_close(found[0].logits, found[1].logits, rtol=0.02, atol=0.02)
+
+    for _ in range(3):
+        same(0, 5)
+    assert sizes() == [32]
+    same(0, 5)
+    assert sizes() == [8, 32]
+    same(0, 9)
+    same(0, 1)
+    assert sizes() == [8, 32]
+    same(0, 40)
+    assert sizes() == [8, 32, 128]
+    same(40, 1)
+    same(400, 1)
+    assert sizes() == [8, 32, 128, 512]
+    item = StepInput(backend.open(), (), graph.chain([1]), SamplingParams(), (), continues_alone=True)
+    backend.step([item])  # another such step follows, so it is captured at once
+    assert sizes() == [1, 8, 32, 128, 512]
+    backend.commit([(item.slot, ())])
+    backend.close(item.slot)
+    backend.prepare(20, 16)
+    assert {1, 2, 4, 8, 16, 32} <= set(sizes())
+
+
+def test_nothing_stands_in_where_steps_are_not_invariant() -> None:
+    backend = GraphBackend(make("llama"), patient=True)
+    backend.step([StepInput(backend.open(), (), graph.chain([1, 2]), SamplingParams(), ())])
+    assert [kind.rows for kind in backend._steps] == [2]
+    small = GraphBackend(make("llama").to(torch.bfloat16), patient=True, most_rows=16)
+    small.step([StepInput(small.open(), (), graph.chain([1, 2]), SamplingParams(), ())])
+    assert [kind.rows for kind in small._steps] == [16]
+
+
 def test_prepare_in_few_pages(plain: Plain) -> None:
     """It runs no step that the pages do not hold."""
     backend = GraphBackend(make("llama"), kv_tokens=192)

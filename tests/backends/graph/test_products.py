@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from lookahead.backends.graph import cublaslt
+from lookahead.backends.graph.found import Found
 from lookahead.backends.graph.products import Pieces, Product, Products, by_torch, cancelling
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -74,16 +76,20 @@ Kernels = dict[int, list[FakeKernel]]
 @pytest.fixture
 def with_kernels(products: Products, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kernels], Products]:
     def make(kernels: Kernels) -> Products:
-        def time(run: Any, weights: Any, rows: int, times: int) -> float:
+        def time(run: Any, rows: int) -> float:
             if isinstance(run, Pieces):
-                return rows / run.rows * time(run.run, weights, run.rows, times)
+                return rows / run.rows * time(run.run, run.rows)
             milliseconds: float = run.milliseconds
             return milliseconds
 
+        def times(runs: Sequence[Any], weights: Any, rows: int, rounds: int) -> dict[int, float]:
+            return {place: time(run, rows) for place, run in enumerate(runs)}
+
         products._fastest.clear()
+        products._first.clear()
         monkeypatch.setattr(products, "library", object())
-        monkeypatch.setattr(products, "_kernels", lambda weight, rows: kernels.get(rows, []))
-        monkeypatch.setattr(products, "_time", time)
+        monkeypatch.setattr(products, "_kernels", lambda weight, rows: [[kernel] for kernel in kernels.get(rows, [])])
+        monkeypatch.setattr(products, "_times", times)
         monkeypatch.setattr(cublaslt, "takes", lambda weight: True)
         return products
 
@@ -100,6 +106,16 @@ def test_the_fastest_kernel_of_the_same_bits_is_taken(
     assert products.plan(weights, 16) == Product(16, slow)
     assert products.plan(weights, 32) == products.plan(weights, 64) == Product(128, many[-1])
     assert products.plan(weights, 256) == Product(256, by_torch)
+
+
+def test_the_clusters_of_the_fastest_families_are_timed(
+    with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second kernel of the third family is the fastest; the fastest of all is in a family that is not tried."""
+    families = [[FakeKernel(1), FakeKernel(7)], [FakeKernel(2)], [FakeKernel(3), FakeKernel(0.5)]]
+    products = with_kernels({})
+    monkeypatch.setattr(products, "_kernels", lambda weight, rows: [*families, [FakeKernel(4), FakeKernel(0)]])
+    assert products.plan(weights, 1).run is families[2][1]
 
 
 def test_the_first_kernel_for_128_rows_says_which_bits(
@@ -146,6 +162,85 @@ def test_torch_is_asked_where_there_is_no_kernel(
     monkeypatch.setattr(cublaslt, "takes", lambda weight: weight is not weights[1])
     assert products.plan(weights[:1], 128).run is not by_torch
     assert products.plan(weights, 128).run is by_torch
+
+
+class KnownKernel(cublaslt.Kernel):
+    """As cuBLASLt's kernels: it is known by the bytes of its algorithm."""
+
+    def __init__(self, number: int, usual: bool = True) -> None:
+        super().__init__(None, cublaslt._Algorithm((number,)))  # type: ignore[arg-type]
+        object.__setattr__(self, "fake", FakeKernel(number, usual))
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self.fake(x, weight, out)  # type: ignore[attr-defined]
+
+    @property
+    def milliseconds(self) -> int:
+        number: int = self.algorithm.data[0]
+        return number
+
+
+def test_what_was_found_is_not_timed_again(
+    with_kernels: Callable[[Kernels], Products],
+    weights: Sequence[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A later process takes the kernel from the file, if that has the right bits, and pieces likewise."""
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    kernels = {number: KnownKernel(number) for number in (3, 4, 5)} | {2: KnownKernel(2, usual=False)}
+    restored: list[int] = []
+
+    class Problem:
+        def kernel(self, algorithm: bytes) -> KnownKernel:
+            restored.append(algorithm[0])
+            return kernels[algorithm[0]]
+
+    def later() -> Products:
+        products = with_kernels({1: [kernels[4], kernels[3]], 128: [kernels[5]], 512: [KnownKernel(99)]})  # type: ignore[list-item]
+        monkeypatch.setattr(products, "dtype", torch.bfloat16)
+        monkeypatch.setattr(products, "found", Found({"device": "a"}))
+        monkeypatch.setattr(products, "_problem", lambda shape, rows: Problem())
+        return products
+
+    first = later()
+    assert first.plan(weights, 1).run is kernels[3]
+    assert first.plan(weights, 512).run == Pieces(kernels[5], 128)
+    assert not restored
+    again = later()
+    with monkeypatch.context() as only:
+        only.setattr(again, "_by_speed", None)  # nothing is timed
+        assert again.plan(weights, 1).run is kernels[3]
+        assert again.plan(weights, 512).run == Pieces(kernels[5], 128)
+    assert restored == [3, 5]
+    first.found.put("24 x 16 x 1", bytes(kernels[2].algorithm).hex())  # it has other bits
+    assert later().plan(weights, 1).run is kernels[3]
+    for broken in ("?", bytes([7] * 64).hex()):
+        first.found.put("24 x 16 x 1", broken)
+        monkeypatch.setattr(Problem, "kernel", lambda self, algorithm: cublaslt.Problem.kernel(self, algorithm[:5]))
+        assert later().plan(weights, 1).run is kernels[3]
+
+
+def test_found_things_outlive_their_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    one, other = Found({"device": "a"}), Found({"device": "a"})
+    one.put("x", 1)
+    other.put("y", "z")
+    both = Found({"device": "a"})
+    assert (both.get("x"), both.get("y"), both.get("w")) == (1, "z", None)
+    assert Found({"device": "b"}).get("x") is None
+    nowhere = Found(None)
+    nowhere.put("x", 2)
+    assert nowhere.get("x") == 2
+    for file in (tmp_path / "products").iterdir():
+        for text in ("", "[]", '{"found": 3}', '{"found": {"x": []}}'):
+            file.write_text(text)
+            assert Found({"device": "a"}).get("x") is None
+        file.unlink()
+    (tmp_path / "products").rmdir()
+    (tmp_path / "products").write_text("in the way")
+    one.put("v", 3)
+    assert one.get("v") == 3
 
 
 @pytest.mark.parametrize("fault", ["other bits from row 96 on", "writes nothing", "refuses"])

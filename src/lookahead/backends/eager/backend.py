@@ -157,13 +157,15 @@ class EagerBackend:
 
     @torch.inference_mode()
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        moves = []
         for slot, path in accepted:
             start, trail, length = self._last.pop(slot)
             root = start + trail
             kept = [*range(start, root + 1), *(root + node for node in path)]
             placed = trail if start == length else 0  # the longest prefix has its trail where it belongs
-            self._buffer.move(self._lane[slot], kept[placed:], length + placed)
+            moves.append((self._lane[slot], kept[placed:], length + placed))
             self._length[slot] = length + len(kept)
+        self._buffer.move(moves)
 
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
@@ -288,8 +290,10 @@ class EagerBackend:
             near = self._near(kind, positions[:, :, None], positions[:, None, :])
             visible = seen if near is None else seen & near
             mask[:, 0, :, start:].masked_fill_(torch.from_numpy(~visible).to(self.device), hidden)
+            if min(lengths) < start:
+                unused = np.arange(start)[None, None] >= np.asarray(lengths)[:, None, None]
+                mask[:, 0, :, :start].masked_fill_(torch.from_numpy(unused).to(self.device), hidden)
             for i, length in enumerate(lengths):
-                mask[i, :, :, length:start] = hidden
                 near = self._near(kind, positions[i, :, None], np.arange(length)[None])
                 if near is not None:
                     mask[i, 0, :, :length].masked_fill_(torch.from_numpy(~near).to(self.device), hidden)

@@ -68,13 +68,30 @@ class KVBuffer:
         keys, values = self.keys[group][index, lane, :, :length], self.values[group][index, lane, :, :length]
         return keys.clone(), values.clone()
 
-    def move(self, lane: int, source: Sequence[int], target: int) -> None:
-        """Copy the tokens at `source` to `target`, `target` + 1, ... within a lane."""
-        if list(source) == list(range(target, target + len(source))):
+    def move(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """Per (lane, source, target): copy the tokens at `source` to `target`, `target` + 1, ... within the lane."""
+        moves = [move for move in moves if list(move[1]) != list(range(move[2], move[2] + len(move[1])))]
+        if not moves:
             return
+        if len(moves) == 1:
+            lane, source, target = moves[0]
+            for tensor in (*self.keys, *self.values):
+                index = torch.tensor(source, device=tensor.device)
+                tensor[:, lane, :, target : target + len(source)] = tensor[:, lane].index_select(2, index)
+            return
+        lanes = [lane for lane, source, _ in moves for _ in source]
+        sources = [place for _, source, _ in moves for place in source]
+        targets = [target + i for _, source, target in moves for i in range(len(source))]
+        for device, tensors in self._by_device().items():
+            lane_at, source_at, target_at = torch.tensor([lanes, sources, targets], device=device)
+            for tensor in tensors:
+                tensor[:, lane_at, :, target_at] = tensor[:, lane_at, :, source_at]
+
+    def _by_device(self) -> dict[torch.device, list[torch.Tensor]]:
+        found: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in (*self.keys, *self.values):
-            index = torch.tensor(source, device=tensor.device)
-            tensor[:, lane, :, target : target + len(source)] = tensor[:, lane].index_select(2, index)
+            found.setdefault(tensor.device, []).append(tensor)
+        return found
 
     def move_lane(self, source: int, target: int, length: int) -> None:
         """Copy a lane's first `length` tokens over another lane."""

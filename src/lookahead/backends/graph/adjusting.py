@@ -45,6 +45,7 @@ class Adjusting:
         self._host_masks = torch.zeros(MOST_NEEDED, words, dtype=torch.int32, pin_memory=pinned)
         self._mask_rows: npt.NDArray[np.uint32] = self._host_masks.numpy().view(np.uint32)
         self._masks = 0  # how many masks the next step has
+        self._bans: dict[frozenset[int], int] = {}  # end tokens -> the next step's mask that allows all others
         self._kernels: Any = reference_draw
         if compiled:
             from lookahead.backends.graph.kernels import adjust
@@ -87,17 +88,21 @@ class Adjusting:
     def begin(self) -> None:
         """Start a new step: no masks yet."""
         self._masks = 0
+        self._bans.clear()
 
     def put_masks(self, adjustment: Adjustment, tree: TokenTree) -> array[int]:
         """Note what a sequence allows after its tree's needed nodes. Returns the number of each node's mask, or -1."""
-        count = len(tree.needed)
-        if adjustment.mask is None and not adjustment.bans_ends(0):
+        count, end_depth = len(tree.needed), adjustment.end_depth
+        if adjustment.mask is None and end_depth <= 0:
             return NO_MASK * count
         first, depths = self._masks, [tree.depths[node] for node in tree.needed]
-        if adjustment.mask is None:  # all rows that ban the end tokens have the root's mask
-            self._mask_rows[first] = allowed_rows(adjustment, [0], self.vocabulary)
-            self._masks += 1
-            return array("i", [first if adjustment.bans_ends(depth) else -1 for depth in depths])
+        if adjustment.mask is None:  # all rows that ban the same end tokens have one mask
+            if adjustment.ends not in self._bans:
+                self._bans[adjustment.ends] = first
+                self._mask_rows[first] = allowed_rows(adjustment, [0], self.vocabulary)
+                self._masks += 1
+            ban = self._bans[adjustment.ends]
+            return array("i", [ban if depth < end_depth else -1 for depth in depths])
         self._mask_rows[first : first + count] = allowed_rows(adjustment, depths, self.vocabulary)
         self._masks += count
         return array("i", range(first, first + count))

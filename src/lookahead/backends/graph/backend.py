@@ -12,6 +12,7 @@ On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -24,7 +25,7 @@ from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.adjusting import rules_of
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
-from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of
+from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of, stand_in
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import MOST_ENTRIES, NO_MASK, NO_RULES, Packet
@@ -34,6 +35,10 @@ from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, RO
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
+
+PATIENCE = 128
+"""How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
+and far longer on a machine where a kernel has yet to be compiled or searched for."""
 
 
 @dataclass(slots=True)
@@ -80,7 +85,8 @@ class GraphBackend:
     attention adds up each row in the order of its positions (see `kernels.attention`), and the matrix products add in
     one order, too (see `products`). So it does not matter either whether K/V came from a prompt's pass or from steps.
     `kv_tokens` is how many tokens the pages hold. `most_rows` is the most rows of a pass. `capture=False` runs the
-    steps uncaptured.
+    steps uncaptured. `patient`: an invariant step of a new kind is captured only when it has been asked for a number of
+    times. Until then a larger one stands in for it. That is for callers who come once and do not want to wait.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class GraphBackend:
         capture: bool | None = None,
         kv_tokens: int | None = None,
         most_rows: int = ROW_SIZES[-1],
+        patient: bool = False,
     ) -> None:
         check_supported(model)
         check_graph(model)
@@ -118,7 +125,9 @@ class GraphBackend:
         )
         self.pool = PagePool(self.kv.pages, PAGE)
         self._group = self.weights.heads // self.weights.kv_heads  # query heads per K/V head
+        self.patient = patient
         self._steps: dict[StepKind, CapturedStep] = {}
+        self._missed: Counter[StepKind] = Counter()  # how often a kind was asked for that had not been captured
         self._slots: dict[int, Slot] = {}
         self._pending: list[list[int]] = []  # commits whose K/V has not moved yet: per sequence, from where to where
         self._lines = list(range(MOST_ENTRIES - 1, -1, -1))  # those of the device's tables that no slot has
@@ -230,7 +239,7 @@ class GraphBackend:
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
         self._ahead.forget()
-        slot = self.open()
+        slot, patient, self.patient = self.open(), self.patient, False
         most = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
         try:
             for trail, nodes, needed in every_shape(
@@ -246,6 +255,7 @@ class GraphBackend:
                     self._ahead.forget()
                     self._slots[slot].length = 0
         finally:
+            self.patient = patient
             self._ahead.forget()
             self.close(slot)
 
@@ -347,6 +357,10 @@ class GraphBackend:
     def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
         """The captured step for these inputs; it is captured when it runs first."""
         kind = self._kind(items)
+        if kind not in self._steps and self.patient and kind.invariant:
+            self._missed[kind] += 1
+            if self._missed[kind] <= PATIENCE and not any(item.continues_alone for item in items):
+                kind = stand_in(kind, any(item.trail for item in items), self._most_rows)
         step = self._steps.get(kind)
         if step is None:
             step = self._steps[kind] = CapturedStep(self.state, kind)

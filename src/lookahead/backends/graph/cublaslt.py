@@ -68,6 +68,11 @@ class Library:
         if status:
             raise RuntimeError(f"cublasLt{name} failed with status {status}")
 
+    def version(self) -> int:
+        """The library's version, such as 130200."""
+        self.calls.cublasLtGetVersion.restype = ctypes.c_size_t
+        return int(self.calls.cublasLtGetVersion())
+
     def accepts(self, name: str, *args: Any) -> bool:
         """Run a function, and tell whether it succeeded."""
         return not getattr(self.calls, f"cublasLt{name}")(*args)
@@ -95,8 +100,8 @@ class Problem:
         self.library("MatrixLayoutCreate", ctypes.byref(layout), TYPES[dtype], *sizes)
         return layout
 
-    def kernels(self) -> list[Kernel]:
-        """The kernels that cuBLASLt suggests for this problem, each with every cluster that it accepts."""
+    def kernels(self) -> list[list[Kernel]]:
+        """The kernels that cuBLASLt suggests for this problem; of each, all clusters that it accepts."""
         wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST_SUGGESTIONS)(), ctypes.c_int()
         self.library("MatmulPreferenceCreate", ctypes.byref(wish))
         self.library(
@@ -104,13 +109,26 @@ class Problem:
             MOST_SUGGESTIONS, found, ctypes.byref(given),
         )  # fmt: skip
         self.library("MatmulPreferenceDestroy", wish)
-        kernels: dict[bytes, Kernel] = {}
+        known, kernels = set[bytes](), list[list[Kernel]]()
         for suggestion in found[: given.value]:
+            family = []
             for cluster in CLUSTERS:
                 algorithm = _Algorithm.from_buffer_copy(suggestion.algorithm)
-                if self._set(algorithm, cluster) and self._runs(algorithm):
-                    kernels.setdefault(bytes(algorithm), Kernel(self, algorithm))
-        return list(kernels.values())
+                if self._set(algorithm, cluster) and self._runs(algorithm) and bytes(algorithm) not in known:
+                    known.add(bytes(algorithm))
+                    family.append(Kernel(self, algorithm))
+            if family:
+                kernels.append(family)
+        return kernels
+
+    def kernel(self, algorithm: bytes) -> Kernel:
+        """A kernel of an earlier process, by its `algorithm`. RuntimeError if the library does not take it."""
+        if len(algorithm) != ctypes.sizeof(_Algorithm):
+            raise RuntimeError(f"an algorithm of {len(algorithm)} bytes")
+        known = _Algorithm.from_buffer_copy(algorithm)
+        if not self._runs(known):
+            raise RuntimeError("cuBLASLt does not take this algorithm here")
+        return Kernel(self, known)
 
     def _set(self, algorithm: _Algorithm, cluster: int) -> bool:
         """Set an algorithm's cluster, and that it must not split the sum. False if it cannot do that."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, bucket, needed_bucket, sizes_to
+from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, ROW_SIZES, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.weights import Weights
 
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -16,6 +16,11 @@ SMALL_TILE, LARGE_TILE = 16, 64
 SHORT = 256
 """Up to so many tokens a prompt runs in small tiles. On an H200 four prompts of 100 tokens take 34 us of attention per
 layer in small tiles and 50 in large ones; 512 tokens after 512 take 94 and 77."""
+
+
+STAND_INS = (32, 128, 256, 512, ROW_SIZES[-1])
+TRAIL_STAND_INS = (512, ROW_SIZES[-1])
+"""Sizes that stand in for the smaller ones. A prompt runs once, so that its pass may take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,17 @@ def kind_of(
         adjusted=adjusted,
         logprobs=logprobs,
     )
+
+
+def stand_in(kind: StepKind, trail: bool, most: int) -> StepKind:
+    """The kind of a larger step, of at most so many rows, that can do what this one does, with the same bits if it is
+    invariant. `trail`: some of the rows are a prompt's.
+
+    Few kinds stand in for all others, so that few have to be captured before anything can run.
+    """
+    rows = min(next(size for size in (TRAIL_STAND_INS if trail else STAND_INS) if size >= kind.rows), most)
+    kind = replace(kind, rows=rows, needed=needed_bucket(rows, kind.needed))
+    return replace(kind, small=False, alone=True, one=False) if trail else kind
 
 
 def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:

@@ -9,13 +9,14 @@ the number of rows. There are two ways to give a row the bits that it gets among
 
 We check both. A kernel is tested on inputs whose products cancel: the exact result is zero, so all that is left are
 rounding errors, and any change in the order of adding changes them. Which of the kernels that pass is the fastest is
-timed on the model's own weights. No result depends on that choice.
+timed on the model's own weights. No result depends on that choice. What was found the fastest is kept on disk, so that
+later processes need not time it again; they check its bits all the same.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,17 +24,22 @@ from typing import Any
 import torch
 
 from lookahead.backends.graph import cublaslt
+from lookahead.backends.graph.found import Found
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, ROW_SIZES
 
 TIMED_CALLS = 8
-"""Calls per timing. Each uses another layer's weights, so that large ones are read from memory and not from a cache."""
-HEAD_START = 800_000
-"""Clock ticks that the device sleeps before a timing, while the host queues all calls: 0.4 ms at 2 GHz."""
+"""Calls per timing, a quarter of it for large products. Each uses another layer's weights, so that large ones are read
+from memory and not from a cache."""
+HEAD_START = 400_000
+"""Clock ticks that the device sleeps before a timing, while the host queues all calls: 0.2 ms at 2 GHz."""
 PIECES = (INVARIANT_ROWS, 2 * INVARIANT_ROWS)
 """Rows at a time that are tried for larger products. On an H200 the products of a 7B model take 4.74 ms for 256 rows,
 11.1 for 512 and 25.2 for 1024: four times 256 is faster."""
 FINALISTS = 4
 """How many of the fastest kernels of a first timing are timed again, more carefully."""
+FAMILIES = 3
+"""Of how many kernels every cluster is timed: those that are the fastest with their first one. A kernel takes
+milliseconds to load, so few are tried. On an H200, at the sizes of a 7B model, this misses the best by 2% at most."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T."""
@@ -91,8 +97,15 @@ class Products:
         self.device, self.dtype, self.invariant = device, dtype, invariant
         known = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
         self.library: Any = cublaslt.library(device) if known and dtype in cublaslt.TYPES else None
+        self.found = Found(self._facts()) if self.library is not None else Found(None)
         self._fastest: dict[tuple[torch.Size, int], Run | None] = {}
+        self._first: dict[torch.Size, Run] = {}  # the kernels that say which bits are right
         self._rows: dict[tuple[torch.Size, int], int] = {}
+
+    def _facts(self) -> dict[str, str]:
+        """What the fastest kernels depend on."""
+        name = torch.cuda.get_device_name(self.device)
+        return {"device": name, "dtype": str(self.dtype), "library": str(self.library.version())}
 
     def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
         """How to multiply `size` rows with any of these matrices [outer, inner]: the layers' matrices of one kind."""
@@ -133,52 +146,108 @@ class Products:
         return x, other, whole
 
     def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
-        """The fastest kernel for so many rows that gives the right bits, or None; see `_same_bits`."""
-        shape = weights[0].shape
-        if (shape, rows) not in self._fastest:
-            found = list(self._same_bits(weights[0], rows))
-            for piece in PIECES:
-                if rows > piece and rows % piece == 0 and (kernel := self._fastest_of(weights, piece)) is not None:
-                    found.append(Pieces(kernel, piece))
-            for times, keep in ((1, FINALISTS), (5, 1)):
-                timed = [(self._time(run, weights, rows, times), place) for place, run in enumerate(found)]
-                found = [found[place] for _, place in sorted(timed)[:keep]]
-            self._fastest[shape, rows] = found[0] if found else None
-        return self._fastest[shape, rows]
+        """The fastest kernel for so many rows that gives the right bits, or None if there is none."""
+        key = weights[0].shape, rows
+        if key not in self._fastest:
+            self._fastest[key] = self._search(weights, rows)
+        return self._fastest[key]
 
-    def _same_bits(self, weight: torch.Tensor, rows: int) -> Iterator[Run]:
-        """The kernels for so many rows that give the bits of cuBLASLt's first kernel for INVARIANT_ROWS rows."""
-        for first in self._kernels(weight, INVARIANT_ROWS):
+    def _search(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
+        """See `_fastest_of`. The kernels are timed first: nearly all have the right bits, so few have to be checked."""
+        expected = self._expected_of_kernels(weights[0])
+        if expected is None:
+            return None
+        kept = self._kept(weights, rows)
+        if kept is not None and same_bits(kept, *expected, rows):
+            return kept
+        pieces = [
+            Pieces(kernel, piece)
+            for piece in PIECES
+            if rows > piece and rows % piece == 0 and (kernel := self._fastest_of(weights, piece)) is not None
+        ]
+        families = self._kernels(weights[0], rows)
+        first = self._by_speed([family[0] for family in families], weights, rows, rounds=1)[:FAMILIES]
+        kernels = [kernel for family in families if family[0] in first for kernel in family]
+        found = self._by_speed([*kernels, *pieces], weights, rows, rounds=1)
+        found = self._by_speed(found[:FINALISTS], weights, rows, rounds=5) + found[FINALISTS:]
+        best = next((run for run in found if same_bits(run, *expected, rows)), None)
+        if best is not None:
+            self._keep(best, weights[0].shape, rows)
+        return best
+
+    def _expected_of_kernels(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As `_expected`, with the first of cuBLASLt's kernels for INVARIANT_ROWS rows that runs. None if none does."""
+        known = self._first.get(weight.shape)
+        usual = [family[0] for family in self._kernels(weight, INVARIANT_ROWS)] if known is None else [known]
+        for kernel in usual:
             try:
-                x, other, whole = self._expected(weight, first)
+                expected = self._expected(weight, kernel)
             except RuntimeError:
                 continue
-            yield from (run for run in self._kernels(weight, rows) if same_bits(run, x, other, whole, rows))
-            return
+            self._first[weight.shape] = kernel
+            return expected
+        return None
 
-    def _kernels(self, weight: torch.Tensor, rows: int) -> list[cublaslt.Kernel]:
-        """cuBLASLt's kernels for so many rows and this weight [outer, inner]."""
+    def _kernels(self, weight: torch.Tensor, rows: int) -> list[list[cublaslt.Kernel]]:
+        """cuBLASLt's kernels for so many rows and this weight [outer, inner]; see `Problem.kernels`."""
         try:
-            outer, inner = weight.shape
-            return cublaslt.Problem(self.library, rows, outer, inner, self.dtype).kernels()
+            return self._problem(weight.shape, rows).kernels()
         except RuntimeError:  # it has none for this shape
             return []
 
-    def _time(self, run: Run, weights: Sequence[torch.Tensor], rows: int, times: int) -> float:
-        """Milliseconds per call: the median of `times` rounds."""
+    def _problem(self, shape: torch.Size, rows: int) -> cublaslt.Problem:
+        outer, inner = shape
+        return cublaslt.Problem(self.library, rows, outer, inner, self.dtype)
+
+    def _kept(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
+        """What an earlier process found to be the fastest."""
+        found = self.found.get(_name(weights[0].shape, rows))
+        if isinstance(found, int):
+            kernel = self._fastest_of(weights, found) if found in PIECES and found < rows else None
+            return None if kernel is None else Pieces(kernel, found)
+        try:
+            return None if found is None else self._problem(weights[0].shape, rows).kernel(bytes.fromhex(found))
+        except (RuntimeError, ValueError):
+            return None
+
+    def _keep(self, run: Run, shape: torch.Size, rows: int) -> None:
+        if isinstance(run, Pieces):
+            self.found.put(_name(shape, rows), run.rows)
+        elif isinstance(run, cublaslt.Kernel):
+            self.found.put(_name(shape, rows), bytes(run.algorithm).hex())
+
+    def _by_speed(self, runs: Sequence[Run], weights: Sequence[torch.Tensor], rows: int, rounds: int) -> list[Run]:
+        """The fastest first. Kernels that refuse to run are left out."""
+        times = self._times(runs, weights, rows, rounds)
+        return [runs[place] for place in sorted(times, key=lambda place: times[place])]
+
+    def _times(self, runs: Sequence[Run], weights: Sequence[torch.Tensor], rows: int, rounds: int) -> dict[int, float]:
+        """Milliseconds per call of each that runs, by its place: the median of so many rounds."""
         x = weights[0].new_zeros(rows, weights[0].shape[1])
         out = weights[0].new_empty(rows, len(weights[0]))
-        rounds = []
-        for _ in range(times):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(HEAD_START)
-            begin.record()
-            for call in range(TIMED_CALLS):
-                run(x, weights[call % len(weights)], out)
-            end.record()
-            end.synchronize()
-            rounds.append(begin.elapsed_time(end) / TIMED_CALLS)
-        return statistics.median(rounds)
+        calls = TIMED_CALLS if rows <= PIECES[-1] else TIMED_CALLS // 4
+        marks: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {place: [] for place in range(len(runs))}
+        for _ in range(rounds):
+            for place in list(marks):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                try:
+                    torch.cuda._sleep(HEAD_START)
+                    begin.record()
+                    for call in range(calls):
+                        runs[place](x, weights[call % len(weights)], out)
+                    end.record()
+                    marks[place].append((begin, end))
+                except RuntimeError:
+                    del marks[place]
+        torch.cuda.synchronize(self.device)
+        return {
+            place: statistics.median(begin.elapsed_time(end) for begin, end in pairs) / calls
+            for place, pairs in marks.items()
+        }
+
+
+def _name(shape: torch.Size, rows: int) -> str:
+    return f"{shape[0]} x {shape[1]} x {rows}"
 
 
 def tried(size: int) -> list[int]:

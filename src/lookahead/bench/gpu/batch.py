@@ -162,7 +162,7 @@ def prompts(bench: GpuBench) -> None:
     """How long 16 short prompts take together, and how long 8 sequences pause when a prompt of 8,000 tokens arrives."""
     backend, rng = bench.backend(), random.Random(0)
     vocabulary = min(1000, backend.vocab_size)
-    longest = min(LATE_TOKENS, (backend.holds() or LATE_TOKENS) // 2, (backend.max_length or LATE_TOKENS) - 64)
+    longest = min(LATE_TOKENS, (backend.holds() or LATE_TOKENS) - 256, (backend.max_length or LATE_TOKENS) - 64)
 
     def request(count: int, tokens: int) -> Request:
         text = [rng.randrange(vocabulary) for _ in range(count)]
