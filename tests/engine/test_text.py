@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from lookahead.engine.text import CONTEXT, Detokenizer, StopStrings, TextStream
+from lookahead.engine.text import CONTEXT, Detokenizer, SharedTokenizer, StopStrings, TextStream
 
 FFFD = "\ufffd"
 SPECIALS = ["<s>", "</s>", "<|x|>"]
@@ -168,6 +168,21 @@ def test_pushes_and_flush_equal_the_full_decode(name: str, data: st.DataObject) 
         assert pushed == detokenizer.text == stable_oracle(name, seen)
     assert pushed + detokenizer.flush() == detokenizer.text == full(name, ids)
     assert detokenizer.flush() == ""
+
+
+SHARED = {name: SharedTokenizer(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+"""Each knows what all examples before have found out."""
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObject) -> None:
+    ids = data.draw(token_lists(name, 40))
+    shared, own = Detokenizer(SHARED[name]), Detokenizer(TOKENIZERS[name])
+    for block in blocks(ids, [1, 3, 2]):
+        assert shared.push(block) == own.push(block)
+    assert shared.flush() == own.flush()
+    assert shared.text == full(name, ids)
 
 
 @EVERY

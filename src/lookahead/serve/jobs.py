@@ -10,7 +10,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.front import Ticket
 from lookahead.engine.request import Event, Request, TokenLogprobs, TokenMask
-from lookahead.engine.text import StopStrings, TextStream
+from lookahead.engine.text import SharedTokenizer, StopStrings, TextStream
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
 
@@ -43,7 +43,7 @@ class Piece:
 class Job:
     """One sequence on its way. `index` is its place in the reply."""
 
-    def __init__(self, model: LookaheadModel, ask: Ask, index: int) -> None:
+    def __init__(self, model: LookaheadModel, tokenizer: SharedTokenizer, ask: Ask, index: int) -> None:
         stops, least = ask.stops, ask.rules.min_tokens
         self.ask, self.index = ask, index
         self.sequence = DecodingSequence(
@@ -52,13 +52,13 @@ class Job:
             ask.sampling,
             ask.rules,
             # The engine's thread looks for stop strings in a text of its own.
-            ends=TextStream(model.tokenizer, stops, least).push_token if stops.stops else None,
+            ends=TextStream(tokenizer, stops, least).push_token if stops.stops else None,
             memory=ask.owner.memory,
             prediction=ask.prediction,
         )
         verifier = model.verifier(self.sequence)
         self.request = Request(self.sequence, verifier, mask=ask.mask, salt=ask.owner.salt)
-        self.text = TextStream(model.tokenizer, stops, least)
+        self.text = TextStream(tokenizer, stops, least)
         self.ticket: Ticket | None = None
         self.begin = perf_counter()
         self.last_news = 0.0  # when the last token came

@@ -17,6 +17,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.front import Ticket
 from lookahead.engine.request import Request
+from lookahead.engine.text import SharedTokenizer
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError, bad_request, log, unavailable
 from lookahead.serve.grammar import Grammars
@@ -45,6 +46,7 @@ class Service:
         self.queue = Queue(settings.max_concurrency, settings.max_queue)
         self.metrics = Metrics(self.name)
         self.grammars = Grammars(model)
+        self.tokenizer = SharedTokenizer(model.tokenizer)
         self.spelling = Spelling(model.tokenizer)
         self.template: str = getattr(model.tokenizer, "chat_template", None) or ""
         self.created = int(time())
@@ -90,7 +92,7 @@ class Service:
 
         def jobs() -> list[Job]:
             try:
-                return [Job(self.model, ask, index) for index, ask in enumerate(prepare())]
+                return [Job(self.model, self.tokenizer, ask, index) for index, ask in enumerate(prepare())]
             except ValueError as error:
                 raise bad_request(str(error)) from error
 
