@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,11 +11,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from http_server import Running, running, soon
+
+from lookahead.serve.reply import Reply
 
 LONG: dict[str, Any] = {"prompt": "the", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "lookahead": False}
 
@@ -59,6 +63,39 @@ def test_a_slow_reader_gets_everything_in_fewer_chunks(server: Running) -> None:
                 chunks += 1
     assert text == expected
     assert chunks <= 500
+
+
+def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
+    class Ended:
+        done, error = True, None
+
+        def __init__(self) -> None:
+            self.events = [SimpleNamespace(finish_reason="length")]
+
+        def take(self) -> list[Any]:
+            events, self.events = self.events, []
+            return events
+
+    def job() -> Any:
+        return SimpleJob(ticket=Ended(), over=False, read=lambda events: "piece")
+
+    class SimpleJob(SimpleNamespace):
+        __hash__ = object.__hash__  # type: ignore[assignment]
+
+    async def run() -> list[Any]:
+        jobs = [job(), job()]
+        reply = Reply(jobs, 5.0, lambda reply: None)
+        reply.wake(jobs[0])
+        found, again = [], True
+        async for piece in reply.pieces():
+            found.append(piece)
+            if again:
+                again = False
+                reply.wake(jobs[0])
+                asyncio.get_running_loop().call_later(0.05, reply.wake, jobs[1])
+        return found
+
+    assert asyncio.run(run()) == ["piece", "piece"]
 
 
 def test_a_request_that_takes_too_long(loaded: Any) -> None:

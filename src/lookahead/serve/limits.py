@@ -33,6 +33,11 @@ class Queue:
 
     def enter(self, count: int) -> None:
         """Take places for so many sequences. Raises a 429 if there are too few."""
+        self.check(count)
+        self.taken += count
+
+    def check(self, count: int) -> None:
+        """Raise a 429 if there are too few places for so many sequences."""
         if count > self.most:
             raise ApiError(400, f"{count} sequences in one request, and the server takes {self.most} in all", param="n")
         if self.taken + count > self.most:
@@ -42,7 +47,6 @@ class Queue:
                 code="queue_full",
                 headers={"Retry-After": str(self._wait())},
             )
-        self.taken += count
 
     def leave(self, seconds: float | None = None) -> None:
         """Give one place back, after so many seconds."""

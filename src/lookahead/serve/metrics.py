@@ -89,6 +89,7 @@ class Metrics:
 
     def finished(self, job: Job, now: float) -> None:
         """A job has ended, or was cancelled."""
+        self.news(job, now)  # what the engine told after the reply had been read to its end
         stats, totals = job.sequence.stats, self.totals
         self.success[job.sequence.finish_reason or "abort"] += 1
         guessed = stats.steps - 1

@@ -35,8 +35,8 @@ class Reply:
 
         Raises an ApiError if the server or the engine fails, or when the request's time is over.
         """
-        left, limit = len(self.jobs), self.begin + self.timeout
-        while left:
+        limit = self.begin + self.timeout
+        while self._left():
             if not self._fresh and self.failure is None:
                 rest = limit - perf_counter()
                 if rest <= 0:
@@ -46,11 +46,14 @@ class Reply:
             fresh, self._fresh = self._fresh, {}
             for job in fresh:
                 piece = self._read(job)
-                left -= job.over
                 if piece is not None:
                     yield piece
-            if left and self.failure is not None:
+            if self.failure is not None and self._left():
                 raise self.failure
+
+    def _left(self) -> bool:
+        """Whether a job has not ended. One that has may still be told of again, so they are not counted down."""
+        return any(not job.over for job in self.jobs)
 
     async def finish(self) -> list[list[Piece]]:
         """All pieces of every job, after their ends."""

@@ -89,6 +89,7 @@ class Service:
     async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
         """Prepare the asks of one HTTP request, and hand them to the engine. Raises an ApiError if it cannot be."""
         self.check_ready()
+        self.queue.check(1)  # before any work is done for it
 
         def jobs() -> list[Job]:
             try:
