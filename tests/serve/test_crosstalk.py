@@ -42,7 +42,7 @@ def made_up(count: int, seed: int) -> list[dict[str, Any]]:
     for number in range(count):
         body: dict[str, Any] = {
             "prompt": rng.choice(STEMS) + rng.choice(("fox", "dog", "the", "café")) * rng.randrange(1, 4),
-            "max_tokens": rng.choice((3, 12, 24, 40)),
+            "max_tokens": rng.choice((3, 8, 16, 30)),
             "temperature": rng.choice((0.0, 0.0, 0.7, 1.3)),
             "seed": number,
             "logprobs": rng.choice((None, 0, 3)),

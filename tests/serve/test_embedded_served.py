@@ -72,7 +72,7 @@ def test_it_parses_and_calls(served: Running, client: openai.OpenAI) -> None:
 def test_a_predicted_edit_flies(served: Running) -> None:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": f"Repeat this code, but call the function add_up:\n{CODE}"}],
-        "max_tokens": 60,
+        "max_tokens": 40,
         "temperature": 0,
     }
     config = {"window": 0, "budget": 17, "sources": ["suffix"]}
@@ -84,4 +84,5 @@ def test_a_predicted_edit_flies(served: Running) -> None:
     ).json()
     assert reply["choices"] == plain["choices"]
     assert reply["usage"]["lookahead"]["compression"] > 4
-    assert reply["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 40
+    details = reply["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > reply["usage"]["completion_tokens"] / 2
