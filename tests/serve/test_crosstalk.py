@@ -18,7 +18,7 @@ from lookahead.backends.graph.pages import PagePool
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 
-PAGES = 14
+PAGES = 10
 """Of 64 tokens: room for a few sequences at once."""
 STEMS = ("the quick brown fox jumps over the lazy dog " * 7, "once more the dog and the fox; " * 9, "def fox(dog): ")
 
@@ -42,7 +42,7 @@ def made_up(count: int, seed: int) -> list[dict[str, Any]]:
     for number in range(count):
         body: dict[str, Any] = {
             "prompt": rng.choice(STEMS) + rng.choice(("fox", "dog", "the", "café")) * rng.randrange(1, 4),
-            "max_tokens": rng.choice((3, 8, 16, 30)),
+            "max_tokens": rng.choice((3, 8, 20, 70)),
             "temperature": rng.choice((0.0, 0.0, 0.7, 1.3)),
             "seed": number,
             "logprobs": rng.choice((None, 0, 3)),
