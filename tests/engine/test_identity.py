@@ -38,7 +38,7 @@ Asked = tuple[tuple[int, ...], int, int, int]
 """A prompt, the most tokens, and the numbers of a config and of a sampling."""
 
 
-MASKED = (False, False, True, False, False, True)
+MASKED = (False, False, False, True, False, True)
 """Whether a request with the sampling of this number has a mask."""
 
 
