@@ -22,7 +22,7 @@ from lookahead.engine.request import Request
 
 
 def asked(number: int, tokens: int = 20) -> Asked:
-    return (number % 23, 1, 2, number % 5), tokens, number % 5, number % 2
+    return (number % 23, 1, 2, number % 5), tokens, number % 5, number % 3
 
 
 def text_of(one: Asked) -> tuple[list[int], str | None]:
