@@ -6,30 +6,17 @@ A sequence knows nothing of tensors or text, and a backend nothing of windows or
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits
+from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Limits, Offer
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
-from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
+from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.stats import Stats
-
-
-@dataclass(slots=True)
-class Offer:
-    """A sequence's part of a step before it is known how many of its guesses the step takes."""
-
-    layout: WindowLayout
-    branch: list[int]
-    guesses: Guesses
-
-    def tree(self, count: int | None = None) -> TokenTree:
-        """The tree with the best `count` guesses, or with all."""
-        return self.layout.tree(self.branch, self.guesses, count)
 
 
 class DecodingSequence:
@@ -120,26 +107,36 @@ class DecodingSequence:
         layout = self.layout(share)
         if limit is not None and layout.size > limit:
             layout = self.layout(0)
-        return self.offer(layout, share if limit is None else min(share, limit), cost).tree()
+        trees, _ = self.drafter.choose([self.offer(layout, share if limit is None else min(share, limit), cost)])
+        return trees[0]
 
-    def offer(self, layout: WindowLayout, most: int, cost: Sequence[float] | None, floor: float = 0.0) -> Offer:
+    def offer(
+        self,
+        layout: WindowLayout,
+        most: int,
+        cost: Sequence[float] | None,
+        floor: float = 0.0,
+        trust: float = 1.0,
+        kept: bool = True,
+    ) -> Offer:
         """What this sequence would put into a step: at most `most` tokens, the window's among them.
 
-        `cost` weighs the guesses, and none below the `floor` is offered (see `draft.Limits`).
+        `cost` weighs the guesses, and none below the `floor` is offered (see `draft.Limits`). `trust` and `kept` are
+        for the choice among several sequences.
         """
         # 1. The root and the lookahead branch.
-        branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
+        text = self.tokens
+        branch = array("i", [text[-1], *self._window.flat()] if layout.width else text[-1:])
         # 2. The verification branch: the best guesses that the rest has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        room, deepest = most - layout.size, min(self.left - 1, self._deepest)
-        if room < 1 or deepest < 1 or not self._sources:
-            return Offer(layout, branch, NO_GUESSES)
-        draft = self._draft
-        draft.restart(self.tokens)
-        for source in self._sources:
-            source.propose(self.tokens, draft)
-        guesses = self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size, floor))
-        return Offer(layout, branch, guesses)
+        room, deepest = most - layout.size, min(self.room - self.stats.generated_tokens - 1, self._deepest)
+        draft = self._draft if room > 0 and deepest > 0 and self._sources else None
+        if draft is not None:
+            draft.restart(text)
+            for source in self._sources:
+                source.propose(text, draft)
+        limits = Limits(room, deepest, cost, layout.size, floor)
+        return Offer(layout, branch, draft, limits, trust, TAUGHT if self.wants_top else 0.0, kept)
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""

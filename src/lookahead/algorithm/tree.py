@@ -18,7 +18,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -134,19 +135,14 @@ class Guesses:
 NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 
-@dataclass
 class WindowLayout:
     """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes."""
 
-    width: int
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
-    newest: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        self.size = len(self.parents)
-        self._parents, self._depths = array("i", self.parents), array("i", self.depths)
-        self._needed = array("i", [0, *(node for node in self.newest if node)])  # N = 2: the root is one of them
+    def __init__(self, width: int, parents: Sequence[int], depths: Sequence[int], newest: Sequence[int]) -> None:
+        self.width, self.size = width, len(parents)
+        self.parents, self.depths = array("i", parents), array("i", depths)
+        self._branch_needs = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
+        self._needed: dict[int, array[int]] = {}
 
     def tree(self, tokens: Sequence[int], guesses: Guesses, count: int | None = None) -> TokenTree:
         """The branch with these tokens, the root's first, and the guesses behind it: the best `count` of them, or all.
@@ -160,20 +156,22 @@ class WindowLayout:
             count = len(guesses.tokens)
         return TokenTree(
             array("i", tokens) + guesses.tokens[:count],
-            self._parents + guesses.parents[:count],
-            self._depths + guesses.depths[:count],
-            self._needed + _counting(size, count),
+            self.parents + guesses.parents[:count],
+            self.depths + guesses.depths[:count],
+            self.needed(count),
             size,
             self.width,
             guesses.origins[:count],
-            sum(guesses.scores[:count]),
+            reduce(add, guesses.scores[:count], 0.0),  # not `sum`, which rounds otherwise than C since Python 3.12
         )
 
-
-@lru_cache(maxsize=1024)
-def _counting(first: int, count: int) -> array[int]:
-    """`count` integers from `first` on."""
-    return array("i", range(first, first + count))
+    def needed(self, count: int) -> array[int]:
+        """The nodes whose logits are computed, with so many guesses behind the branch."""
+        needed = self._needed.get(count)
+        if needed is None:
+            guesses = range(self.size, self.size + count)
+            needed = self._needed[count] = self._branch_needs + array("i", guesses)
+        return needed
 
 
 @lru_cache(maxsize=256)
@@ -181,7 +179,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
     """Figure 2(b)'s lookahead branch: window row r, column j is at depth j + r; the root is row 0, column 0."""
     parents, depths = [-1], [0]
     if not window:
-        return WindowLayout(0, (-1,), (0,), ())
+        return WindowLayout(0, parents, depths, ())
     row = list(range(window))
     for column in range(1, window):
         parents.append(column - 1)
@@ -191,7 +189,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
         for column in range(window):
             parents.append(above[column])
             depths.append(column + r)
-    return WindowLayout(window, tuple(parents), tuple(depths), tuple(row))
+    return WindowLayout(window, parents, depths, row)
 
 
 def visibility(parents: Sequence[int]) -> list[int]:
