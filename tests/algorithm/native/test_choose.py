@@ -1,4 +1,4 @@
-"""The trees of a step of several sequences: the same from C as from Python, and a sequence that fails harms no other."""
+"""The trees of a step of several sequences: the same from C as from Python; who fails does no harm to others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
             {
                 "chains": draw(st.lists(st.lists(rate, min_size=1, max_size=4), max_size=5)),
                 "window": window,
-                "limits": Limits(draw(st.integers(-1, 12)), draw(st.integers(0, 5)), None, window_layout(window, 3).size),
+                "limits": Limits(
+                    draw(st.integers(-1, 12)), draw(st.integers(0, 5)), None, window_layout(window, 3).size
+                ),
                 "trust": draw(st.sampled_from((0.5, 1.0, 1.3))),
                 "bonus": draw(st.sampled_from((0.0, 0.008))),
                 "kept": draw(st.booleans()),

@@ -267,28 +267,31 @@ class GraphBackend:
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
         # 1. Take the pages first: without them, nothing has happened yet.
-        items = list(inputs)
-        self._check_trees([len(item.tree) for item in items])
+        items, rows = list(inputs), 0
+        self._check_trees([len(item.tree.tokens) for item in items])
         for item in items:
-            slot = self._slots[item.slot]
-            self._need_pages(slot, slot.length + len(item.trail) + len(item.tree))
+            slot, own = self._slots[item.slot], len(item.trail) + len(item.tree.tokens)
+            self._need_pages(slot, slot.length + own)
+            rows += own
         # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
-        while sum(len(item.trail) + len(item.tree) for item in items) > self._most_rows:
+        while rows > self._most_rows:
             place = max(range(len(items)), key=lambda i: len(items[i].trail))
             trail = items[place].trail
             self._run_alone(replace(items[place], trail=trail[: self._most_rows], tree=NO_TREE))
             items[place] = replace(items[place], trail=trail[self._most_rows :])
+            rows -= len(trail) - len(items[place].trail)
         # 3. Choose the captured step.
         step = self._captured_step(items)
         # 4. Fill the packet, and go.
-        packet, starts, lengths = step.packet, [], []
+        packet, starts, lengths, drawn = step.packet, list[int](), list[int](), step.kind.drawn
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
         for item in items:
             slot = self._slots[item.slot]
-            self._tell_pages(slot)
+            if slot.told < len(slot.table.pages):
+                self._tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
-            if step.kind.drawn:
+            if drawn:
                 packet.put_draws(start, item)
             starts.append(start)
             slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
@@ -354,13 +357,18 @@ class GraphBackend:
         Later steps overwrite all of the step's memory, so what is handed out are copies.
         """
         running.wait()
-        step, outputs = running.step, []
-        results = step.top.arrays[running.turn]
+        # One copy of everything: a call to NumPy takes as long for all inputs as for one.
+        step, outputs, tops = running.step, list[StepOutput](), dict[int, Any]()
+        end = running.starts[-1] + len(running.inputs[-1].tree.needed)
+        results = step.top.arrays[running.turn][:end]
+        targets = results[:, 0].tolist()
         for start, item in zip(running.starts, running.inputs, strict=True):
             end = start + len(item.tree.needed)
-            output = StepOutput(results[start:end, 0].tolist())
+            output = StepOutput(targets[start:end])
             if item.top:
-                output.top = step.top.best(results[start:end], item.top)
+                if item.top not in tops:
+                    tops[item.top] = step.top.best(results, item.top)
+                output.top = tops[item.top][start:end]
             if item.logits and end > start:
                 output.logits = self.state.buffers.logits[start:end].clone()
             outputs.append(output)
