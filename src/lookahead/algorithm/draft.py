@@ -96,17 +96,25 @@ class Offer:
     """A sequence's part of a step before it is known how many of its guesses the step takes.
 
     The root and the lookahead branch are in the step anyway: `branch` are their tokens, as in `layout`. Guesses come
-    from the `draft`, within the `limits`; without a draft there are none. Each is worth its score times `trust`, plus
-    `bonus`. A step takes all guesses of an offer that is `kept`, and of the others those that are worth most.
+    from the `draft`; without one there are none. At most `most` are offered; for `max_depth`, `cost` and `floor` see
+    `Limits`. Each is worth its score times `trust`, plus `bonus`. A step takes all guesses of an offer that is `kept`,
+    and of the others those that are worth most.
     """
 
     layout: WindowLayout
     branch: array[int]
     draft: Draft | None
-    limits: Limits
+    most: int
+    max_depth: int
+    cost: Sequence[float] | None = None
+    floor: float = 0.0
     trust: float = 1.0
     bonus: float = 0.0
     kept: bool = True
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.most, self.max_depth, self.cost, self.layout.size, self.floor)
 
 
 class Drafter(Protocol):

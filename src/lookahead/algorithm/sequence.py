@@ -9,7 +9,7 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 
-from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Limits, Offer
+from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sources import Outcome, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
@@ -56,7 +56,7 @@ class DecodingSequence:
         self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory(None if memory is None else memory.drafter)
-        self._memory = memory
+        self._memory, self._trust = memory, memory.calibration.trust
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
@@ -81,7 +81,7 @@ class DecodingSequence:
     @property
     def continues_alone(self) -> bool:
         """True when this sequence never guesses, so its next step needs only this step's token."""
-        return self.left > 1 and not self._sources and not self._window.width
+        return not self._sources and not self._window.width and self.left > 1
 
     @property
     def drafter(self) -> Drafter:
@@ -90,7 +90,7 @@ class DecodingSequence:
     @property
     def trust(self) -> float:
         """What scores are multiplied by before they are weighed against time."""
-        return self._memory.calibration.trust.ratio()
+        return self._trust.ratio
 
     def share(self, together: int) -> int:
         """The config's share of the budget in a step of so many sequences."""
@@ -135,8 +135,8 @@ class DecodingSequence:
             draft.restart(text)
             for source in self._sources:
                 source.propose(text, draft)
-        limits = Limits(room, deepest, cost, layout.size, floor)
-        return Offer(layout, branch, draft, limits, trust, TAUGHT if self.wants_top else 0.0, kept)
+        bonus = TAUGHT if self.wants_top else 0.0
+        return Offer(layout, branch, draft, room, deepest, cost, floor, trust, bonus, kept)
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
@@ -147,21 +147,21 @@ class DecodingSequence:
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
         config, width, limit = self.config, self._window.width, self.rules.max_length
-        crowds = share < config.budget and 2 * self._window_tokens > share
-        if not width or crowds or self.left <= 1:
+        if not width or self.left <= 1:
             return self._root_alone
+        crowds = share < config.budget and 2 * self._window_tokens > share
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
-        return window_layout(width, config.ngram) if fits else self._root_alone
+        return window_layout(width, config.ngram) if fits and not crowds else self._root_alone
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""
         if self.sampling.greedy:
             return []
         generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
-        self._draw_uniforms(generated + max(depths, default=0) + 1)
+        self._draw_uniforms(generated + len(depths) + 1)  # no guess is deeper than there are guesses
         ahead = self._uniforms[generated:]
         window = len(tree.needed) - 1 - len(depths)
-        return [ahead[0], *[NO_DRAW] * window, *[ahead[depth] for depth in depths]]
+        return [ahead[0], *[NO_DRAW] * window, *map(ahead.__getitem__, depths)]
 
     def next_uniforms(self, count: int) -> list[float]:
         """The uniforms of the output positions after the next one. None of them for greedy decoding."""
@@ -190,11 +190,11 @@ class DecodingSequence:
         self.finish_reason = verdict.finish_reason
         root = self.tokens[-1]
         self.tokens += tokens
-        sources = [source_of(tree.origins[node - tree.branch]) for node in path]
-        self.stats.count_step(len(tree.tokens), len(tokens), sources, self.trust * tree.expected)
+        sources = [source_of(tree.origins[node - tree.branch]) for node in path] if path else []
+        self.stats.count_step(len(tree.tokens), len(tokens), sources, self._trust.ratio * tree.expected)
         if self.finish_reason is not None:
             return verdict
-        self._memory.calibration.trust.learn(len(path), tree.expected)
+        self._trust.learn(len(path), tree.expected)
         # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
@@ -203,7 +203,8 @@ class DecodingSequence:
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
         # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
-        self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
+        if self._waiting is not None:
+            self.learn_while_running()  # the engine did not call it, and the step before would be lost
         self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
         for source in self._sources:
             source.absorb(self._waiting)

@@ -71,24 +71,17 @@ class TokenTree:
         """Where the root or a guess (not a node of the window) stands in `needed`."""
         return node - len(self.tokens) + len(self.needed) if node else 0
 
-    def guesses_below(self, node: int) -> Sequence[int]:
-        """The guesses right below the root or a guess, in the tree's order."""
-        return (self._below or self._index()).get(node, ())
-
-    def _index(self) -> dict[int, list[int]]:
-        below: dict[int, list[int]] = {}
-        for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
-            below.setdefault(parent, []).append(guess)
-        self._below = below
-        return below
+    def guesses_below(self) -> dict[int, list[int]]:
+        """Per node that has some, the guesses right below it, in the tree's order. The root is node 0."""
+        if self._below is None:
+            self._below = {}
+            for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
+                self._below.setdefault(parent, []).append(guess)
+        return self._below
 
     def guess_below(self, node: int, token: int) -> int | None:
-        """The guess of this token right below a node, if there is one. Verification asks for it."""
-        tokens = self.tokens
-        for guess in (self._below or self._index()).get(node, ()):
-            if tokens[guess] == token:
-                return guess
-        return None
+        """The guess of this token right below a node, if there is one."""
+        return next((guess for guess in self.guesses_below().get(node, ()) if self.tokens[guess] == token), None)
 
 
 def _integers(numbers: Iterable[int]) -> array[int]:
@@ -139,7 +132,7 @@ class WindowLayout:
     """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes."""
 
     def __init__(self, width: int, parents: Sequence[int], depths: Sequence[int], newest: Sequence[int]) -> None:
-        self.width, self.size = width, len(parents)
+        self.width, self.size, self.newest = width, len(parents), tuple(newest)
         self.parents, self.depths = array("i", parents), array("i", depths)
         self._branch_needs = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
         self._needed: dict[int, array[int]] = {}
@@ -149,9 +142,7 @@ class WindowLayout:
 
         The best ones are as good as a tree: no guess stands before its parent.
         """
-        size = self.size
-        if len(tokens) != size:
-            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {size}")
+        self.check(tokens)
         if count is None:
             count = len(guesses.tokens)
         return TokenTree(
@@ -159,11 +150,16 @@ class WindowLayout:
             self.parents + guesses.parents[:count],
             self.depths + guesses.depths[:count],
             self.needed(count),
-            size,
+            self.size,
             self.width,
             guesses.origins[:count],
             reduce(add, guesses.scores[:count], 0.0),  # not `sum`, which rounds otherwise than C since Python 3.12
         )
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless these are as many tokens as the branch has."""
+        if len(tokens) != self.size:
+            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {self.size}")
 
     def needed(self, count: int) -> array[int]:
         """The nodes whose logits are computed, with so many guesses behind the branch."""

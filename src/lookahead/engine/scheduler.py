@@ -123,7 +123,7 @@ class Scheduler:
         before there are guesses.
         """
         held, most_nodes = self._held(unread), self.backend.most_nodes
-        parts = [Part(request) for request in decoding if request.verifier not in held]
+        parts = [Part(request, (), True, NO_TREE) for request in decoding if request.verifier not in held]
         share = rows - max(len(parts), rows // 2) if parts else rows
         waiting = deque(unread)
         while waiting and waiting[0].verifier not in held and self._rest(waiting[0]) < share:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits, Offer, PythonDrafter
+from lookahead.algorithm.draft import Draft, Drafter, Offer, PythonDrafter
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.successors import SuccessorTables
@@ -22,7 +22,7 @@ if library() is None:
 OURS, TWIN = NativeDrafter(library()), PythonDrafter()
 
 
-def offer(chains: list[list[float]], window: int = 0, limits: Limits | None = None, **more: Any) -> Offer:
+def offer(chains: list[list[float]], window: int = 0, most: int = 30, max_depth: int = 9, **more: Any) -> Offer:
     """Chains of tokens whose rates these are, below a branch with this window."""
     layout, rates = window_layout(window, 3), array("d", [rate for chain in chains for rate in chain] or [0.0])
     draft, first = Draft.after([7], rates), 0
@@ -31,7 +31,7 @@ def offer(chains: list[list[float]], window: int = 0, limits: Limits | None = No
         draft.add_chain([100 + origin for origin in origins], list(origins))
         first += len(chain)
     branch = array("i", range(1, layout.size + 1))
-    return Offer(layout, branch, draft, limits or Limits(30, 9, None, layout.size), **more)
+    return Offer(layout, branch, draft, most, max_depth, **more)
 
 
 @st.composite
@@ -45,9 +45,9 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
             {
                 "chains": draw(st.lists(st.lists(rate, min_size=1, max_size=4), max_size=5)),
                 "window": window,
-                "limits": Limits(
-                    draw(st.integers(-1, 12)), draw(st.integers(0, 5)), None, window_layout(window, 3).size
-                ),
+                "most": draw(st.integers(-1, 12)),
+                "max_depth": draw(st.integers(0, 5)),
+                "cost": draw(st.none() | st.lists(st.floats(0.01, 10), min_size=1, max_size=15)),
                 "trust": draw(st.sampled_from((0.5, 1.0, 1.3))),
                 "bonus": draw(st.sampled_from((0.0, 0.008))),
                 "kept": draw(st.booleans()),
@@ -81,17 +81,23 @@ def test_many_guesses_are_sorted_as_numpy_does() -> None:
 
 def test_without_a_draft_there_is_the_branch_alone() -> None:
     layout = window_layout(2, 3)
-    bare = Offer(layout, array("i", [5, 6, 7, 8]), None, Limits(9, 9, None, layout.size))
+    bare = Offer(layout, array("i", [5, 6, 7, 8]), None, 9, 9)
     for drafter in (OURS, TWIN):
         trees, refused = drafter.choose([bare, offer([[0.5, 0.5]])])
         assert (list(trees[0].tokens), list(trees[1].tokens), refused) == ([5, 6, 7, 8], [1, 100, 101], None)
+
+
+@pytest.mark.parametrize("drafter", [OURS, TWIN])
+def test_a_branch_of_another_layout_is_refused(drafter: Drafter) -> None:
+    with pytest.raises(ValueError, match="a branch of 1 tokens for a layout of 4"):
+        drafter.choose([Offer(window_layout(2, 3), array("i", [5]), None, 9, 9)])
 
 
 def test_only_what_was_taken_in_is_forgotten() -> None:
     """A sequence that points nowhere fails the step. It fails again on its own, and the other has learned only once."""
     tree, top = TokenTree([7], [-1], [0], [0]), np.array([(5, 0)], dtype=np.int32)
     drafts = [Draft.after([7], array("d", [0.5] * 100)) for _ in range(2)]
-    offers = [Offer(window_layout(0, 3), array("i", [7]), draft, Limits(9, 9)) for draft in drafts]
+    offers = [Offer(window_layout(0, 3), array("i", [7]), draft, 9, 9) for draft in drafts]
     for draft in drafts:
         draft.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
         draft.text = OURS.new_text(2, 2, 1, 1, 1, 0, -1, -1, 0, 0)

@@ -23,6 +23,9 @@ _STEP = Struct("2P 3d 5i 3i 2i 2i 6i")
 chain_token_count, chain_count; new_tokens, new_ngrams; last. A `Struct` is packed in a third of the time that a
 `ctypes.Structure` takes, and lists of integers in a tenth of the time that an `array` of them takes."""
 
+_NO_DRAFT = Struct(f"40x 16x i {_STEP.size - 60}x")
+"""A `Step` without a draft: `branch` alone."""
+
 _SHARE = Struct("P 4i")
 """C's `Share`: cost; cost_count, sequences, most, room."""
 
@@ -41,11 +44,11 @@ class NativeDrafter:
         return NativeText(self._c, *settings)
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
-        room = min(limits.most, MOST_GUESSES)
-        if min(room, limits.max_depth) < 1:
+        if limits.most < 1 or limits.max_depth < 1:
             return NO_GUESSES
-        kept, numbers = _draft_in_c(draft, room), list[Numbers]()
-        step = self._step(kept, draft, limits, room, numbers, 1.0, 0.0, True)
+        kept, numbers = _draft_in_c(draft, limits.most), list[Numbers]()
+        times = None if limits.cost is None else self._times(limits.cost)
+        step = kept.step(draft, limits, limits.branch, times, numbers)
         count = check(self._c.draft_grow(step, b"".join(numbers)))
         kept.taken_in()
         return kept.first(count)
@@ -54,81 +57,58 @@ class NativeDrafter:
         self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None
     ) -> tuple[list[TokenTree], float | None]:
         # 1. What C needs of every sequence.
-        numbers, steps, searched, size = list[Numbers](), list[bytes](), list[DraftInC | None](), 0
+        numbers, steps, searched, branches, guesses = list[Numbers](), list[bytes](), list[DraftInC | None](), 0, 0
+        tables: list[array[float]] = []  # C reads them, so they must outlive its call
         for offer in offers:
-            draft, limits, layout = offer.draft, offer.limits, offer.layout
-            kept, count = None, min(limits.most, MOST_GUESSES)
-            if draft is None or count < 1 or limits.max_depth < 1:
-                count = 0
-                steps.append(_STEP.pack(0, 0, 0.0, 1.0, 0.0, True, 0, 0, 0, layout.size, *[0] * 13))
+            draft, layout = offer.draft, offer.layout
+            layout.check(offer.branch)
+            if draft is None or offer.most < 1 or offer.max_depth < 1:
+                steps.append(_NO_DRAFT.pack(layout.size))
+                searched.append(None)
             else:
-                kept = _draft_in_c(draft, count)
-                steps.append(self._step(kept, draft, limits, count, numbers, offer.trust, offer.bonus, offer.kept))
-            searched.append(kept)
+                kept = _draft_in_c(draft, offer.most)
+                times = None
+                if offer.cost is not None:
+                    times = self._times(offer.cost)
+                    tables.append(times)
+                steps.append(kept.step(draft, offer, layout.size, times, numbers, offer.trust, offer.bonus, offer.kept))
+                searched.append(kept)
+                guesses += offer.most
             numbers += offer.branch, layout.parents, layout.depths
-            size += 3 * layout.size + 4 * count
+            branches += layout.size
         # 2. Search, choose, write the trees.
         times = None if cost is None else array("d", np.asarray(cost, dtype=np.float64).tobytes())
-        counts, trees = array("i", bytes(4 * len(offers))), array("i", bytes(4 * size))
-        expected = array("d", bytes(8 * len(offers) + 8))
+        if room is not None:
+            guesses = min(guesses, max(0, room))
+        trees = array("i", bytes(12 * branches + 16 * min(guesses, MOST_GUESSES * len(offers))))
+        counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
         share = _SHARE.pack(
-            0 if times is None else _address(times), 0 if times is None else len(times), len(offers),
-            -1 if most is None else max(0, most), -1 if room is None else max(0, room),
-        )  # fmt: skip
+            *_table(times), len(offers), -1 if most is None else max(0, most), -1 if room is None else max(0, room)
+        )
         some = self._c.draft_choose(
             share, b"".join(steps), b"".join(numbers), _address(counts), _address(expected), _address(trees)
         )
-        for kept, count in zip(searched, counts, strict=True):
-            if kept is not None and count >= 0:
-                kept.taken_in()
+        for one, count in zip(searched, counts, strict=True):
+            if one is not None and count >= 0:
+                one.taken_in()
         check(some)
         # 3. Cut the trees out of what C wrote.
         made, end = list[TokenTree](), 0
         for offer, count, sum_of_scores in zip(offers, counts, expected, strict=False):
             layout = offer.layout
             nodes = layout.size + count
-            tokens, parents, depths, end = end, end + nodes, end + 2 * nodes, end + 3 * nodes + count
+            tokens, parents, depths, origins = end, end + nodes, end + 2 * nodes, end + 3 * nodes
+            end = origins + count
             made.append(
                 TokenTree(
-                    trees[tokens:parents], trees[parents:depths], trees[depths : depths + nodes],
-                    layout.needed(count), layout.size, layout.width, trees[depths + nodes : end], sum_of_scores,
+                    trees[tokens:parents], trees[parents:depths], trees[depths:origins], layout.needed(count),
+                    layout.size, layout.width, trees[origins:end], sum_of_scores,
                 )
             )  # fmt: skip
         return made, expected[len(offers)] if some else None
 
-    def _step(
-        self,
-        kept: DraftInC,
-        draft: Draft,
-        limits: Limits,
-        room: int,
-        numbers: list[Numbers],
-        trust: float,
-        bonus: float,
-        takes_all: bool,
-    ) -> bytes:
-        """C's `Step` of a draft. What comes with it goes to `numbers`."""
-        tokens, lengths = draft.chain_tokens, draft.chain_lengths
-        if lengths:
-            count = 2 * len(tokens) + len(lengths)
-            numbers.append(pack(f"{count}i", *tokens, *draft.chain_origins, *lengths))
-        new_text, last_step = NO_TEXT, NO_STEP
-        if kept.text is not None and kept.text.waiting is not None:
-            new_text, text = kept.text.waiting
-            numbers.append(text)
-        if kept.last is not None and kept.last.waiting is not None:
-            last_step, arrays = kept.last.waiting
-            numbers += arrays
-        cost = None if limits.cost is None else self._times(limits.cost)
-        depth = limits.max_depth
-        return _STEP.pack(
-            kept.address, 0 if cost is None else _address(cost), limits.floor, trust, bonus,
-            takes_all, 0 if cost is None else len(cost), room, depth if depth < room else room, limits.branch,
-            *draft.text_end, len(tokens), len(lengths), *new_text, *last_step,
-        )  # fmt: skip
-
     def _times(self, cost: Sequence[float]) -> array[float]:
-        """The table as C reads it. That of the last step is kept, because all sequences have the same."""
+        """The table as C reads it. The last one is kept, because most sequences have the same."""
         given, times = self._cost
         if given is not cost:
             times = array("d", cost)
@@ -155,6 +135,36 @@ class DraftInC:
         self._packed = array("B", packed)
         self.address = _address(self._packed)
 
+    def step(
+        self,
+        draft: Draft,
+        limits: Limits | Offer,
+        branch: int,
+        times: array[float] | None,
+        numbers: list[Numbers],
+        trust: float = 1.0,
+        bonus: float = 0.0,
+        takes_all: bool = True,
+    ) -> bytes:
+        """C's `Step` for the draft. What comes with it goes to `numbers`."""
+        tokens, lengths, new_text, last_step = draft.chain_tokens, draft.chain_lengths, NO_TEXT, NO_STEP
+        if lengths:
+            count = 2 * len(tokens) + len(lengths)
+            numbers.append(pack(f"{count}i", *tokens, *draft.chain_origins, *lengths))
+        if self.text is not None and self.text.waiting is not None:
+            new_text, text = self.text.waiting
+            numbers.append(text)
+        if self.last is not None and self.last.waiting is not None:
+            last_step, arrays = self.last.waiting
+            numbers += arrays
+        room = limits.most if limits.most < MOST_GUESSES else MOST_GUESSES
+        address, count = (0, 0) if times is None else _table(times)
+        return _STEP.pack(
+            self.address, address, limits.floor, trust, bonus,
+            takes_all, count, room, limits.max_depth if limits.max_depth < room else room, branch,
+            *draft.text_end, len(tokens), len(lengths), *new_text, *last_step,
+        )  # fmt: skip
+
     def taken_in(self) -> None:
         """C has taken in what waited in the text and in the table of the last step."""
         if self.text is not None:
@@ -171,18 +181,23 @@ class DraftInC:
         )  # fmt: skip
 
 
-def _draft_in_c(draft: Draft, room: int) -> DraftInC:
+def _draft_in_c(draft: Draft, most: int) -> DraftInC:
     """What C keeps of a draft, made anew if the draft points at something else, or needs more room."""
     kept: DraftInC | None = draft.in_c
     if (
         kept is None
-        or room > kept.capacity
+        or kept.capacity < most
         or kept.tables is not draft.tables
         or kept.text is not draft.text
         or kept.rates is not draft.rates
     ):
-        kept = draft.in_c = DraftInC(draft, room)
+        kept = draft.in_c = DraftInC(draft, min(most, MOST_GUESSES))
     return kept
+
+
+def _table(times: array[float] | None) -> tuple[int, int]:
+    """Address and length of a table of times."""
+    return (0, 0) if times is None else times.buffer_info()
 
 
 def _address(numbers: array[Any]) -> int:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors
 from lookahead.algorithm.tree import TokenTree
 
+INT32 = np.dtype(np.int32)
 NO_TOKEN = -(1 << 31)
 """Fills up keys of fewer than three tokens: in C a key always has three."""
 
@@ -58,7 +59,7 @@ class NativeTable:
             raise ValueError(f"top tokens of {given} nodes, and {needed} nodes are needed")
         if len(tree.parents) != nodes:
             raise ValueError(f"a tree of {nodes} tokens with {len(tree.parents)} parents")
-        if not top.flags.c_contiguous or top.dtype != np.int32:
+        if not top.flags.c_contiguous or top.dtype is not INT32:
             top = np.ascontiguousarray(top, dtype=np.int32)
         computed = nodes, needed, successor_count(numbers), before[0], before[1], only
         step = computed, (tree.tokens, tree.parents, tree.needed, top)

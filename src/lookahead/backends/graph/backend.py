@@ -267,10 +267,10 @@ class GraphBackend:
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
         # 1. Take the pages first: without them, nothing has happened yet.
-        items, rows = list(inputs), 0
+        items, slots, rows = list(inputs), [self._slots[item.slot] for item in inputs], 0
         self._check_trees([len(item.tree.tokens) for item in items])
-        for item in items:
-            slot, own = self._slots[item.slot], len(item.trail) + len(item.tree.tokens)
+        for item, slot in zip(items, slots, strict=True):
+            own = len(item.trail) + len(item.tree.tokens)
             self._need_pages(slot, slot.length + own)
             rows += own
         # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
@@ -286,8 +286,7 @@ class GraphBackend:
         packet, starts, lengths, drawn = step.packet, list[int](), list[int](), step.kind.drawn
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
-        for item in items:
-            slot = self._slots[item.slot]
+        for item, slot in zip(items, slots, strict=True):
             if slot.told < len(slot.table.pages):
                 self._tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
@@ -350,7 +349,6 @@ class GraphBackend:
             self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
 
     @on_its_device
-    @torch.inference_mode()
     def collect(self, running: RunningStep) -> list[StepOutput]:
         """Wait for a step, and read the targets and top tokens of its needed rows.
 
@@ -370,7 +368,8 @@ class GraphBackend:
                     tops[item.top] = step.top.best(results, item.top)
                 output.top = tops[item.top][start:end]
             if item.logits and end > start:
-                output.logits = self.state.buffers.logits[start:end].clone()
+                with torch.inference_mode():
+                    output.logits = self.state.buffers.logits[start:end].clone()
             outputs.append(output)
         self._ahead.collected(running, outputs)
         return outputs
