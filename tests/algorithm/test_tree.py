@@ -92,7 +92,7 @@ def test_layout_positions_and_newest_row(window: int, ngram: int) -> None:
     layout = window_layout(window, ngram)
     places = lookahead_places(window, ngram)
     assert layout.size == len(places) == max(1, window * (ngram - 1))
-    assert list(layout.depths) == [0 if place == ROOT else place[1] + place[2] for place in places]
+    assert layout.depths == tuple(0 if place == ROOT else place[1] + place[2] for place in places)
     assert all(parent < node for node, parent in enumerate(layout.parents))
     # A token's position is one after its parent's, and it predicts the one after its own.
     for node in range(1, layout.size):

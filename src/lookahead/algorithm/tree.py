@@ -129,11 +129,15 @@ NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 
 class WindowLayout:
-    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes."""
+    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes.
+
+    `parent_array` and `depth_array` are the same numbers as `parents` and `depths`, as trees and C have them.
+    """
 
     def __init__(self, width: int, parents: Sequence[int], depths: Sequence[int], newest: Sequence[int]) -> None:
-        self.width, self.size, self.newest = width, len(parents), tuple(newest)
-        self.parents, self.depths = array("i", parents), array("i", depths)
+        self.width, self.size = width, len(parents)
+        self.parents, self.depths, self.newest = tuple(parents), tuple(depths), tuple(newest)
+        self.parent_array, self.depth_array = array("i", parents), array("i", depths)
         self._branch_needs = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
         self._needed: dict[int, array[int]] = {}
 
@@ -147,8 +151,8 @@ class WindowLayout:
             count = len(guesses.tokens)
         return TokenTree(
             array("i", tokens) + guesses.tokens[:count],
-            self.parents + guesses.parents[:count],
-            self.depths + guesses.depths[:count],
+            self.parent_array + guesses.parents[:count],
+            self.depth_array + guesses.depths[:count],
             self.needed(count),
             self.size,
             self.width,

@@ -74,7 +74,7 @@ class NativeDrafter:
                 steps.append(kept.step(draft, offer, layout.size, times, numbers, offer.trust, offer.bonus, offer.kept))
                 searched.append(kept)
                 guesses += offer.most
-            numbers += offer.branch, layout.parents, layout.depths
+            numbers += offer.branch, layout.parent_array, layout.depth_array
             branches += layout.size
         # 2. Search, choose, write the trees.
         times = None if cost is None else array("d", np.asarray(cost, dtype=np.float64).tobytes())
