@@ -32,15 +32,14 @@ class Trust:
 
     def __init__(self) -> None:
         self._accepted = self._expected = 0.0
+        self.ratio = 1.0
 
     def learn(self, accepted: int, expected: float) -> None:
         """One more step."""
         kept = 1 - 1 / self.MEMORY
         self._accepted = kept * self._accepted + accepted
         self._expected = kept * self._expected + expected
-
-    def ratio(self) -> float:
-        return (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
+        self.ratio = (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
 
 
 class Calibration:
@@ -73,9 +72,9 @@ class Calibration:
 
         `accepted` are the tokens that the model wanted after each of these.
         """
-        tokens, origins, branch = tree.tokens, tree.origins, tree.branch
+        tokens, origins, branch, below = tree.tokens, tree.origins, tree.branch, tree.guesses_below()
         for parent, target in zip([0, *path], accepted, strict=True):
-            for guess in tree.guesses_below(parent):
+            for guess in below.get(parent, ()):
                 self.count(origins[guess - branch], tokens[guess] == target)
 
     def count(self, origin: int, right: bool) -> None:
