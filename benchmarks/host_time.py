@@ -35,7 +35,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.bench.run.decode import Decoded, decode_steps
-from lookahead.config import LookaheadConfig, StopRules
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 
 VOCABULARY = 49152
 PROMPT, OUTPUT = 200, 192
@@ -121,8 +121,9 @@ class Played(GraphBackend):
 class Run:
     """Decodes one batch of texts after the other with one drafter."""
 
-    def __init__(self, config: LookaheadConfig, batch: int, drafter: Drafter) -> None:
+    def __init__(self, config: LookaheadConfig, batch: int, drafter: Drafter, temperature: float = 0.0) -> None:
         self.config, self.batch, self.memory = config, batch, SharedMemory(drafter)
+        self.sampling = SamplingParams(temperature=temperature, seed=1)
         self.backend, self.rng = Played(), random.Random(0)
         self.times: dict[str, list[float]] = defaultdict(list)
         self._steps: Iterator[Decoded] = iter(())
@@ -137,7 +138,7 @@ class Run:
         texts = [text(self.rng, PROMPT + OUTPUT + 64) for _ in range(self.batch)]
         self.backend.texts = [np.array(tokens, dtype=np.int32) for tokens in texts]
         prompts, rules = [tokens[:PROMPT] for tokens in texts], StopRules(max_tokens=OUTPUT)
-        self._steps = decode_steps(self.backend, prompts, self.config, rules, self.memory)
+        self._steps = decode_steps(self.backend, prompts, self.config, rules, self.memory, self.sampling)
         done = next(self._steps)
         self._spent = self._counted(done)
         return done
@@ -161,15 +162,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences at once")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="above 0: targets are drawn")
+    parser.add_argument("--default-in-c", action="store_true", help="time the default method with the C drafter alone")
     args = parser.parse_args()
     print(f"{'':42s}" + "".join(f"{part:>9s}" for part in PARTS) + f"{'p90 host':>10s}")
-    for name, config in {
+    methods = {
         "default": LookaheadConfig(shared=True),
         "paper (5,15,15), prompt": LookaheadConfig.paper(15, 5, 15, prompt=True),
         "autoregressive": LookaheadConfig.autoregressive(),
-    }.items():
-        drafters = {type(drafter).__name__: drafter for drafter in (PythonDrafter(), choose_drafter())}
-        runs = {kind: Run(config, args.batch, drafter) for kind, drafter in drafters.items()}
+    }
+    drafters = {type(drafter).__name__: drafter for drafter in (PythonDrafter(), choose_drafter())}
+    if args.default_in_c:
+        methods, drafters = {"default": methods["default"]}, {"NativeDrafter": choose_drafter()}
+    for name, config in methods.items():
+        runs = {kind: Run(config, args.batch, drafter, args.temperature) for kind, drafter in drafters.items()}
         for _ in range(args.steps):
             for run in runs.values():
                 run.step()

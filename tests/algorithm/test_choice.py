@@ -228,13 +228,13 @@ def test_batches_give_the_text_of_each_alone(count: int, limit: int | None, slop
 
 def test_trust_follows_what_was_accepted() -> None:
     trust = Trust()
-    assert trust.ratio() == 1.0
+    assert trust.ratio == 1.0
     for _ in range(2000):
         trust.learn(3, 2.0)
-    assert trust.ratio() == pytest.approx((20 + 600) / (20 + 400), rel=1e-3)
+    assert trust.ratio == pytest.approx((20 + 600) / (20 + 400), rel=1e-3)
     for _ in range(2000):
         trust.learn(0, 2.0)
-    assert 0 < trust.ratio() < 0.06
+    assert 0 < trust.ratio < 0.06
 
 
 def test_scores_that_came_true_more_often_buy_more_rows() -> None:

@@ -29,7 +29,7 @@ class Alternating:
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> Any:
         assert self.output == sequence.output
-        if not self.output and not tree.guesses_below(0):
+        if not self.output and not tree.guesses_below().get(0):
             return None  # anything may come first
         rows = np.zeros((len(tree.needed), -(-self.vocabulary // 32)), np.uint32)
         self._fill(rows, tree, 0, self.output)
@@ -39,7 +39,7 @@ class Alternating:
         for token in range(self.vocabulary):
             if self.allows(output, token):
                 rows[tree.place(node), token // 32] |= np.uint32(1 << token % 32)
-        for guess in tree.guesses_below(node):
+        for guess in tree.guesses_below().get(node, ()):
             if self.allows(output, tree.tokens[guess]):
                 self._fill(rows, tree, guess, [*output, tree.tokens[guess]])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.algorithm.counts import Costs
-from lookahead.algorithm.draft import TAUGHT
+from lookahead.algorithm.draft import Offer
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 
@@ -42,36 +42,24 @@ def choose_trees(
     together = 1 << (len(sequences) - 1).bit_length()
     shares = [sequence.share(together) for sequence in sequences]
     layouts = [sequence.layout(share) for sequence, share in zip(sequences, shares, strict=True)]
-    rows = sum(layout.size for layout in layouts)
+    rows = sum([layout.size for layout in layouts])
     if limit is not None and rows > limit:
         layouts, rows = [sequence.layout(0) for sequence in sequences], len(sequences)
-    # 2. Every sequence offers guesses, best first. `kept`: it takes them all, as its config says.
-    offers, kept, filled = [], list[bool](), 0
-    floor = SLACK * max(sequence.cut for sequence in sequences)
-    trusts = [sequence.trust for sequence in sequences]
-    for sequence, share, layout, trust in zip(sequences, shares, layouts, trusts, strict=True):
-        config = sequence.config
+    # 2. Every sequence offers guesses, best first. `own`: it takes them all, as its config says.
+    offers, filled = list[Offer](), 0
+    floor = SLACK * max([sequence.cut for sequence in sequences])
+    for sequence, share, layout in zip(sequences, shares, layouts, strict=True):
+        config, trust = sequence.config, sequence.trust
         own = not config.shared or (cost is None and config.step_cost is not None)
         if own:
             weighed = None if share < config.budget else config.step_cost
-            offers.append(sequence.offer(layout, share, weighed))
+            offers.append(sequence.offer(layout, share, weighed, 0.0, trust, True))
         else:
-            offers.append(sequence.offer(layout, config.budget, config.step_cost, floor / trust))
+            offers.append(sequence.offer(layout, config.budget, config.step_cost, floor / trust, trust, False))
             filled = max(filled, config.budget)
-        kept.append(own)
     # 3. The step takes the best of all.
-    most = sum(len(offer.guesses.scores) for offer, own in zip(offers, kept, strict=True) if own or cost is not None)
-    if cost is None:
-        most += max(0, filled - sum(layout.size for layout, own in zip(layouts, kept, strict=True) if not own))
-    counts, cut = sequences[0].drafter.best_counts(
-        [offer.guesses.scores for offer in offers],
-        trusts,
-        [TAUGHT if sequence.wants_top else 0.0 for sequence in sequences],
-        kept,
-        rows,
-        most if limit is None else min(most, limit - rows),
-        cost,
-    )
+    most = None if cost is not None else filled - sum([offer.layout.size for offer in offers if not offer.kept])
+    trees, cut = sequences[0].drafter.choose(offers, cost, most, None if limit is None else limit - rows)
     for sequence in sequences:
         sequence.cut = floor if cut is None else cut
-    return [offer.tree(count) for offer, count in zip(offers, counts, strict=True)]
+    return trees

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from lookahead.algorithm.counts import Costs, best_counts
 from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
-from lookahead.algorithm.tree import Guesses
+from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree, WindowLayout
 
 MOST_GUESSES = 1 << 16
 """The most guesses of a step: a bound on the memory that the C drafter takes for them beforehand."""
@@ -91,36 +91,77 @@ class Limits:
     floor: float = 0.0
 
 
+@dataclass(slots=True)
+class Offer:
+    """A sequence's part of a step before it is known how many of its guesses the step takes.
+
+    The root and the lookahead branch are in the step anyway: `branch` are their tokens, as in `layout`. Guesses come
+    from the `draft`; without one there are none. At most `most` are offered; for `max_depth`, `cost` and `floor` see
+    `Limits`. Each is worth its score times `trust`, plus `bonus`. A step takes all guesses of an offer that is `kept`,
+    and of the others those that are worth most.
+    """
+
+    layout: WindowLayout
+    branch: array[int]
+    draft: Draft | None
+    most: int
+    max_depth: int
+    cost: Sequence[float] | None = None
+    floor: float = 0.0
+    trust: float = 1.0
+    bonus: float = 0.0
+    kept: bool = True
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.most, self.max_depth, self.cost, self.layout.size, self.floor)
+
+
 class Drafter(Protocol):
     """Chooses a step's guesses. It reads only tables that its own `new_table` made."""
 
     def new_table(self) -> SuccessorTable: ...
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
-        """Take the best candidates, best first, within the limits."""
+        """Take the best candidates of one sequence, best first, within the limits."""
         ...
 
-    def best_counts(
-        self,
-        scores: Sequence[array[float]],
-        weights: Sequence[float],
-        bonuses: Sequence[float],
-        kept: Sequence[bool],
-        rows: int,
-        most: int,
-        cost: Costs | None,
-    ) -> tuple[list[int], float | None]:
-        """How many of each sequence's guesses a step takes (see `counts.best_counts`)."""
+    def choose(
+        self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None
+    ) -> tuple[list[TokenTree], float | None]:
+        """The trees of a step, and what the best guess scores that it refuses, if it refuses one.
+
+        `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Offers that are not kept get `most` guesses
+        together, all offers `room`; None means any number.
+        """
         ...
 
 
 class PythonDrafter:
     """The best-first search in Python: easy to read, and used where there is no C compiler."""
 
-    best_counts = staticmethod(best_counts)
-
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
+
+    def choose(
+        self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None
+    ) -> tuple[list[TokenTree], float | None]:
+        guesses = [NO_GUESSES if one.draft is None else self.grow(one.draft, one.limits) for one in offers]
+        each = [len(one.scores) for one in guesses]
+        count = sum(each)
+        if most is not None:
+            count = max(0, most) + sum(own for own, one in zip(each, offers, strict=True) if one.kept)
+        counts, refused = best_counts(
+            [one.scores for one in guesses],
+            [one.trust for one in offers],
+            [one.bonus for one in offers],
+            [one.kept for one in offers],
+            sum(one.layout.size for one in offers),
+            count if room is None else min(count, room),
+            cost,
+        )
+        parts = zip(offers, guesses, counts, strict=True)
+        return [offer.layout.tree(offer.branch, own, count) for offer, own, count in parts], refused
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         if draft.text is not None:

@@ -6,30 +6,17 @@ A sequence knows nothing of tensors or text, and a backend nothing of windows or
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits
+from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer
 from lookahead.algorithm.sampling import NO_DRAW, Adjustment
 from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build, source_of, wants_top
-from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout, window_layout
+from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.stats import Stats
-
-
-@dataclass(slots=True)
-class Offer:
-    """A sequence's part of a step before it is known how many of its guesses the step takes."""
-
-    layout: WindowLayout
-    branch: list[int]
-    guesses: Guesses
-
-    def tree(self, count: int | None = None) -> TokenTree:
-        """The tree with the best `count` guesses, or with all."""
-        return self.layout.tree(self.branch, self.guesses, count)
 
 
 class DecodingSequence:
@@ -72,7 +59,7 @@ class DecodingSequence:
         self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory(None if memory is None else memory.drafter)
-        self._memory = memory
+        self._memory, self._trust = memory, memory.calibration.trust
         self._uniforms: list[float] = []
         self._random = random.Random(self.sampling.seed)
         width = self.config.window if "jacobi" in self.config.sources else 0
@@ -101,7 +88,7 @@ class DecodingSequence:
     @property
     def continues_alone(self) -> bool:
         """True when this sequence never guesses, so its next step needs only this step's token."""
-        return self.left > 1 and not self._sources and not self._window.width
+        return not self._sources and not self._window.width and self.left > 1
 
     @property
     def drafter(self) -> Drafter:
@@ -110,7 +97,7 @@ class DecodingSequence:
     @property
     def trust(self) -> float:
         """What scores are multiplied by before they are weighed against time."""
-        return self._memory.calibration.trust.ratio()
+        return self._trust.ratio
 
     def share(self, together: int) -> int:
         """The config's share of the budget in a step of so many sequences."""
@@ -127,26 +114,36 @@ class DecodingSequence:
         layout = self.layout(share)
         if limit is not None and layout.size > limit:
             layout = self.layout(0)
-        return self.offer(layout, share if limit is None else min(share, limit), cost).tree()
+        trees, _ = self.drafter.choose([self.offer(layout, share if limit is None else min(share, limit), cost)])
+        return trees[0]
 
-    def offer(self, layout: WindowLayout, most: int, cost: Sequence[float] | None, floor: float = 0.0) -> Offer:
+    def offer(
+        self,
+        layout: WindowLayout,
+        most: int,
+        cost: Sequence[float] | None,
+        floor: float = 0.0,
+        trust: float = 1.0,
+        kept: bool = True,
+    ) -> Offer:
         """What this sequence would put into a step: at most `most` tokens, the window's among them.
 
-        `cost` weighs the guesses, and none below the `floor` is offered (see `draft.Limits`).
+        `cost` weighs the guesses, and none below the `floor` is offered (see `draft.Limits`). `trust` and `kept` are
+        for the choice among several sequences.
         """
         # 1. The root and the lookahead branch.
-        branch = [self.tokens[-1], *self._window.flat()] if layout.width else self.tokens[-1:]
+        text = self.tokens
+        branch = array("i", [text[-1], *self._window.flat()] if layout.width else text[-1:])
         # 2. The verification branch: the best guesses that the rest has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        room, deepest = most - layout.size, min(self.left - 1, self._deepest)
-        if room < 1 or deepest < 1 or not self._sources:
-            return Offer(layout, branch, NO_GUESSES)
-        draft = self._draft
-        draft.restart(self.tokens)
-        for source in self._sources:
-            source.propose(self.tokens, draft)
-        guesses = self._memory.drafter.grow(draft, Limits(room, deepest, cost, layout.size, floor))
-        return Offer(layout, branch, guesses)
+        room, deepest = most - layout.size, min(self.room - self.stats.generated_tokens - 1, self._deepest)
+        draft = self._draft if room > 0 and deepest > 0 and self._sources else None
+        if draft is not None:
+            draft.restart(text)
+            for source in self._sources:
+                source.propose(text, draft)
+        bonus = TAUGHT if self.wants_top else 0.0
+        return Offer(layout, branch, draft, room, deepest, cost, floor, trust, bonus, kept)
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
@@ -157,11 +154,11 @@ class DecodingSequence:
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
         config, width, limit = self.config, self._window.width, self.rules.max_length
-        crowds = share < config.budget and 2 * self._window_tokens > share
-        if not width or crowds or self.left <= 1:
+        if not width or self.left <= 1:
             return self._root_alone
+        crowds = share < config.budget and 2 * self._window_tokens > share
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
-        return window_layout(width, config.ngram) if fits else self._root_alone
+        return window_layout(width, config.ngram) if fits and not crowds else self._root_alone
 
     def adjustment(self) -> Adjustment | None:
         """What the next step's logits are adjusted by, or None if they are taken as they come."""
@@ -175,10 +172,10 @@ class DecodingSequence:
         if self.sampling.greedy:
             return []
         generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
-        self._draw_uniforms(generated + max(depths, default=0) + 1)
+        self._draw_uniforms(generated + len(depths) + 1)  # no guess is deeper than there are guesses
         ahead = self._uniforms[generated:]
         window = len(tree.needed) - 1 - len(depths)
-        return [ahead[0], *[NO_DRAW] * window, *[ahead[depth] for depth in depths]]
+        return [ahead[0], *[NO_DRAW] * window, *map(ahead.__getitem__, depths)]
 
     def next_uniforms(self, count: int) -> list[float]:
         """The uniforms of the output positions after the next one. None of them for greedy decoding."""
@@ -207,13 +204,13 @@ class DecodingSequence:
         self.finish_reason = verdict.finish_reason
         root = self.tokens[-1]
         self.tokens += tokens
-        sources = [source_of(tree.origins[node - tree.branch]) for node in path]
         if self.prediction is not None:
             self.prediction.follow(self.tokens, tokens)
-        self.stats.count_step(len(tree.tokens), len(tokens), sources, self.trust * tree.expected)
+        sources = [source_of(tree.origins[node - tree.branch]) for node in path] if path else []
+        self.stats.count_step(len(tree.tokens), len(tokens), sources, self._trust.ratio * tree.expected)
         if self.finish_reason is not None:
             return verdict
-        self._memory.calibration.trust.learn(len(path), tree.expected)
+        self._trust.learn(len(path), tree.expected)
         # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
@@ -222,7 +219,8 @@ class DecodingSequence:
             ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
         # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
-        self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
+        if self._waiting is not None:
+            self.learn_while_running()  # the engine did not call it, and the step before would be lost
         self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
         for source in self._sources:
             source.absorb(self._waiting)

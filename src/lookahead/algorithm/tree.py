@@ -18,7 +18,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,6 @@ class TokenTree:
         """Where the root or a guess (not a node of the window) stands in `needed`."""
         return node - len(self.tokens) + len(self.needed) if node else 0
 
-    def guesses_below(self, node: int) -> Sequence[int]:
-        """The guesses right below the root or a guess, in the tree's order."""
-        return (self._below or self._index()).get(node, ())
-
     def path_tokens(self, node: int) -> list[int]:
         """The tokens from below the root to this node's own."""
         tokens, parents, path = self.tokens, self.parents, list[int]()
@@ -82,20 +79,17 @@ class TokenTree:
             node = parent
         return path[::-1]
 
-    def _index(self) -> dict[int, list[int]]:
-        below: dict[int, list[int]] = {}
-        for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
-            below.setdefault(parent, []).append(guess)
-        self._below = below
-        return below
+    def guesses_below(self) -> dict[int, list[int]]:
+        """Per node that has some, the guesses right below it, in the tree's order. The root is node 0."""
+        if self._below is None:
+            self._below = {}
+            for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
+                self._below.setdefault(parent, []).append(guess)
+        return self._below
 
     def guess_below(self, node: int, token: int) -> int | None:
-        """The guess of this token right below a node, if there is one. Verification asks for it."""
-        tokens = self.tokens
-        for guess in (self._below or self._index()).get(node, ()):
-            if tokens[guess] == token:
-                return guess
-        return None
+        """The guess of this token right below a node, if there is one."""
+        return next((guess for guess in self.guesses_below().get(node, ()) if self.tokens[guess] == token), None)
 
 
 def _integers(numbers: Iterable[int]) -> array[int]:
@@ -146,46 +140,50 @@ class Guesses:
 NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 
-@dataclass
 class WindowLayout:
-    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes."""
+    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes.
 
-    width: int
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
-    newest: tuple[int, ...]
+    `parent_array` and `depth_array` are the same numbers as `parents` and `depths`, as trees and C have them.
+    """
 
-    def __post_init__(self) -> None:
-        self.size = len(self.parents)
-        self._parents, self._depths = array("i", self.parents), array("i", self.depths)
-        self._needed = array("i", [0, *(node for node in self.newest if node)])  # N = 2: the root is one of them
+    def __init__(self, width: int, parents: Sequence[int], depths: Sequence[int], newest: Sequence[int]) -> None:
+        self.width, self.size = width, len(parents)
+        self.parents, self.depths, self.newest = tuple(parents), tuple(depths), tuple(newest)
+        self.parent_array, self.depth_array = array("i", parents), array("i", depths)
+        self._branch_needs = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
+        self._needed: dict[int, array[int]] = {}
 
     def tree(self, tokens: Sequence[int], guesses: Guesses, count: int | None = None) -> TokenTree:
         """The branch with these tokens, the root's first, and the guesses behind it: the best `count` of them, or all.
 
         The best ones are as good as a tree: no guess stands before its parent.
         """
-        size = self.size
-        if len(tokens) != size:
-            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {size}")
+        self.check(tokens)
         if count is None:
             count = len(guesses.tokens)
         return TokenTree(
             array("i", tokens) + guesses.tokens[:count],
-            self._parents + guesses.parents[:count],
-            self._depths + guesses.depths[:count],
-            self._needed + _counting(size, count),
-            size,
+            self.parent_array + guesses.parents[:count],
+            self.depth_array + guesses.depths[:count],
+            self.needed(count),
+            self.size,
             self.width,
             guesses.origins[:count],
-            sum(guesses.scores[:count]),
+            reduce(add, guesses.scores[:count], 0.0),  # not `sum`, which rounds otherwise than C since Python 3.12
         )
 
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless these are as many tokens as the branch has."""
+        if len(tokens) != self.size:
+            raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {self.size}")
 
-@lru_cache(maxsize=1024)
-def _counting(first: int, count: int) -> array[int]:
-    """`count` integers from `first` on."""
-    return array("i", range(first, first + count))
+    def needed(self, count: int) -> array[int]:
+        """The nodes whose logits are computed, with so many guesses behind the branch."""
+        needed = self._needed.get(count)
+        if needed is None:
+            guesses = range(self.size, self.size + count)
+            needed = self._needed[count] = self._branch_needs + array("i", guesses)
+        return needed
 
 
 @lru_cache(maxsize=256)
@@ -193,7 +191,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
     """Figure 2(b)'s lookahead branch: window row r, column j is at depth j + r; the root is row 0, column 0."""
     parents, depths = [-1], [0]
     if not window:
-        return WindowLayout(0, (-1,), (0,), ())
+        return WindowLayout(0, parents, depths, ())
     row = list(range(window))
     for column in range(1, window):
         parents.append(column - 1)
@@ -203,7 +201,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
         for column in range(window):
             parents.append(above[column])
             depths.append(column + r)
-    return WindowLayout(window, tuple(parents), tuple(depths), tuple(row))
+    return WindowLayout(window, parents, depths, row)
 
 
 def visibility(parents: Sequence[int]) -> list[int]:

@@ -30,11 +30,18 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     `targets` aligns with `tree.needed`. Returns the nodes of the accepted guesses and the accepted tokens. The tokens
     are these guesses and the target after the last of them, so there is always at least one.
     """
-    path: list[int] = []
-    tokens = [targets[0]]
-    while (node := tree.guess_below(path[-1] if path else 0, tokens[-1])) is not None:
+    below, guessed, place = tree.guesses_below(), tree.tokens, len(tree.needed) - len(tree.tokens)
+    node, token = 0, targets[0]
+    path, tokens = list[int](), [token]
+    while node in below:
+        for guess in below[node]:
+            if guessed[guess] == token:
+                break
+        else:
+            break
+        node, token = guess, targets[guess + place]  # the guesses are the last of the needed nodes
         path.append(node)
-        tokens.append(targets[tree.place(node)])
+        tokens.append(token)
     return path, tokens
 
 

@@ -206,18 +206,22 @@ class Engine:
             self.while_running()
         outputs = self.backend.collect(running)
         seconds = perf_counter() - begin
-        rows = sum([len(part.trail) + len(part.tree.tokens) for part in one.parts])
-        if self.cost is not None and rows <= len(self.cost):
-            longer = min(max(0.0, seconds - self.cost[rows - 1]), self.cost[-1])  # a capture takes far longer
-            self._longer += NOTED * (longer - self._longer)
-        if self.watch is not None:
-            self.watch(rows, seconds)
+        if self.cost is not None or self.watch is not None:
+            self._note_time(sum([len(part.trail) + len(part.tree.tokens) for part in one.parts]), seconds)
         results = []
         for part, item, output in zip(one.parts, inputs, outputs, strict=True):
             part.request.sequence.stats.forward_seconds += seconds
             if part.whole:
                 results.append(StepResult(part.request, item, output))
         return results
+
+    def _note_time(self, rows: int, seconds: float) -> None:
+        """A pass of so many rows took so long."""
+        if self.cost is not None and rows <= len(self.cost):
+            longer = min(max(0.0, seconds - self.cost[rows - 1]), self.cost[-1])  # a capture takes far longer
+            self._longer += NOTED * (longer - self._longer)
+        if self.watch is not None:
+            self.watch(rows, seconds)
 
     def _inputs(self, one: Pass, only_pass: bool) -> list[StepInput]:
         """The inputs of a pass. A request whose mask fails is left out."""
@@ -260,7 +264,7 @@ class Engine:
                 part.request.sequence.learn_while_running()
             except Exception as error:
                 self._failed.append((part.request, error))
-            part.tree.guesses_below(0)
+            part.tree.guesses_below()
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.

@@ -129,7 +129,7 @@ class Scheduler:
         before there are guesses.
         """
         held, most_nodes = self._held(unread), self.backend.most_nodes
-        parts = [Part(request) for request in decoding if request.verifier not in held]
+        parts = [Part(request, (), True, NO_TREE) for request in decoding if request.verifier not in held]
         if parts and unread:
             rows = min(rows, max(self._most_beside, 2 * len(parts)))
         share = rows - max(len(parts), rows // 2) if parts else rows

@@ -115,7 +115,7 @@ class GrammarMask:
         tokens = tree.tokens
         return [
             guess
-            for guess in tree.guesses_below(node)
+            for guess in tree.guesses_below().get(node, ())
             if tokens[guess] not in self._ends and int(row[tokens[guess] >> 5]) >> (tokens[guess] & 31) & 1
         ]
 

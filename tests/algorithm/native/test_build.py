@@ -66,11 +66,12 @@ def test_the_name_follows_source_and_flags(tmp_path: Path, monkeypatch: pytest.M
     names = [native.fingerprint()]
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
     names.append(native.fingerprint())
-    other = tmp_path / "other.c"
-    other.write_text(native.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    monkeypatch.setattr(native, "SOURCE", other)
-    names.append(native.fingerprint())
-    assert len(set(names)) == 3
+    for source in native.SOURCES:
+        other = tmp_path / source.name
+        other.write_text(source.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+        monkeypatch.setattr(native, "SOURCES", [other if one is source else one for one in native.SOURCES])
+        names.append(native.fingerprint())
+    assert len(set(names)) == 2 + len(native.SOURCES)
     assert native.fingerprint() == names[-1]
 
 

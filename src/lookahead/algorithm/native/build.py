@@ -1,4 +1,4 @@
-"""Compile and load `drafter.c`.
+"""Compile and load the drafter in C.
 
 It is compiled at first use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels
 run there is one already) and kept in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, there is no library,
@@ -23,7 +23,7 @@ from typing import Any
 
 from lookahead.cache import cache_dir
 
-SOURCE = Path(__file__).with_name("drafter.c")
+SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".c", ".h")))
 FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
 """Without fused multiply-adds, so that doubles are rounded as Python rounds them."""
 
@@ -43,8 +43,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "text_new": (_POINTER, [_POINTER]),
     "text_free": (None, [_POINTER]),
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
-    "draft_grow": (_INT, [_POINTER, _POINTER, _POINTER]),
-    "best_counts": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
+    "draft_grow": (_INT, [_POINTER, _POINTER]),
+    "draft_choose": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
 }
 
 
@@ -84,10 +84,11 @@ def load(folder: Path) -> Any:
 
 
 def fingerprint() -> str:
-    """The library's file name: it depends on the source, the flags, the interpreter and the user."""
+    """The library's file name: it depends on the sources, the flags, the interpreter and the user."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     parts = (FLAGS, sys.implementation.cache_tag, sysconfig.get_platform(), user)
-    return hashlib.sha256(SOURCE.read_bytes() + repr(parts).encode()).hexdigest()[:24]
+    text = b"".join(path.read_bytes() for path in SOURCES)
+    return hashlib.sha256(text + repr(parts).encode()).hexdigest()[:24]
 
 
 def ours(path: Path) -> bool:
@@ -106,10 +107,11 @@ def build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        files = [str(path) for path in SOURCES if path.suffix == ".c"]
+        command = [*compiler, *FLAGS, "-o", str(made), *files]
         ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
         if ran.returncode or not made.exists():
             message = (ran.stderr.decode(errors="replace").strip() or f"exit code {ran.returncode}").splitlines()[0]
-            raise RuntimeError(f"{compiler[0]} did not compile {SOURCE.name}: {message}")
+            raise RuntimeError(f"{compiler[0]} did not compile the drafter: {message}")
         made.chmod(0o755)
         os.replace(made, path)

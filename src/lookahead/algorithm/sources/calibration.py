@@ -36,15 +36,26 @@ class Trust:
 
     def __init__(self) -> None:
         self._accepted = self._expected = 0.0
+        self.ratio = 1.0
 
     def learn(self, accepted: int, expected: float) -> None:
         """One more step."""
         kept = 1 - 1 / self.MEMORY
         self._accepted = kept * self._accepted + accepted
         self._expected = kept * self._expected + expected
+        self._weigh()
 
-    def ratio(self) -> float:
-        return (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
+    def counts(self) -> tuple[float, float]:
+        """The accepted and the expected guesses of the last steps."""
+        return self._accepted, self._expected
+
+    def set_counts(self, accepted: float, expected: float) -> None:
+        """Go on from the counts of another one."""
+        self._accepted, self._expected = accepted, expected
+        self._weigh()
+
+    def _weigh(self) -> None:
+        self.ratio = (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
 
 
 class Calibration:
@@ -74,8 +85,8 @@ class Calibration:
 
     def numbers(self) -> dict[str, npt.NDArray[Any]]:
         """All that was learnt, as a copy that `set_numbers` takes."""
-        trust = np.array([self.trust._accepted, self.trust._expected])
-        return {"rates": np.array(self.rates), "trials": np.array(self._trials), "trust": trust}
+        counts = {"rates": np.array(self.rates), "trials": np.array(self._trials)}
+        return {**counts, "trust": np.array(self.trust.counts())}
 
     def set_numbers(self, numbers: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take what another calibration has learnt. Raises ValueError if it does not fit this one."""
@@ -86,16 +97,16 @@ class Calibration:
             raise ValueError("rates must be between 0 and 1, and trials positive")
         self.rates[:] = array("d", rates.tolist())
         self._trials[:] = array("q", trials.tolist())
-        self.trust._accepted, self.trust._expected = trust.tolist()
+        self.trust.set_counts(*trust.tolist())
 
     def learn(self, tree: TokenTree, path: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from every guess whose parent was accepted: the root, and the nodes of the `path`.
 
         `accepted` are the tokens that the model wanted after each of these.
         """
-        tokens, origins, branch = tree.tokens, tree.origins, tree.branch
+        tokens, origins, branch, below = tree.tokens, tree.origins, tree.branch, tree.guesses_below()
         for parent, target in zip([0, *path], accepted, strict=True):
-            for guess in tree.guesses_below(parent):
+            for guess in below.get(parent, ()):
                 self.count(origins[guess - branch], tokens[guess] == target)
 
     def count(self, origin: int, right: bool) -> None:

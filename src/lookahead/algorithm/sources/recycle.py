@@ -60,7 +60,8 @@ class RecycleSource:
             raise ValueError("the source 'recycle' needs the likeliest tokens of every step")
         root = len(text) - len(outcome.accepted) - 1
         before = text[root - 2] if root > 1 else NOTHING, text[root - 1] if root else NOTHING
-        self.learn_while_running()  # without it the step before would be lost, if the engine did not call it
+        if self._waiting is not None:
+            self.learn_while_running()  # the engine did not call it, and the step before would be lost
         self._waiting = outcome.tree, before, top
         self.tables.last.keep(*self._waiting, only=True)
 

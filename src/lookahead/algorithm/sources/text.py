@@ -38,7 +38,7 @@ class TextSource:
         draft.text = self.text
 
     def absorb(self, outcome: Outcome) -> None:
-        self.text.take(outcome.accepted, outcome.ngrams if self.windowed else ())
+        self.text.take_later(outcome.accepted, outcome.ngrams if self.windowed else ())
 
     def learn_while_running(self) -> None:
         pass

@@ -283,32 +283,34 @@ class GraphBackend:
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
         # 1. Take the pages first: without them, nothing has happened yet.
-        items = list(inputs)
-        self._check_trees([len(item.tree) for item in items])
-        for item in items:
-            slot = self._slots[item.slot]
-            self._need_pages(slot, slot.length + len(item.trail) + len(item.tree))
+        items, slots, rows = list(inputs), [self._slots[item.slot] for item in inputs], 0
+        self._check_trees([len(item.tree.tokens) for item in items])
+        for item, slot in zip(items, slots, strict=True):
+            own = len(item.trail) + len(item.tree.tokens)
+            self._need_pages(slot, slot.length + own)
+            rows += own
             if item.adjustment is not None and slot.rules_line < 0:
                 self._take_rules_line(slot, item.sampling)
         # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
-        while sum(len(item.trail) + len(item.tree) for item in items) > self._most_rows:
+        while rows > self._most_rows:
             place = max(range(len(items)), key=lambda i: len(items[i].trail))
             trail = items[place].trail
             self._run_alone(StepInput(items[place].slot, trail[: self._most_rows], NO_TREE, SamplingParams(), ()))
             items[place] = replace(items[place], trail=trail[self._most_rows :])
+            rows -= len(trail) - len(items[place].trail)
         # 3. Choose the captured step.
         step = self._captured_step(items)
         # 4. Fill the packet, and go.
-        packet, starts, lengths = step.packet, [], []
+        packet, starts, lengths, drawn = step.packet, list[int](), list[int](), step.kind.drawn
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
         if step.kind.adjusted:
             self.state.buffers.adjusting.begin()
-        for item in items:
-            slot = self._slots[item.slot]
-            self._tell_pages(slot)
+        for item, slot in zip(items, slots, strict=True):
+            if slot.told < len(slot.table.pages):
+                self._tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
-            if step.kind.drawn:
+            if drawn:
                 packet.put_draws(start, item)
             if step.kind.adjusted:
                 self._put_rules(packet, slot, item)
@@ -397,22 +399,27 @@ class GraphBackend:
             self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
 
     @on_its_device
-    @torch.inference_mode()
     def collect(self, running: RunningStep) -> list[StepOutput]:
         """Wait for a step, and read the targets and top tokens of its needed rows.
 
         Later steps overwrite all of the step's memory, so what is handed out are copies.
         """
         running.wait()
-        step, outputs = running.step, []
-        results = step.top.arrays[running.turn]
+        # One copy of everything: a call to NumPy takes as long for all inputs as for one.
+        step, outputs, tops = running.step, list[StepOutput](), dict[int, Any]()
+        end = running.starts[-1] + len(running.inputs[-1].tree.needed)
+        results = step.top.arrays[running.turn][:end]
+        targets = results[:, 0].tolist()
         for start, item in zip(running.starts, running.inputs, strict=True):
             end = start + len(item.tree.needed)
-            output = StepOutput(results[start:end, 0].tolist())
+            output = StepOutput(targets[start:end])
             if item.top:
-                output.top = step.top.best(results[start:end], item.top)
+                if item.top not in tops:
+                    tops[item.top] = step.top.best(results, item.top)
+                output.top = tops[item.top][start:end]
             if item.logits and end > start:
-                output.logits = self.state.buffers.logits[start:end].clone()
+                with torch.inference_mode():
+                    output.logits = self.state.buffers.logits[start:end].clone()
             if item.logprobs is not None and step.logprobs is not None:
                 output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
                 output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()

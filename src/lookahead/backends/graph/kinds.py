@@ -59,12 +59,13 @@ def kind_of(
     few = 2 * SMALL_TILE // group
     for item, length in zip(items, lengths, strict=True):
         trail, nodes = len(item.trail), len(item.tree.tokens)
-        rows, needed, largest = rows + trail + nodes, needed + len(item.tree.needed), max(largest, nodes)
+        rows, needed = rows + trail + nodes, needed + len(item.tree.needed)
+        largest = nodes if nodes > largest else largest
         drawn, raced = drawn or bool(item.uniforms), raced or bool(item.noise)
         adjusted, logprobs = adjusted or item.adjustment is not None, logprobs or item.logprobs is not None
         # Small tiles serve best who has few queries, or little to read.
         small = small and nodes <= few and (trail <= few or length + trail <= SHORT)
-        for count in (trail, nodes):
+        for count in (trail, nodes) if trail else (nodes,):
             small_tiles += -(-count * group // SMALL_TILE)
             large_tiles += -(-count * group // LARGE_TILE)
     rows = bucket(rows)

@@ -39,13 +39,14 @@ class PagedKV:
         self.longest = longest = -(-positions // PAGE)
         self.tables = torch.zeros(MOST_ENTRIES, longest, dtype=torch.int32, device=device)
         self._host_tables = torch.zeros(MOST_ENTRIES, longest, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host_numbers = self._host_tables.numpy()
         self.cosine, self.sine = w.tables(longest * PAGE)
 
     @torch.inference_mode()
     def set_table(self, line: int, pages: Sequence[int], first: int = 0) -> None:
         """Tell the device a sequence's pages from number `first` on. It is told before the next step runs."""
         end = len(pages)
-        self._host_tables[line, first:end] = torch.tensor(pages[first:], dtype=torch.int32)
+        self._host_numbers[line, first:end] = pages[first:]
         self.tables[line, first:end].copy_(self._host_tables[line, first:end], non_blocking=True)
 
     def write(self, pages: Sequence[int], length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

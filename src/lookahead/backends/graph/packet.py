@@ -28,6 +28,8 @@ for a tree. A tile repeats what its entry says, because a program that has to lo
 NO_PARENT = NO_MASK = array("i", (-1,))
 NO_RULES = (1.0, 0.0, 0.0, 0.0)
 """The `rules` of an entry whose logits are taken as they come."""
+NOT_DRAWN = (0.0, 0.0, 1.0, 0.0)
+"""The settings of a row whose target is the argmax."""
 
 
 class Packet:
@@ -96,14 +98,19 @@ class Packet:
             name: view.numpy() for name, view in self.views(self.host).items()
         }
         self.adjusted = adjusted
+        # Arrays grow, join and are copied in C: NumPy would take a microsecond for each of these.
+        self._memory = memoryview(self.host.numpy())  # type: ignore[arg-type]
+        self._zeros, self._minus_ones = array("i", [0]) * rows, array("i", [-1]) * rows
+        self._counting = array("i", range(rows))
         self.entries_room, self.moves_room = entries, moves
         self.begin()
 
     def begin(self) -> None:
         """Start a new step: no entries yet."""
-        # Arrays grow and join in C. One NumPy assignment per entry and field would take several times as long.
-        self._tokens, self._entry_of, self._parents = array("i"), array("i"), array("i")
-        self._needed, self._entries, self._tiles = array("i"), array("i"), array("i")
+        self._tokens, self._entry_of, self._parents, self._needed = array("i"), array("i"), array("i"), array("i")
+        self._entries, self._tiles = list[int](), list[int]()
+        # Of the draws: the settings of each entry, how many rows they are for, and the uniforms of these.
+        self._settings, self._drawn_rows, self._uniforms = list[tuple[float, ...]](), list[int](), array("d")
         if self.adjusted:
             self._line_of, self._rules, self._mask_of = array("i"), array("f"), array("i")
             self._counted = array("i"), array("i")
@@ -118,34 +125,34 @@ class Packet:
         root = first + trail_rows
         if trail:
             self._tokens.extend(trail)
-            self._parents.extend(NO_PARENT * trail_rows)
+            self._parents += self._minus_ones[:trail_rows]
             self._add_tiles(line, length + trail_rows, first, trail_rows, queries, 0)
         if nodes:
-            self._tokens.extend(tree.tokens)
-            self._parents.extend(tree.parents)
+            self._tokens += tree.tokens
+            self._parents += tree.parents
             self._add_tiles(line, length + trail_rows, root, nodes, queries, 1)
-        self._entry_of.extend(array("i", (len(self._entries) // ENTRY,)) * (trail_rows + nodes))
-        self._entries.extend((line, length, first, trail_rows, nodes))
+        self._entry_of += array("i", (len(self._entries) // ENTRY,)) * (trail_rows + nodes)
+        self._entries += line, length, first, trail_rows, nodes
         start, needed = len(self._needed), tree.needed
         if len(needed) == nodes:  # all of them
-            self._needed.extend(range(root, root + nodes))
+            self._needed += self._counting[root : root + nodes]
         else:
             self._needed.extend([root + node for node in needed])
         return start
 
     def put_draws(self, start: int, item: StepInput) -> None:
         """Write how the targets of an input's needed rows, from `start` on, are drawn: not at all without uniforms and
-        without noise."""
-        end = start + len(item.tree.needed)
-        draws, sampling = self.fields["draws"][start:end], item.sampling
-        draws[:, 0] = 0.0
+        without noise. This is called for every entry, or for none."""
+        rows, sampling, settings = len(item.tree.needed), item.sampling, NOT_DRAWN
         if item.uniforms or item.noise:
-            draws[:, :4] = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        if item.noise:
-            self.fields["noise"][start:end] = item.noise
-        elif item.uniforms:
-            draws[:, 4] = item.uniforms
+            settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        self._settings.append(settings)
+        self._drawn_rows.append(rows)
+        self._uniforms.extend(item.uniforms or [0.0] * rows)
+        if item.next_uniforms:
             self.fields["next_uniforms"][start, : len(item.next_uniforms)] = item.next_uniforms
+        if item.noise:
+            self.fields["noise"][start : start + rows] = item.noise
 
     def put_rules(self, line: int, rules: Sequence[float], mask_of: array[int]) -> None:
         """Write how the last entry's logits are adjusted."""
@@ -165,42 +172,54 @@ class Packet:
     def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
         group, block = queries
         for number in range(-(-rows * group // block)):
-            self._tiles.extend((line, end, first, rows, number, is_tree))
+            self._tiles += line, end, first, rows, number, is_tree
 
     def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
         """Write what the entries gave, and the moves of accepted K/V, flat as in the fields."""
-        fields = self.fields
+        places, memory = self._places, self._memory
         for name, numbers, rest in (
-            ("tokens", self._tokens, 0),
-            ("entry_of", self._entry_of, -1),
-            ("parents", self._parents, -1),
-            ("needed", self._needed, 0),
+            ("tokens", self._tokens, self._zeros),
+            ("entry_of", self._entry_of, self._minus_ones),
+            ("parents", self._parents, self._minus_ones),
+            ("needed", self._needed, self._zeros),
         ):
-            fields[name][: len(numbers)] = numbers
-            fields[name][len(numbers) :] = rest
-        _fill(fields["entries"], self._entries)
-        _fill(fields["tiles"], self._tiles)
-        _fill(fields["commits"], array("i", commits))
-        _fill(fields["moves"], array("i", moves))
-        if len(fields["draws"]):
-            fields["draws"][len(self._needed) :, 0] = 0.0
+            start, end, *_ = places[name]
+            middle = start + len(numbers)
+            memory[start:middle] = numbers
+            memory[middle:end] = rest[: end - middle]
+        for name, flat in (("entries", self._entries), ("tiles", self._tiles), ("commits", commits), ("moves", moves)):
+            start = places[name][0]
+            memory[start : start + len(flat)] = array("i", flat)
+        start = places["counts"][0]
+        memory[start : start + 2] = array("i", (len(self._tiles) // TILE, len(commits) // 2))
+        if len(self.fields["draws"]):
+            self._end_draws()
         if self.adjusted:
-            lines, counted = self._counted
-            _fill(fields["line_of"], self._line_of)
-            _fill(fields["rules"], self._rules)
-            _fill(fields["mask_of"], self._mask_of)
-            fields["mask_of"][len(self._mask_of) :] = -1
-            fields["counted"][0] = -1
-            _fill(fields["counted"][0], lines)
-            _fill(fields["counted"][1], counted)
-        fields["counts"][:] = len(self._tiles) // TILE, len(commits) // 2
+            self._end_rules()
+
+    def _end_draws(self) -> None:
+        """Write the settings and the uniforms of the needed rows."""
+        draws, count = self.fields["draws"], len(self._needed)
+        if len(set(self._settings)) == 1:
+            draws[:count, :4] = self._settings[0]
+        else:
+            draws[:count, :4] = np.repeat(self._settings, self._drawn_rows, axis=0)
+        draws[:count, 4] = self._uniforms
+        draws[count:, 0] = 0.0
+
+    def _end_rules(self) -> None:
+        """Write how the entries' logits are adjusted, and what is to be counted."""
+        fields, (lines, counted) = self.fields, self._counted
+        fields["mask_of"][:] = fields["counted"][0] = -1
+        for field, numbers in (
+            (fields["line_of"], self._line_of),
+            (fields["rules"].reshape(-1), self._rules),
+            (fields["mask_of"], self._mask_of),
+            (fields["counted"][0], lines),
+            (fields["counted"][1], counted),
+        ):
+            field[: len(numbers)] = numbers
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields as views of `memory`, a copy of `host` on the device."""
         return {name: memory[a:b].view(dtype).view(shape) for name, (a, b, shape, dtype) in self._places.items()}
-
-
-def _fill(field: np.ndarray[Any, Any], numbers: array[int] | array[float]) -> None:
-    """Write numbers to the beginning of a field."""
-    if numbers:
-        field.reshape(-1)[: len(numbers)] = numbers
