@@ -174,7 +174,8 @@ SHARED = {name: SharedTokenizer(tokenizer) for name, tokenizer in TOKENIZERS.ite
 """Each knows what all examples before have found out."""
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@EVERY
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 40))
