@@ -48,7 +48,8 @@ class Service:
         self.grammars = Grammars(model)
         self.tokenizer = SharedTokenizer(model.tokenizer)
         self.spelling = Spelling(model.tokenizer)
-        self.template: str = getattr(model.tokenizer, "chat_template", None) or ""
+        template = getattr(model.tokenizer, "chat_template", None) or ""  # some have several, by name
+        self.template = template if isinstance(template, str) else "\n".join(template.values())
         self.created = int(time())
         self.draining = False
         self.replies: dict[Reply, None] = {}
