@@ -23,6 +23,8 @@ class Reply:
         self.failure: ApiError | None = None
         self._fresh: dict[Job, None] = {}
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._patience = 0.0  # until when `_news` waits, in the event loop's time
 
     async def __aenter__(self) -> Reply:
         return self
@@ -36,20 +38,24 @@ class Reply:
         Raises an ApiError if the server or the engine fails, or when the request's time is over.
         """
         limit = self.begin + self.timeout
-        while self._left():
-            if not self._fresh and self.failure is None:
-                rest = limit - perf_counter()
-                if rest <= 0:
-                    raise ApiError(504, f"no answer within {self.timeout:g} s", code="timeout")
-                if not await self._news(rest if keep_alive is None else min(rest, keep_alive)):
-                    yield None
-            fresh, self._fresh = self._fresh, {}
-            for job in fresh:
-                piece = self._read(job)
-                if piece is not None:
-                    yield piece
-            if self.failure is not None and self._left():
-                raise self.failure
+        try:
+            while self._left():
+                if not self._fresh and self.failure is None:
+                    rest = limit - perf_counter()
+                    if rest <= 0:
+                        raise ApiError(504, f"no answer within {self.timeout:g} s", code="timeout")
+                    if not await self._news(rest if keep_alive is None else min(rest, keep_alive)):
+                        yield None
+                fresh, self._fresh = self._fresh, {}
+                for job in fresh:
+                    piece = self._read(job)
+                    if piece is not None:
+                        yield piece
+                if self.failure is not None and self._left():
+                    raise self.failure
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
 
     def _left(self) -> bool:
         """Whether a job has not ended. One that has may still be told of again, so they are not counted down."""
@@ -84,13 +90,30 @@ class Reply:
         return job.read(events) if events else None
 
     async def _news(self, seconds: float) -> bool:
-        """Wait until there is something, at most so many seconds. Returns whether there is."""
+        """Wait until there is something, at most so many seconds. Returns whether there is.
+
+        One timer serves many waits: making one for each would take a tenth of the time of a chunk.
+        """
         loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        timer = loop.call_later(seconds, self.wake)
+        self._waiter = loop.create_future()
+        self._patience = loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._patience:
+            self._set_timer(loop)
         try:
-            await waiter
+            await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
         return bool(self._fresh) or self.failure is not None
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(self._patience, self._time_is_up, loop)
+
+    def _time_is_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The timer has gone off. If the reply has waited anew since it was set, it is set again."""
+        self._timer = None
+        if self._waiter is not None and loop.time() < self._patience:
+            self._set_timer(loop)
+        else:
+            self.wake()

@@ -158,7 +158,7 @@ def _written(name: str, arguments: str) -> str:
 def instruction(box: Toolbox) -> str:
     """The system message for models whose template knows no tools."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in box.described())
-    example = _written("NAME", '{"ARGUMENT": "VALUE"}')
+    example = _written("NAME", "{...}")  # small models copy whatever arguments stand here
     return (
         f"You can call these functions, each given as JSON:\n{lines}\n\n"
         f"To call one, write its name and its arguments as JSON between tags:\n{BEGIN}\n{example}\n{END}"
