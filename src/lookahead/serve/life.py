@@ -21,7 +21,7 @@ from lookahead.serve.settings import ServeSettings
 
 SWITCH_SECONDS = 0.0005
 """How long the event loop may keep the interpreter while the engine's thread wants it. Python's own 5 ms are as long as
-a step on a GPU."""
+a step on a GPU. Not tuned: between 0.1 and 2 ms no difference was seen with steps of 5 ms on two busy cores."""
 LAST_WORDS = 0.5
 """Seconds that clients get to read the error that ends their reply."""
 POLL = 0.02
