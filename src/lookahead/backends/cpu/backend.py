@@ -1,4 +1,4 @@
-"""The CPU backend: Llama-like models in fp32 or int8, each step one run of an ONNX model that is built from the weights.
+"""The CPU backend: Llama-like models in fp32 or int8. A step is a run of an ONNX model that is built from the weights.
 
 A row's numbers do not depend on the other rows of its step. So lookahead's text is the text of single steps bit for
 bit, ties included. `invariance` checks that on the machine at hand.

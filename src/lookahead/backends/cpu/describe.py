@@ -103,7 +103,7 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
     made = Description()
     embedding = made.weight("embedding", weights.embedding)
     x = made.add("Gather", embedding, "tokens")
-    added = None  # what the block before adds to x; the norm that follows adds it
+    added: str | None = None  # what the block before adds to x; the norm that follows adds it
     for number, layer in enumerate(weights.layers):
         normed, x = _add_norm(made, weights, x, added, made.weight(f"{number}.before", layer.before))
         attended = _attention(made, weights, products, layer, number, normed)
@@ -113,8 +113,8 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
         # QuickGelu with alpha 1 is SiLU.
         inner = made.add("Mul", made.add("QuickGelu", gate, domain=MICROSOFT, alpha=1.0), up)
         added = products.linear(made, f"{number}.down", inner, layer.down)
-    x, added = made.add("Gather", x, "needed"), made.add("Gather", added, "needed")
-    normed, _ = _add_norm(made, weights, x, added, made.weight("norm", weights.norm))
+    rows = [made.add("Gather", part, "needed") for part in (x, added or x)]
+    normed, _ = _add_norm(made, weights, *rows, made.weight("norm", weights.norm))
     tied = weights.head.ctypes.data == weights.embedding.ctypes.data and weights.head.shape == weights.embedding.shape
     logits = products.linear(made, "embedding" if tied else "head", normed, Linear(weights.head))
     made.add_named("Identity", [logits], ["logits"])
@@ -151,9 +151,7 @@ def _rotated(
     return turned
 
 
-def _attention(
-    made: Description, weights: Weights, products: Products, layer: Layer, number: int, normed: str
-) -> str:
+def _attention(made: Description, weights: Weights, products: Products, layer: Layer, number: int, normed: str) -> str:
     """Attention of one layer. Writes the rows' K/V, then reads all of them: [R, hidden] -> [R, hidden]."""
     heads, kv_heads, dim = weights.heads, weights.kv_heads, weights.dim
     group = heads // kv_heads
@@ -215,7 +213,7 @@ def _file(made: Description, weights: Weights) -> bytes:
     ]
     for number in range(len(weights.layers)):
         for name, width in ((f"keys_{number}", weights.dim), (f"values_{number}", weights.dim + 1)):
-            shape = ["L", "B", weights.kv_heads, BLOCK, width]
+            shape: list[str | int | None] = ["L", "B", weights.kv_heads, BLOCK, width]
             inputs.append(value(name, FLOAT, shape))
             outputs.append(value(f"{name}_out", FLOAT, shape))
     graph = helper.make_graph(made.nodes, "step", inputs, outputs, made.initializers)

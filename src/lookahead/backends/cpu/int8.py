@@ -28,7 +28,7 @@ class Int8Products(Products):
 
     def linear(self, made: Description, name: str, x: str, linear: Linear) -> str:
         quantised, scales = quantise(linear.matrix)
-        zero = np.int8(0)
+        zero: Any = np.int8(0)
         if not signed_products_are_exact():
             quantised, zero = (quantised.astype(np.int16) + MIDDLE).astype(np.uint8), np.uint8(MIDDLE)
         # 1. Quantise the rows: x / largest * 127, rounded, as unsigned bytes around 128.

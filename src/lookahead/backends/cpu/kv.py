@@ -44,11 +44,11 @@ class KVBuffer:
         away = source != target
         if not away.any():
             return
-        source, target = torch.from_numpy(source[away]), torch.from_numpy(target[away])
+        start, end = torch.from_numpy(source[away]), torch.from_numpy(target[away])
         for tensor in (self.keys, self.values):
             lines = tensor[:, lane]
-            moved = lines[:, source // BLOCK, :, source % BLOCK]  # a copy, so source and target may overlap
-            lines[:, target // BLOCK, :, target % BLOCK] = moved
+            moved = lines[:, start // BLOCK, :, start % BLOCK]  # a copy, so both may have cells in common
+            lines[:, end // BLOCK, :, end % BLOCK] = moved
 
     def move_lane(self, source: int, target: int) -> None:
         """Copy a lane over another one."""
@@ -67,4 +67,3 @@ class KVBuffer:
         keys = self.keys[layer, lane, where // BLOCK, :, where % BLOCK]
         values = self.values[layer, lane, where // BLOCK, :, where % BLOCK, :-1]
         return keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
-
