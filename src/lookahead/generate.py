@@ -318,7 +318,7 @@ def load(
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
         loaded.default_config = default_config(loaded.name, loaded.backend, log)
-        loaded.engine.cost = batch_cost(loaded.backend, log)
+        loaded.engine.cost = batch_cost(loaded.backend, loaded.default_config, log)
     return loaded
 
 

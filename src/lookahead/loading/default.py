@@ -22,16 +22,21 @@ def default_config(name: str, backend: Backend, log: Callable[[str], None] | Non
     return tuned or step_cost.fitted(LookaheadConfig(), backend, cache_dir(), log)
 
 
-def batch_cost(backend: Backend, log: Callable[[str], None] | None = None) -> npt.NDArray[np.float64] | None:
+def batch_cost(
+    backend: Backend, config: LookaheadConfig, log: Callable[[str], None] | None = None
+) -> npt.NDArray[np.float64] | None:
     """The time of a pass by its rows, whosever they are, for the choice of guesses across sequences.
 
     None where a pass is padded to its longest input, and for the graph backend on a CPU, where it is only tested. On
-    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which is known.
+    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which the default config tells.
     """
     if backend.most_rows is None:
         return None
     if not isinstance(backend, GraphBackend):
-        return np.asarray(step_cost.step_curve(backend, cache_dir(), log).table(backend.most_rows))
+        times = config.step_cost
+        if times is None:
+            return None
+        return np.asarray(step_cost.StepCost(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
     if backend.device.type == "cpu":
         return None
     table = step_cost.pass_cost(backend, cache_dir(), log)

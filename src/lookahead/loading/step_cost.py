@@ -281,14 +281,8 @@ def fitted(
         return config
     if backend.most_exact is not None and backend.most_exact < config.budget:
         config = config.adapted(budget=backend.most_exact)
-    return suited(config, step_curve(backend, folder, log, hasty).shared(ranks))
-
-
-def step_curve(
-    backend: Backend, folder: Path, log: Callable[[str], None] | None = None, hasty: bool = False
-) -> StepCost:
-    """The curve of a backend's model on this machine: read from `folder`, or measured and kept there."""
-    return cached(backend, {**identity_of(backend), "torch": torch.__version__}, folder, log, hasty)
+    identity = {**identity_of(backend), "torch": torch.__version__}
+    return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
 
 
 def identity_of(backend: Backend) -> dict[str, Any]:

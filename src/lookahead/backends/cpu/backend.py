@@ -68,6 +68,7 @@ class CpuBackend:
 
     # Slots
 
+    @torch.inference_mode()
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         slot = self._next_slot
         self._next_slot += 1
@@ -75,6 +76,7 @@ class CpuBackend:
         self._buffer.reserve(len(self._lane), 1)
         return slot
 
+    @torch.inference_mode()
     def close(self, slot: int) -> None:
         """Move the last lane into the freed one, so that the lanes in use stay side by side."""
         lane = self._lane.pop(slot)
@@ -104,6 +106,7 @@ class CpuBackend:
     def prepare(self, tokens: int, budget: int) -> None:
         """Nothing is captured here, so nothing has to be prepared."""
 
+    @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         outputs: dict[int, StepOutput] = {}
         for item in inputs:
@@ -120,6 +123,7 @@ class CpuBackend:
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
 
+    @torch.inference_mode()
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, path in accepted:
             part = self._last.pop(slot)
@@ -130,6 +134,7 @@ class CpuBackend:
 
     # K/V from outside, and for outside
 
+    @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         self._buffer.reserve(len(self._lane), blocks_for(length))
         for layer, (keys, values) in enumerate(layers):

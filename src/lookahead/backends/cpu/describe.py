@@ -113,8 +113,8 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
         # QuickGelu with alpha 1 is SiLU.
         inner = made.add("Mul", made.add("QuickGelu", gate, domain=MICROSOFT, alpha=1.0), up)
         added = products.linear(made, f"{number}.down", inner, layer.down)
-    rows = [made.add("Gather", part, "needed") for part in (x, added or x)]
-    normed, _ = _add_norm(made, weights, *rows, made.weight("norm", weights.norm))
+    x, last = made.add("Gather", x, "needed"), made.add("Gather", added or x, "needed")
+    normed, _ = _add_norm(made, weights, x, last, made.weight("norm", weights.norm))
     tied = weights.head.ctypes.data == weights.embedding.ctypes.data and weights.head.shape == weights.embedding.shape
     logits = products.linear(made, "embedding" if tied else "head", normed, Linear(weights.head))
     made.add_named("Identity", [logits], ["logits"])
