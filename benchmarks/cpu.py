@@ -79,7 +79,8 @@ def loaded(dtype: str) -> Any:
     lm = lookahead.load(dtype=dtype, backend="cpu", log=print)
     print(f"{dtype}: loaded in {perf_counter() - begin:.1f} s, exact up to {lm.backend.most_exact} nodes")
     cost = measure(lm.backend, SIZES, rounds=8)
-    print("  ms by tokens of a step:", ", ".join(f"{k}: {1e3 * t:.1f}" for k, t in zip(cost.sizes, cost.seconds)))
+    times = zip(cost.sizes, cost.seconds, strict=True)
+    print("  ms by tokens of a step:", ", ".join(f"{size}: {1e3 * taken:.1f}" for size, taken in times))
     print(f"  memory: {memory()}")
     lm.generate("Hello", max_tokens=4)
     return lm
