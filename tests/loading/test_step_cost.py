@@ -23,6 +23,7 @@ from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import step_cost as module
 from lookahead.loading.step_cost import (
+    ATTEMPTS,
     BRANCHES,
     DEAREST,
     DEPTH,
@@ -33,6 +34,7 @@ from lookahead.loading.step_cost import (
     StepCost,
     bush,
     cached,
+    is_calm,
     measure,
     measure_passes,
     pass_cost,
@@ -359,6 +361,45 @@ def test_a_file_that_cannot_be_replaced_is_no_error(clock: Clock, tmp_path: Path
     path.mkdir()
     assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).sizes[0] == 1
     assert path.is_dir()
+
+
+def busy(share: float) -> Times:
+    """Every step takes twice to eight times its time, and no two the same; `share` of them, evenly."""
+    steps = 0
+
+    def times(size: int) -> float:
+        nonlocal steps
+        steps += 1
+        return linear(size) * (2 + steps % 7 if steps % 100 < 100 * share else 1)
+
+    return times
+
+
+def test_a_busy_machine_is_measured_again(clock: Clock, tmp_path: Path) -> None:
+    """Until it is calm, and each size keeps its fastest time."""
+    said: list[str] = []
+    first = cached(FakeBackend(clock, busy(1.0)), IDENTITY, tmp_path, said.append)
+    assert not first.calm
+    second = cached(FakeBackend(clock, linear), IDENTITY, tmp_path, said.append)
+    assert (second.calm, second.table(8)) == (True, pytest.approx([linear(size) for size in range(1, 9)]))
+    assert [("busy" in line) for line in said] == [False, True]
+    third = FakeBackend(clock, flat)
+    assert (cached(third, IDENTITY, tmp_path), third.sizes) == (second, [])
+
+
+def test_a_machine_that_is_always_busy_is_taken_as_it_is(clock: Clock, tmp_path: Path) -> None:
+    measured = []
+    for _ in range(ATTEMPTS + 2):
+        backend = FakeBackend(clock, busy(1.0))
+        cached(backend, IDENTITY, tmp_path)
+        measured.append(bool(backend.sizes))
+    assert measured == [True] * ATTEMPTS + [False] * 2
+
+
+def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:
+    assert is_calm([[1.0, 1.0, 9.0], [2.0, 2.1, 9.0], [3.0, 3.0, 3.0]])
+    assert not is_calm([[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [3.0, 3.0, 3.0]])
+    assert is_calm([[1.0], []])
 
 
 # Passes of several sequences.

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from lookahead.bench.run.stock import Stock
 from lookahead.cli.answer import answer, interrupted
 from lookahead.cli.common import Completion, Host, Model
 from lookahead.stats import Stats
@@ -67,9 +66,7 @@ class Comparison:
             return None
         pairs = zip(self.stock.token_ids, self.baseline.token_ids, strict=False)
         equal = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), len(self.stock.token_ids))
-        return (
-            f"note: {STOCK} has other tokens after {equal} equal ones: its kernels round differently, and a tie broke"
-        )
+        return f"note: {STOCK} has other tokens after {equal} equal ones: its kernels round a near tie differently"
 
     def difference(self) -> str:
         """A sentence that names the first token that differs."""
@@ -135,6 +132,8 @@ def warm_up(host: Host, model: Model, prompt: str | None, request: dict[str, Any
 
 def stock_answer(model: Any, prompt: str | None, request: dict[str, Any]) -> StockAnswer:
     """The greedy answer of transformers' own `generate` to the same prompt, timed after a short warm-up."""
+    from lookahead.bench.run.stock import Stock  # it needs torch, which `--help` does not
+
     stock, ids = Stock(model), model.encode(prompt, raw=request["raw"])
     longest = len(ids) + request["max_tokens"]
     stock.run("hf-greedy", ids, min(WARM_UP_TOKENS, request["max_tokens"]), longest)

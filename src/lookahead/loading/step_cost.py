@@ -106,12 +106,10 @@ class StepCost:
         return tuple(times)
 
     def with_faster(self, other: StepCost) -> StepCost:
-        """The curve that has, of each size, the faster of both times."""
-        best = dict(zip(other.sizes, other.seconds, strict=True))
-        for size, taken in zip(self.sizes, self.seconds, strict=True):
-            best[size] = min(taken, best.get(size, taken))
-        sizes = tuple(sorted(best))
-        return StepCost(sizes, tuple(best[size] for size in sizes), self.calm)
+        """This curve with the other's times where those are faster."""
+        known = dict(zip(other.sizes, other.seconds, strict=True))
+        best = [min(taken, known.get(size, taken)) for size, taken in zip(self.sizes, self.seconds, strict=True)]
+        return StepCost(self.sizes, tuple(best), self.calm)
 
     def shared(self, ranks: int) -> StepCost:
         """The curve of a step that `ranks` ranks share, where each runs the root and its part of the other tokens."""
