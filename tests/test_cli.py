@@ -625,7 +625,7 @@ def test_env(tmp_path: Path) -> None:
     assert "absent: `lookahead pull` fetches it" in result.stdout
     found = json.loads(run("env", "--json", env=cache).stdout)
     assert list(found) == ["versions", "platform", "cores", "devices", "cache", "embedded_model"]
-    assert set(found["versions"]) == {"python", "lookahead", "torch", "transformers", "triton"}
+    assert set(found["versions"]) == {"python", "lookahead", "torch", "transformers", "triton", "onnxruntime"}
     assert found["devices"][0]["name"] == "cpu"
 
 

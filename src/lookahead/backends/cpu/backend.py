@@ -26,9 +26,9 @@ from lookahead.backends.cpu.session import Computed, Session, usable_threads
 from lookahead.backends.cpu.weights import Weights, check_cpu, weights_of
 from lookahead.backends.support import check_supported, context_length, probe
 
-MOST_ROWS = 128
-"""The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of 128 rows
-are limited by arithmetic."""
+MOST_ROWS = 256
+"""The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of so many
+rows are limited by arithmetic."""
 
 
 class CpuBackend:
