@@ -19,7 +19,7 @@ from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.cpu.cells import BLOCK, blocks_for, home
 from lookahead.backends.cpu.describe import Products
 from lookahead.backends.cpu.int8 import Int8Products
-from lookahead.backends.cpu.invariance import invariant_nodes
+from lookahead.backends.cpu.invariance import cut, invariant_nodes
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.rows import Part, layout
 from lookahead.backends.cpu.session import Computed, Session, usable_threads
@@ -63,8 +63,8 @@ class CpuBackend:
         self._next_slot = 0
         if probed:
             probe(self)
-            one_layer = replace(self._weights, layers=self._weights.layers[:1], head=self._weights.head[:512])
-            self.most_exact = invariant_nodes(CpuBackend(model, int8=int8, probed=False, weights=one_layer))
+            small = CpuBackend(model, int8=int8, probed=False, weights=cut(self._weights))
+            self.most_exact = invariant_nodes(small)
 
     # Slots
 

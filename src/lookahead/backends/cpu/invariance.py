@@ -7,6 +7,7 @@ of tokens, once in single steps and once inside trees of several sizes, and comp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,23 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import HOME, SPARE
+from lookahead.backends.cpu.weights import Weights
 from lookahead.config import SamplingParams
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
 """Cached tokens before the root. Some are so that the path crosses from one block into the next."""
+VOCABULARY = 512
+"""The most tokens of the checked model's vocabulary."""
 PATH = 3
 """Nodes of the path behind the root."""
 SIZES = (PATH + 1, 5, 6, 8, 12, 16, 24, SPARE + 1)
 """Nodes of the trees that are compared with single steps."""
+
+
+def cut(weights: Weights) -> Weights:
+    """The weights of the model that is checked: one layer, and the beginning of the vocabulary."""
+    embedding, head = weights.embedding[:VOCABULARY], weights.head[:VOCABULARY]
+    return replace(weights, embedding=embedding, layers=weights.layers[:1], head=head)
 
 
 def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
@@ -36,7 +46,7 @@ def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
         if length + SIZES[-1] > limit:
             continue
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(backend.vocab_size, (SPARE + 1,), generator=generator).tolist()
+        tokens = torch.randint(min(VOCABULARY, backend.vocab_size), (SPARE + 1,), generator=generator).tolist()
         heads, dim = backend.model.config.num_key_value_heads, backend.model.model.layers[0].self_attn.head_dim
         keys, values = torch.randn(2, heads, length, dim, generator=generator)
         slot = backend.open()
