@@ -11,10 +11,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lookahead
 from lookahead.backends.choose import make_backend
-from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import UnsupportedModelError
+
+CpuBackend = pytest.importorskip("lookahead.backends.cpu.backend", reason="needs onnxruntime").CpuBackend
 
 
 @pytest.fixture

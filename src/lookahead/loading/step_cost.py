@@ -294,6 +294,7 @@ def identity_of(backend: Backend) -> dict[str, Any]:
         "dtype": str(backend.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
         "backend": type(backend).__name__,
+        **({"kernels": kernels} if (kernels := getattr(backend, "kernels", None)) else {}),
     }
 
 

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("onnxruntime")
+
 from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 

@@ -22,7 +22,7 @@ from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import cut, invariant_nodes
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.rows import Part, layout
-from lookahead.backends.cpu.session import Computed, Session, usable_threads
+from lookahead.backends.cpu.session import KERNELS, Computed, Session, usable_threads
 from lookahead.backends.cpu.weights import Weights, check_cpu, weights_of
 from lookahead.backends.support import check_supported, context_length, probe
 
@@ -46,6 +46,7 @@ class CpuBackend:
         self.model = model
         self.device = torch.device("cpu")
         self.dtype = torch.int8 if int8 else torch.float32
+        self.kernels = KERNELS
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size

@@ -17,6 +17,9 @@ from lookahead.backends.cpu.describe import Products, describe
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.weights import Weights
 
+KERNELS = f"onnxruntime {onnxruntime.__version__}"
+"""What computes a step. How long one takes depends on it."""
+
 
 @dataclass(frozen=True)
 class Computed:
