@@ -52,8 +52,8 @@ def load(
         loads.append((dtype, backend))
         if dtype in ("auto", "float32") and backend == "auto":
             return lm
-        made = make_model() if dtype == "auto" else make_model().to(getattr(torch, dtype))
-        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend)
+        made = make_model() if dtype in ("auto", "int8") else make_model().to(getattr(torch, dtype))
+        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend, int8=dtype == "int8")
 
     return loaded
 

@@ -105,7 +105,7 @@ class BenchOptions:
         if not self.methods:
             if device != "cuda":  # compiling for a CPU takes minutes and gains nothing
                 found = tuple(method for method in found if method.how != "hf-static")
-                if self.preset.name == "exactness" and find_spec("onnxruntime") is not None:
+                if self.preset.name == "exactness" and not self.inflate and find_spec("onnxruntime") is not None:
                     found = (*found, *EXACT_ON_CPU)
             elif self.preset is DEFAULT:
                 found = (found[0], STATIC, *found[1:])
