@@ -206,6 +206,6 @@ def _output(item: StepInput, computed: Computed, start: int) -> StepOutput:
     top = None
     if item.top:
         ids, values = computed.ids[rows, : item.top], computed.values[rows, : item.top]
-        log2 = (values - computed.total[rows]) / np.float32(np.log(2))
+        log2 = (values - values[:, :1] - np.log(computed.total[rows])) / np.float32(np.log(2))
         top = np.concatenate([ids, np.clip(-2 * log2, 0, LEVELS - 1)], axis=1).astype(np.int32)
     return StepOutput(targets, top, computed.logits[rows].clone() if item.logits else None)

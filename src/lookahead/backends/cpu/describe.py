@@ -14,7 +14,7 @@ Inputs (R rows; L lanes of at most P rows each; B blocks; N needed rows; G query
     top [1]               how many top tokens to return
     keys_i, values_i      layer i's K/V: [L, B, Hkv, BLOCK, D] and [L, B, Hkv, BLOCK, D + 1]
 
-Outputs: logits [N, V]; best_values, best_ids [N, top]; total [N, 1], the log of the sum of the exponentials; and each
+Outputs: logits [N, V]; best_values, best_ids [N, top]; total [N, 1], the sum of exp(logit - best logit); and each
 layer's K/V, which must be bound to the memory of the input: then only the new rows are written.
 
 A row's numbers must not depend on the other rows of its step, bit for bit. Most operations treat rows alone anyway.
@@ -119,7 +119,8 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
     logits = products.linear(made, "embedding" if tied else "head", normed, Linear(weights.head))
     made.add_named("Identity", [logits], ["logits"])
     made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
-    made.add_named("ReduceLogSumExp", ["logits", made.constant([1])], ["total"], keepdims=1)
+    powers = made.add("Exp", made.add("Sub", "logits", made.add("Gather", "best_values", made.constant([0]), axis=1)))
+    made.add_named("ReduceSum", [powers, made.constant([1])], ["total"], keepdims=1)
     return _file(made, weights), made.arrays
 
 

@@ -24,7 +24,7 @@ KERNELS = f"onnxruntime {onnxruntime.__version__}"
 @dataclass(frozen=True)
 class Computed:
     """What a run computed for its N needed rows: logits [N, V], the values and ids [N, top] of the top tokens, best
-    first, and the log of the exponentials' sum [N, 1]. The logits are overwritten by the next run."""
+    first, and the sum [N, 1] of exp(logit - best logit). The logits are overwritten by the next run."""
 
     logits: torch.Tensor
     values: np.ndarray[Any, Any]
