@@ -394,6 +394,11 @@ def test_a_machine_that_is_always_busy_is_taken_as_it_is(clock: Clock, tmp_path:
         cached(backend, IDENTITY, tmp_path)
         measured.append(bool(backend.sizes))
     assert measured == [True] * ATTEMPTS + [False] * 2
+    (path,) = stored(tmp_path)
+    os.utime(path, (0, 0))  # long ago: the machine may be calm today
+    backend = FakeBackend(clock, linear)
+    assert cached(backend, IDENTITY, tmp_path).calm
+    assert backend.sizes
 
 
 def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:

@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -64,9 +64,10 @@ PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 4
 """The tokens of a pass that `pass_cost` times."""
 LARGEST_TREE, SHORTEST = 64, 128
 """The most tokens that one sequence has in such a pass, and the shortest context that they are timed in."""
-CALM, ATTEMPTS = 1.15, 4
-"""A machine is calm while the second-fastest round is at most this many times as slow as the fastest, and how often a
-machine that was not calm is measured before its curve is taken for good."""
+CALM = 1.15
+"""A machine is calm while the second-fastest round takes at most this many times as long as the fastest."""
+ATTEMPTS, DAY = 4, 86400.0
+"""How often a machine that is not calm is measured before its curve is taken as it is, for the next so many seconds."""
 DEAREST = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
@@ -325,7 +326,8 @@ def cached(
             raise ValueError("measured in haste")
         known = StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
         attempts = int(stored.get("attempts", 0))
-        if hasty or stored.get("calm", True) or attempts >= ATTEMPTS:
+        recent = time() - path.stat().st_mtime < DAY
+        if hasty or stored.get("calm", True) or (attempts >= ATTEMPTS and recent):
             return known
     except (OSError, ValueError, KeyError, TypeError):
         known, attempts = None, 0
