@@ -183,9 +183,13 @@ def measure(
 
 
 def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
-    """Whether, for most sizes, the second-fastest round took hardly longer than the fastest."""
-    slower = [sorted(taken)[1] / min(taken) for taken in rounds if len(taken) > 1]
-    return sum(ratio <= CALM for ratio in slower) * 2 >= len(slower)
+    """Whether, for most sizes, the second-fastest round took hardly longer than the fastest.
+
+    If there was no time for a second round, nobody can tell; then it is not calm.
+    """
+    timed = [sorted(taken) for taken in rounds if taken]
+    calm = [taken for taken in timed if len(taken) > 1 and taken[1] <= CALM * taken[0]]
+    return 2 * len(calm) >= len(timed)
 
 
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
