@@ -10,9 +10,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with plain decoding
+demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with plain decoding and transformers
 	$(BIN)/lookahead pull
-	$(BIN)/lookahead generate -p "Write a Python function that reverses a linked list." --max-tokens 96 --compare
+	$(BIN)/lookahead generate -p "Write a Python class for a stack with push, pop, peek and is_empty." \
+	  --max-tokens 128 --compare-stock
+	@echo "Code repeats itself, so guesses pay. Expect less on chat and prose, and more on copying: see docs/cpu.md."
 
 test: lint ## lint, then run the tests but the slow sweeps
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
@@ -38,7 +40,7 @@ clean: ## remove .venv, caches and build output
 
 # The stamps: an install is repeated only when what it was made from has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e .
+	$(PIP) install -q -c constraints.txt -e '.[cpu]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from lookahead.cli import app
 from lookahead.cli.answer import COLOURS, RESET, summary
 from lookahead.cli.common import Host
+from lookahead.cli.compare import StockAnswer
 from lookahead.cli.settings import parse_sources, unescape
 from lookahead.config import LookaheadConfig
 from lookahead.loading.embedded import EMBEDDED, EMBEDDED_MODELS, MANIFEST, ModelError
@@ -356,6 +357,26 @@ def test_compare_in_json() -> None:
     }
 
 
+@pytest.mark.parametrize("tokens", [list(range(10)), [0, 1, 2, 99]])
+def test_compare_stock_has_a_line_of_transformers(tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratios of the table are to transformers' speed; other tokens of its kernels are noted, and no fault."""
+    stats = Stats(generated_tokens=10, steps=10, seconds=5.0)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "lookahead.cli.generate.stock_answer", lambda *args: asked.append(args) or StockAnswer(tokens, stats)
+    )
+    result = run("generate", "-p", "x", "--compare-stock", model=FakeModel(step_seconds=0.25))
+    assert result.exit_code == 0, result.output
+    last = "same tokens: all 10 of them; lookahead is 2.50x: faster here, and 5.00x transformers' generate"
+    assert result.stderr.splitlines()[-1] == last
+    rows = [line.split("│") for line in result.stderr.splitlines() if "x │" in line]
+    assert [row[1].strip() for row in rows] == ["transformers' generate", "autoregressive", "lookahead"]
+    assert [row[-2].strip() for row in rows] == ["1.00x", "2.00x", "5.00x"]
+    assert ("has other tokens after 3 equal ones" in result.stderr) == (tokens[-1] == 99)
+    ((_, prompt, request),) = asked
+    assert (prompt, request["max_tokens"], request["raw"]) == ("x", 256, False)
+
+
 # mistakes
 
 
@@ -377,6 +398,8 @@ def test_compare_in_json() -> None:
         ),
         (("-p", "x", "--method", "jacobi", "--window", "3"), "window=3 belongs to method 'lookahead'"),
         (("-p", "x", "--method", "autoregressive", "--compare"), "choose another --method"),
+        (("-p", "x", "--compare-stock", "--temperature", "0.5"), "--compare-stock is greedy, not --temperature 0.5"),
+        (("-p", "x", "--compare-stock", "--ranks", "2"), "--compare-stock runs in one process"),
         (
             ("-p", "x", "--sources", "jacobi,sufix"),
             "'sufix': did you mean 'suffix'? choose from jacobi, prompt",
@@ -606,7 +629,7 @@ def test_env(tmp_path: Path) -> None:
     assert "absent: `lookahead pull` fetches it" in result.stdout
     found = json.loads(run("env", "--json", env=cache).stdout)
     assert list(found) == ["versions", "platform", "cores", "devices", "cache", "embedded_model"]
-    assert set(found["versions"]) == {"python", "lookahead", "torch", "transformers", "triton"}
+    assert set(found["versions"]) == {"python", "lookahead", "torch", "transformers", "triton", "onnxruntime"}
     assert found["devices"][0]["name"] == "cpu"
 
 

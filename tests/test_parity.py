@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tiny import VOCABULARY, tiny
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.base import Backend
 from lookahead.backends.eager import backend as eager
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.eager.kv import KVBuffer
@@ -34,14 +36,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", {}),
     "mistral-sliding": ("Mistral", {"sliding_window": 7}),
 }
-QUICK = ("llama", "gpt2", "mistral-sliding")
+if find_spec("onnxruntime") is not None:
+    FAMILIES |= {f"{name}, cpu backend": FAMILIES[name] for name in ("llama", "qwen2", "mistral-sliding")}
+QUICK = ("llama", "gpt2", "mistral-sliding", "llama, cpu backend", "mistral-sliding, cpu backend")
 """Rotary and learned positions, and a window."""
 
 
 @cache
-def backend(family: str) -> EagerBackend:
+def backend(family: str) -> Backend:
     kind, fields = FAMILIES[family]
-    return EagerBackend(tiny(kind, seed=0, stirred=False, **fields))
+    made = tiny(kind, seed=0, stirred=False, **fields)
+    if not family.endswith("cpu backend"):
+        return EagerBackend(made)
+    from lookahead.backends.cpu.backend import CpuBackend
+
+    return CpuBackend(made, probed=False)
 
 
 def greedy(family: str, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
@@ -93,7 +102,7 @@ def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], Lo
     assert decode(family, sequences) == [greedy(family, prompt) for prompt, _ in batch]
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "mistral-sliding"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "mistral-sliding", "mistral-sliding, cpu backend"))
 @settings(max_examples=15, deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31), temperature=st.sampled_from([0.3, 1.0, 2.0]), data=st.data())
 def test_seeded_sampling_equals_autoregressive(
@@ -122,13 +131,14 @@ def test_every_method_gives_the_same_tokens(family: str, method: str) -> None:
         assert sequence.stats.steps == sequence.stats.generated_tokens == 60
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("llama")])
 @settings(max_examples=15, deadline=None)
 @given(batch=st.lists(st.tuples(prompts, configs(), st.integers(0, 12)), min_size=2, max_size=6), data=st.data())
 def test_sequences_join_and_leave_between_steps(
-    batch: list[tuple[list[int], LookaheadConfig, int]], data: st.DataObject
+    family: str, batch: list[tuple[list[int], LookaheadConfig, int]], data: st.DataObject
 ) -> None:
     """Each joins at its own step; one may be taken out early; those that stay are exact."""
-    engine = Engine(backend("llama"))
+    engine = Engine(backend(family))
     rules = StopRules(NEW_TOKENS)
     waiting = sorted(
         ((step, DecodingSequence(prompt, config, rules=rules)) for prompt, config, step in batch), key=lambda w: w[0]
@@ -146,7 +156,7 @@ def test_sequences_join_and_leave_between_steps(
         engine.step()
         number += 1
     for sequence in everyone:
-        expected = greedy("llama", sequence.tokens[: sequence.prompt_tokens])
+        expected = greedy(family, sequence.tokens[: sequence.prompt_tokens])
         assert sequence.output == expected[: len(sequence.output)]
         assert sequence is dropped or sequence.output == expected
 

@@ -26,7 +26,7 @@ from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_a
 from lookahead.engine.request import Event, Request, TokenLogprobs, raise_errors
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
-from lookahead.loading.load import asked_for, open_model, processors, stop_ids
+from lookahead.loading.load import INT8, asked_for, open_model, processors, stop_ids
 from lookahead.stats import Stats
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -171,9 +171,10 @@ class LookaheadModel:
         config: LookaheadConfig | None = None,
         backend: str = "auto",
         log: Callable[[str], None] | None = None,
+        int8: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.backend = make_backend(model, backend, log)
+        self.backend = make_backend(model, backend, log, int8)
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.engine = Engine(self.backend)
         self.front = Front(self.engine)
@@ -353,19 +354,20 @@ def load(
     """Load a model that is ready to generate.
 
     `name` is a hub id, a folder, a `.gguf` file or a (model, tokenizer) pair; without it the embedded
-    SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'eager' (any
-    model), or 'auto' for the best that runs the model. Without a `config` the default config is the profile that
-    `lookahead tune --save` wrote for this model and machine. Where there is no profile, the default is fitted to the
-    cost of a step, which is measured once per model and machine.
+    SmolLM2-135M-Instruct is loaded. `backend` is 'graph' (Llama-like models on CUDA, by far the faster), 'cpu' (the
+    same models on a CPU), 'eager' (any model), or 'auto' for the best that runs the model. `dtype` is 'float32',
+    'bfloat16', 'float16', 'int8' (on a CPU: the model in float32, quantised), or 'auto'. Without a `config` the default
+    config is the profile that `lookahead tune --save` wrote for this model and machine. Where there is no profile, the
+    default is fitted to the cost of a step, which is measured once per model and machine.
     """
     model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
-    loaded = LookaheadModel(model, tokenizer, label, config, backend, log)
+    loaded = LookaheadModel(model, tokenizer, label, config, backend, log, int8=dtype == INT8)
     if log is not None and (asked := asked_for(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
         loaded.default_config = default_config(loaded.name, loaded.backend, log)
-        loaded.engine.cost = batch_cost(loaded.backend, log)
+        loaded.engine.cost = batch_cost(loaded.backend, loaded.default_config, log)
     return loaded
 
 

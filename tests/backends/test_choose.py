@@ -1,10 +1,12 @@
-"""The graph backend where it runs the model, else the eager one, with one line that says why."""
+"""The graph or the CPU backend where it runs the model, else the eager one, with one line that says why."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lookahead
@@ -12,6 +14,8 @@ from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import UnsupportedModelError
+
+CpuBackend = pytest.importorskip("lookahead.backends.cpu.backend", reason="needs onnxruntime").CpuBackend
 
 
 @pytest.fixture
@@ -24,11 +28,12 @@ def test_by_name(make_model: Any) -> None:
     model = make_model()
     assert type(make_backend(model, "eager")) is EagerBackend
     assert type(make_backend(model, "graph")) is GraphBackend
-    assert type(make_backend(model)) is EagerBackend  # on a CPU the graph backend is there for tests only
+    assert type(make_backend(model, "cpu")) is CpuBackend
+    assert type(make_backend(model)) is CpuBackend  # on a CPU the graph backend is there for tests only
 
 
 def test_unknown_name(make_model: Any) -> None:
-    with pytest.raises(ValueError, match="unknown backend 'fast'; choose from auto, eager, graph"):
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose from auto, cpu, eager, graph"):
         make_backend(make_model(), "fast")
 
 
@@ -48,11 +53,43 @@ def make_backend_fails(model: Any) -> Any:
     return GraphBackend(model)
 
 
+def test_a_model_the_cpu_backend_does_not_know(gpt2: Any, make_model: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="the cpu backend does not run this model: GPT2LMHeadModel is none"):
+        make_backend(gpt2, "cpu")
+    for model, why in ((gpt2, "GPT2LMHeadModel is none of"), (make_model().to(torch.bfloat16), "are bfloat16")):
+        lines: list[str] = []
+        assert type(make_backend(model, "auto", lines.append)) is EagerBackend
+        assert len(lines) == 1
+        assert why in lines[0]
+        assert lines[0].endswith("the eager backend runs it")
+
+
+def test_without_onnxruntime_one_line_says_what_is_missed(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lookahead.backends.cpu.backend", None)  # importing it fails
+    lines: list[str] = []
+    assert type(make_backend(make_model(), "auto", lines.append)) is EagerBackend
+    assert len(lines) == 1
+    assert "pip install 'lookahead-decoding[cpu]', with Python 3.11 or newer; the eager backend runs it" in lines[0]
+    with pytest.raises(UnsupportedModelError, match="the cpu backend, which is faster, is not there"):
+        make_backend(make_model(), "cpu")
+
+
+def test_int8_is_the_cpu_backends(make_model: Any, tokenizer: Any) -> None:
+    model = make_model()
+    lm = lookahead.load((model, tokenizer), dtype="int8", config=lookahead.LookaheadConfig())
+    assert (type(lm.backend), lm.dtype, model.dtype) == (CpuBackend, torch.int8, torch.float32)
+    with pytest.raises(ValueError, match="dtype='int8' needs the cpu backend, not 'eager'; leave the backend out"):
+        lookahead.load((model, tokenizer), dtype="int8", backend="eager")
+    with pytest.raises(ValueError, match="dtype='float16', device='auto': a model that is loaded already keeps"):
+        lookahead.load((model, tokenizer), dtype="float16")
+
+
 def test_load_takes_a_backend(make_model: Any, tokenizer: Any, settings: Any, plain: Any) -> None:
     model = make_model()
     ids = tokenizer("the quick brown fox")["input_ids"]
     expected = plain(model, ids, 24)
-    lm = lookahead.load((model, tokenizer), config=settings, backend="graph")
-    assert isinstance(lm.backend, GraphBackend)
-    assert lm.generate(ids, max_tokens=24).token_ids == expected
-    assert [c.token_ids for c in lm.generate([ids, ids], max_tokens=24)] == [expected] * 2
+    for name, kind in (("graph", GraphBackend), ("cpu", CpuBackend), ("auto", CpuBackend)):
+        lm = lookahead.load((model, tokenizer), config=settings, backend=name)
+        assert isinstance(lm.backend, kind)
+        assert lm.generate(ids, max_tokens=24).token_ids == expected
+        assert [c.token_ids for c in lm.generate([ids, ids], max_tokens=24)] == [expected] * 2

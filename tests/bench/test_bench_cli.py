@@ -52,8 +52,8 @@ def load(
         loads.append((dtype, backend))
         if dtype in ("auto", "float32") and backend == "auto":
             return lm
-        made = make_model() if dtype == "auto" else make_model().to(getattr(torch, dtype))
-        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend)
+        made = make_model() if dtype in ("auto", "int8") else make_model().to(getattr(torch, dtype))
+        return LookaheadModel(made, tokenizer, "tiny", config or settings, backend, int8=dtype == "int8")
 
     return loaded
 
@@ -250,7 +250,8 @@ def test_exactness_finds_differences_and_margins(
     result = run("--preset", "exactness", "--data-dir", str(data_dir), "--max-tokens", "24")
     assert result.exit_code == 0, result.output
     rows = {row[0]: row for row in table(result.stdout, "Outputs that differ")}
-    assert len(rows) == 9
+    assert len(rows) == 11
+    assert rows["int8 autoregressive"][1:] == rows["int8 lookahead"][1:], "int8 has one text of its own"
     for name, row in rows.items():
         assert row[1] == "4", "two conversations of two turns"
         if name.startswith("fp32"):

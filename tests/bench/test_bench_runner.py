@@ -89,7 +89,7 @@ def test_weights_are_loaded_once_for_all_backends_of_a_dtype(
         asked.append((dtype, backend))
         return LookaheadModel(make_model().to(getattr(torch, dtype)), tokenizer, "tiny", backend=backend or "auto")
 
-    own = LookaheadModel(make_model(), tokenizer, "tiny")
+    own = LookaheadModel(make_model(), tokenizer, "tiny", backend="eager")
     models = Models(own, load)
     ours = named("lookahead", config=LookaheadConfig(3, 4, 4, 40))
     eager, graph = replace(ours, backend="eager"), replace(ours, backend="graph")

@@ -18,6 +18,7 @@ from lookahead.stats import Stats
 @dataclass
 class ScriptedBackend:
     max_length: int | None = 8192
+    most_exact: int | None = None
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

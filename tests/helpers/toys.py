@@ -38,6 +38,7 @@ class ToyBackend:
     max_length: int | None = None
     most_rows: int | None = None
     most_nodes: int | None = None
+    most_exact: int | None = None
     vocab_size = VOCABULARY
     model = device = dtype = None
 

@@ -64,8 +64,11 @@ def test_dtype() -> None:
     assert pick_dtype("auto", CPU) is torch.float32
     assert pick_dtype("auto", torch.device("cuda")) == "auto"
     assert pick_dtype("bfloat16", CPU) is torch.bfloat16
-    with pytest.raises(ModelError, match="unknown dtype 'int8'; use auto, float32, bfloat16, float16"):
-        pick_dtype("int8", CPU)
+    assert pick_dtype("int8", CPU) is torch.float32  # the CPU backend quantises it
+    with pytest.raises(ModelError, match="dtype 'int8' runs on a CPU, not on cuda; use device='cpu' or another dtype"):
+        pick_dtype("int8", torch.device("cuda"))
+    with pytest.raises(ModelError, match="unknown dtype 'int4'; use auto, float32, bfloat16, float16, int8"):
+        pick_dtype("int4", CPU)
 
 
 # Folders

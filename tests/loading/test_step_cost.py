@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
 from lookahead.loading import step_cost as module
 from lookahead.loading.step_cost import (
+    ATTEMPTS,
     BRANCHES,
     DEAREST,
     DEPTH,
@@ -34,6 +36,7 @@ from lookahead.loading.step_cost import (
     StepCost,
     bush,
     cached,
+    is_calm,
     measure,
     measure_passes,
     pass_cost,
@@ -360,6 +363,45 @@ def test_a_file_that_cannot_be_replaced_is_no_error(clock: Clock, tmp_path: Path
     path.mkdir()
     assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).sizes[0] == 1
     assert path.is_dir()
+
+
+def busy() -> Times:
+    """Every step takes 2 to 40 times as long as on a calm machine."""
+    rng = random.Random(1)
+    return lambda size: linear(size) * 2 * rng.choice((1.0, 1.5, 2.3, 4.1, 7.0, 20.0))
+
+
+def test_a_busy_machine_is_measured_again(clock: Clock, tmp_path: Path) -> None:
+    """Until it is calm, and each size keeps its fastest time."""
+    said: list[str] = []
+    first = cached(FakeBackend(clock, busy()), IDENTITY, tmp_path, said.append)
+    assert not first.calm
+    second = cached(FakeBackend(clock, linear), IDENTITY, tmp_path, said.append)
+    assert (second.calm, second.table(8)) == (True, pytest.approx([linear(size) for size in range(1, 9)]))
+    assert [("busy" in line) for line in said] == [False, True]
+    third = FakeBackend(clock, flat)
+    assert (cached(third, IDENTITY, tmp_path), third.sizes) == (second, [])
+
+
+def test_a_machine_that_is_always_busy_is_taken_as_it_is(clock: Clock, tmp_path: Path) -> None:
+    measured = []
+    for _ in range(ATTEMPTS + 2):
+        backend = FakeBackend(clock, busy())
+        cached(backend, IDENTITY, tmp_path)
+        measured.append(bool(backend.sizes))
+    assert measured == [True] * ATTEMPTS + [False] * 2
+    (path,) = stored(tmp_path)
+    os.utime(path, (0, 0))  # long ago: the machine may be calm today
+    backend = FakeBackend(clock, linear)
+    assert cached(backend, IDENTITY, tmp_path).calm
+    assert backend.sizes
+
+
+def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:
+    assert is_calm([[1.0, 1.0, 9.0], [2.0, 2.1, 9.0], [3.0, 3.0, 3.0]])
+    assert not is_calm([[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [3.0, 3.0, 3.0]])
+    assert is_calm([[1.0, 1.0], []])
+    assert not is_calm([[1.0], [2.0]]), "no second round"
 
 
 # Passes of several sequences.

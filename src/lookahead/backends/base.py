@@ -66,7 +66,8 @@ class Backend(Protocol):
     `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, or None if
     there is no limit. `most_rows` is the most tokens of a pass, trails and trees of all inputs together; None means
     that a pass is padded to its longest input, so that a prompt should run whole and in a pass of its own. `most_nodes`
-    is the most nodes of all trees of a pass, or None.
+    is the most nodes of all trees of a pass, or None. `most_exact` is the most nodes of a tree whose logits equal, bit
+    for bit, those of single steps; None if they are equal up to rounding only, or that is not known.
     """
 
     model: Any
@@ -76,6 +77,7 @@ class Backend(Protocol):
     max_length: int | None
     most_rows: int | None
     most_nodes: int | None
+    most_exact: int | None
 
     # Slots
 

@@ -1,28 +1,47 @@
-"""Choose a model's backend: the graph backend if it can run the model, else the eager one."""
+"""Choose a model's backend: on CUDA the graph backend and on a CPU the CPU backend, if they can run the model; else
+the eager one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.families import check_family
 from lookahead.backends.support import UnsupportedModelError, check_supported, first_line, input_device, probe
 
-BACKENDS = ("auto", "eager", "graph")
+BACKENDS = ("auto", "cpu", "eager", "graph")
+HOOK_BACKENDS = ("auto", "eager", "graph")
+"""Those that `transformers_hook` knows: the CPU backend keeps packed weights, which a call of `generate` has no time
+for."""
 
 
-def check_name(name: str) -> None:
-    if name not in BACKENDS:
-        raise ValueError(f"unknown backend {name!r}; choose from {', '.join(BACKENDS)}")
+def check_name(name: str, known: Sequence[str] = BACKENDS) -> None:
+    if name not in known:
+        raise ValueError(f"unknown backend {name!r}; choose from {', '.join(known)}")
 
 
-def make_backend(model: Any, name: str = "auto", log: Callable[[str], None] | None = None) -> Backend:
-    """The backend of this name. 'auto' is the graph backend on CUDA for the models it knows, else the eager one."""
+def make_backend(
+    model: Any, name: str = "auto", log: Callable[[str], None] | None = None, int8: bool = False
+) -> Backend:
+    """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for the models that
+    they know, else the eager one. `int8` quantises a model in fp32, which the CPU backend alone can do."""
     check_name(name)
     check_supported(model)
+    if int8 and name not in ("auto", "cpu"):
+        raise ValueError(f"dtype='int8' needs the cpu backend, not {name!r}; leave the backend out")
+    if int8 or name == "cpu":
+        return cpu_backend(model, int8)
+    if name == "auto" and input_device(model).type == "cpu":
+        try:
+            return cpu_backend(model)
+        except UnsupportedModelError as error:
+            if log is not None:
+                log(f"note: {first_line(error)}; the eager backend runs it")
+            return EagerBackend(model)
     return choose(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
 
 
@@ -48,6 +67,20 @@ def choose(
         if log is not None:
             log(f"note: {first_line(error)}; the eager backend runs it")
         return eager()
+
+
+def cpu_backend(model: Any, int8: bool = False) -> Backend:
+    """Make and probe the model's CPU backend. Raises UnsupportedModelError for a model it cannot run, and where ONNX
+    Runtime is not installed."""
+    check_family(model, "cpu")
+    try:
+        from lookahead.backends.cpu.backend import CpuBackend
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"the cpu backend, which is faster, is not there: {first_line(error)}; "
+            "pip install 'lookahead-decoding[cpu]', with Python 3.11 or newer"
+        ) from error
+    return CpuBackend(model, int8=int8)
 
 
 def graph_backend(model: Any, *, patient: bool = False) -> Backend:

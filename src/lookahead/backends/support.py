@@ -211,7 +211,7 @@ def probe(backend: Backend) -> None:
         ids = prefix + path
         plain = _plain_logits(model, ids, backend.device)
         distance, close = relative(ours[node], plain), closeness(backend)
-        if close == TOLERANCE_HALF and close < distance <= NEAR:
+        if close == TOLERANCE_HALF and close < distance <= (NEAR_INT8 if backend.dtype == torch.int8 else NEAR):
             alone = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
             distance = relative(ours[node], alone)
         if not distance <= close:
@@ -289,6 +289,10 @@ def closeness(backend: Backend) -> float:
 TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
 """The relative errors that the probe allows: in fp32, in half precision, and in half precision between two sets of
 kernels. On the embedded model in bf16, with random tokens, the graph backend and transformers differed by up to 0.2."""
+
+
+NEAR_INT8 = 1.0
+"""The same between a model in fp32 and what a backend made of it in int8."""
 
 
 def _plain_logits(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:

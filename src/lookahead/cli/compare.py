@@ -1,4 +1,5 @@
-"""Compare a method with plain autoregressive decoding: are the tokens the same, and which is faster?"""
+"""Compare a method with plain autoregressive decoding, and with transformers' own `generate`: are the tokens the same,
+and which is faster?"""
 
 from __future__ import annotations
 
@@ -9,18 +10,31 @@ from rich.table import Table
 
 from lookahead.cli.answer import answer, interrupted
 from lookahead.cli.common import Completion, Host, Model
+from lookahead.stats import Stats
 
-BASELINE = "autoregressive"
+BASELINE, STOCK = "autoregressive", "transformers' generate"
 WARM_UP_TOKENS = 8
 EVEN = 0.02  # a ratio this close to 1 is called even, neither a win nor a loss
 
 
 @dataclass(frozen=True)
+class StockAnswer:
+    """The tokens and the time of transformers' own `generate`."""
+
+    token_ids: list[int]
+    stats: Stats
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A method's completion and the baseline's. `equal_tokens` counts the tokens before the first that differs."""
+    """A method's completion and the baseline's. `equal_tokens` counts the tokens before the first that differs.
+
+    `stock` is transformers' answer, if it was asked for. The table's ratios are then to its speed.
+    """
 
     completion: Completion
     baseline: Completion
+    stock: StockAnswer | None = None
 
     @property
     def equal_tokens(self) -> int:
@@ -40,7 +54,19 @@ class Comparison:
 
     def speed(self) -> str:
         word = "even" if abs(self.ratio - 1) <= EVEN else "faster" if self.ratio > 1 else "slower"
-        return f"{self.completion.method} is {self.ratio:.2f}x: {word} here"
+        told = f"{self.completion.method} is {self.ratio:.2f}x: {word} here"
+        if self.stock is None:
+            return told
+        times = self.completion.stats.tokens_per_second / max(1e-9, self.stock.stats.tokens_per_second)
+        return f"{told}, and {times:.2f}x {STOCK}"
+
+    def stock_difference(self) -> str | None:
+        """A sentence about transformers' tokens, if they differ from the baseline's: other kernels round otherwise."""
+        if self.stock is None or self.stock.token_ids == list(self.baseline.token_ids):
+            return None
+        pairs = zip(self.stock.token_ids, self.baseline.token_ids, strict=False)
+        equal = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), len(self.stock.token_ids))
+        return f"note: {STOCK} has other tokens after {equal} equal ones: its kernels round a near tie differently"
 
     def difference(self) -> str:
         """A sentence that names the first token that differs."""
@@ -55,10 +81,14 @@ class Comparison:
         table = Table("method")
         for name in ("tokens", "steps", "S", "seconds", "tok/s", "ratio"):
             table.add_column(name, justify="right")
-        for completion, ratio in ((self.baseline, 1.0), (self.completion, self.ratio)):
-            stats = completion.stats
+        lines = [(one.method, one.stats) for one in (self.baseline, self.completion)]
+        if self.stock is not None:
+            lines.insert(0, (STOCK, self.stock.stats))
+        base = lines[0][1].tokens_per_second
+        for name, stats in lines:
+            ratio = stats.tokens_per_second / base if base else 0.0
             table.add_row(
-                completion.method,
+                name,
                 str(stats.generated_tokens),
                 str(stats.steps),
                 f"{stats.compression:.2f}",
@@ -71,7 +101,9 @@ class Comparison:
     def record(self) -> dict[str, Any]:
         """The `compare` object of `--json`."""
         stats = self.baseline.stats
+        stock = {} if self.stock is None else {"stock": {"tokens_per_second": self.stock.stats.tokens_per_second}}
         return {
+            **stock,
             "method": self.baseline.method,
             "generated_tokens": stats.generated_tokens,
             "steps": stats.steps,
@@ -96,6 +128,16 @@ def warm_up(host: Host, model: Model, prompt: str | None, request: dict[str, Any
         if interrupted(answer(host, model.stream(prompt, **short), show=False)):
             return False
     return True
+
+
+def stock_answer(model: Any, prompt: str | None, request: dict[str, Any]) -> StockAnswer:
+    """The greedy answer of transformers' own `generate` to the same prompt, timed after a short warm-up."""
+    from lookahead.bench.run.stock import Stock  # it needs torch, which `--help` does not
+
+    stock, ids = Stock(model), model.encode(prompt, raw=request["raw"])
+    longest = len(ids) + request["max_tokens"]
+    stock.run("hf-greedy", ids, min(WARM_UP_TOKENS, request["max_tokens"]), longest)
+    return StockAnswer(*stock.run("hf-greedy", ids, request["max_tokens"], longest))
 
 
 def baseline_request(request: dict[str, Any]) -> dict[str, Any]:

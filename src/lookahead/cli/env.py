@@ -18,6 +18,7 @@ PACKAGES = {
     "torch": "torch",
     "transformers": "transformers",
     "triton": "triton",
+    "onnxruntime": "onnxruntime",
 }
 
 

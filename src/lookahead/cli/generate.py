@@ -10,11 +10,11 @@ import typer
 
 from lookahead.cli.answer import answer, interrupted, legend, summary
 from lookahead.cli.common import FAILED, INTERRUPTED, Completion, Host, Model
-from lookahead.cli.compare import BASELINE, Comparison, baseline_request, warm_up
+from lookahead.cli.compare import BASELINE, Comparison, baseline_request, stock_answer, warm_up
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings, takes_settings
 
-EXACT = ("float32", "float64")  # dtypes in which a method must give the baseline's tokens
+EXACT = ("float32", "float64", "int8")  # dtypes in which a method must give the baseline's tokens
 
 
 @takes_settings
@@ -30,6 +30,10 @@ def generate(
     compare: Annotated[
         bool,
         typer.Option("--compare", help=f"Also run {BASELINE} decoding, check the tokens, print both speeds."),
+    ] = False,
+    compare_stock: Annotated[
+        bool,
+        typer.Option("--compare-stock", help="As --compare, and beside transformers' own generate. Greedy only."),
     ] = False,
     ranks: Annotated[
         int | None,
@@ -49,19 +53,31 @@ def generate(
     On a terminal the colours show how many tokens each step accepted.
     """
     host = ctx.ensure_object(Host)
+    compare = compare or compare_stock
+    if compare_stock and settings.temperature:
+        raise ValueError(f"--compare-stock is greedy, not --temperature {settings.temperature}; use --compare")
     if compare and settings.method == BASELINE:
         raise ValueError(f"--compare runs {BASELINE} beside another method; choose another --method")
     several = Ranks(ranks, rank_timeout, check_ranks)
+    if compare_stock and several.together:
+        raise ValueError("--compare-stock runs in one process; leave out --ranks, or use --compare")
     if several.together and not several.started:
         settings.check()
         text = read_prompt(host, prompt)
         raise typer.Exit(several.launch(host, None if prompt not in (None, "-") else text))
     with several.watched(host):
-        _generate(host, settings, several, prompt, raw, as_json, compare)
+        _generate(host, settings, several, prompt, raw, as_json, compare, compare_stock)
 
 
 def _generate(
-    host: Host, settings: Settings, several: Ranks, prompt: str | None, raw: bool, as_json: bool, compare: bool
+    host: Host,
+    settings: Settings,
+    several: Ranks,
+    prompt: str | None,
+    raw: bool,
+    as_json: bool,
+    compare: bool,
+    compare_stock: bool,
 ) -> None:
     """Generate in this process. If it is a rank other than 0, it takes rank 0's prompt and shows nothing."""
     text = read_prompt(host, prompt) if not several.follows else None
@@ -81,7 +97,8 @@ def _generate(
     if compare and not stopped:
         baseline = answer(host, model.stream(text, **baseline_request(request)), show=False)
         stopped = interrupted(baseline)
-        comparison = None if stopped else Comparison(completion, baseline)
+        stock = stock_answer(model, text, request) if compare_stock and not stopped else None
+        comparison = None if stopped else Comparison(completion, baseline, stock)
 
     if as_json:
         result = record(model, completion)
@@ -152,6 +169,8 @@ def report(host: Host, model: Model, comparison: Comparison) -> None:
     """Show the comparison on stderr. If tokens differ, that is a fault in float32, and rounding in half precision."""
     dtype = str(model.dtype).removeprefix("torch.")
     host.err.print(comparison.table())
+    if (other := comparison.stock_difference()) is not None:
+        host.say(other)
     if comparison.identical:
         count = comparison.equal_tokens
         host.say(f"same tokens: all {count} of them; {comparison.speed()}", style="")

@@ -15,8 +15,8 @@ import typer
 from lookahead.cli.common import Host, Model, choice
 from lookahead.config import METHODS, SOURCES, LookaheadConfig, SamplingParams, StopRules
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-BACKENDS = ("auto", "eager", "graph")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+BACKENDS = ("auto", "cpu", "eager", "graph")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.backends.base import Backend
+from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
@@ -21,12 +22,22 @@ def default_config(name: str, backend: Backend, log: Callable[[str], None] | Non
     return tuned or step_cost.fitted(LookaheadConfig(), backend, cache_dir(), log)
 
 
-def batch_cost(backend: Backend, log: Callable[[str], None] | None = None) -> npt.NDArray[np.float64] | None:
+def batch_cost(
+    backend: Backend, config: LookaheadConfig, log: Callable[[str], None] | None = None
+) -> npt.NDArray[np.float64] | None:
     """The time of a pass by its rows, whosever they are, for the choice of guesses across sequences.
 
-    None where a pass is padded to its longest input, and on a CPU, where the graph backend is only tested.
+    None where a pass is padded to its longest input, and for the graph backend on a CPU, where it is only tested. On
+    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which the default config tells.
     """
-    if backend.most_rows is None or backend.device.type == "cpu":
+    if backend.most_rows is None:
+        return None
+    if not isinstance(backend, GraphBackend):
+        times = config.step_cost
+        if times is None:
+            return None
+        return np.asarray(step_cost.StepCost(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
+    if backend.device.type == "cpu":
         return None
     table = step_cost.pass_cost(backend, cache_dir(), log)
     return None if table is None else np.asarray(step_cost.stairs(table, ROW_SIZES))

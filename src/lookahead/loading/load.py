@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 from lookahead.loading.embedded import EMBEDDED, ModelError, resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INT8 = "int8"
+"""The dtype of the CPU backend that quantises a model. The model itself is loaded in float32."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -39,8 +41,12 @@ def pick_dtype(name: str, device: torch.device) -> Any:
     """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
+    if name == INT8 and device.type == "cpu":
+        return torch.float32
+    if name == INT8:
+        raise ModelError(f"dtype 'int8' runs on a CPU, not on {device.type}; use device='cpu' or another dtype")
     if name not in DTYPES:
-        raise ModelError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
+        raise ModelError(f"unknown dtype {name!r}; use auto, {', '.join((*DTYPES, INT8))}")
     return DTYPES[name]
 
 
@@ -50,7 +56,7 @@ def open_model(
     """What `lookahead.load` was given -> model, tokenizer and label."""
     if not isinstance(name, tuple):
         return load_pretrained(name, dtype=dtype, device=device, log=log)
-    if (dtype, device) != ("auto", "auto"):
+    if dtype not in ("auto", INT8) or device != "auto":
         raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
     model, tokenizer = name
     return model.eval(), tokenizer, getattr(model.config, "name_or_path", "") or type(model).__name__

@@ -14,6 +14,8 @@ How a step is timed (`measure`):
    `DEAREST` times as long as the smallest, or that no longer fits the context.
 4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
    and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
+5. If most sizes were clearly slower in their second-fastest round, the machine was busy. Such a curve is used, but the
+   next load measures again, and keeps the faster time of each size.
 
 `pass_cost` times passes of several sequences, for a backend whose passes are flat lists of tokens: there the time of a
 pass depends on how many tokens it has, and not on whose they are.
@@ -27,11 +29,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import torch
@@ -61,16 +63,24 @@ PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 4
 """The tokens of a pass that `pass_cost` times."""
 LARGEST_TREE, SHORTEST = 64, 128
 """The most tokens that one sequence has in such a pass, and the shortest context that they are timed in."""
+CALM = 1.15
+"""A machine is calm while the second-fastest round takes at most this many times as long as the fastest."""
+ATTEMPTS, DAY = 4, 86400.0
+"""How often a machine that is not calm is measured before its curve is taken as it is, for the next so many seconds."""
 DEAREST = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The measured curve: a step of `sizes[i]` tokens takes `seconds[i]` seconds."""
+    """The measured curve: a step of `sizes[i]` tokens takes `seconds[i]` seconds.
+
+    `calm` is False if the machine was busy with something else meanwhile.
+    """
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
+    calm: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
@@ -94,6 +104,12 @@ class StepCost:
             slope = (seconds[i] - seconds[i - 1]) / (self.sizes[i] - self.sizes[i - 1])
             times.append(seconds[i] + slope * (size - self.sizes[i]))
         return tuple(times)
+
+    def with_faster(self, other: StepCost) -> StepCost:
+        """This curve with the other's times where those are faster."""
+        known = dict(zip(other.sizes, other.seconds, strict=True))
+        best = [min(taken, known.get(size, taken)) for size, taken in zip(self.sizes, self.seconds, strict=True)]
+        return StepCost(self.sizes, tuple(best), self.calm)
 
     def shared(self, ranks: int) -> StepCost:
         """The curve of a step that `ranks` ranks share, where each runs the root and its part of the other tokens."""
@@ -140,6 +156,7 @@ def measure(
         return taken
 
     best = dict.fromkeys(sizes, float("inf"))
+    taken_by = {size: list[float]() for size in sizes}
     try:
         step(1, trail=[1] * prefix)
         begin = perf_counter()
@@ -155,12 +172,23 @@ def measure(
                 taken = step(size)
                 if number:  # the first round is the warm-up
                     best[size] = min(best[size], taken)
+                    taken_by[size].append(taken)
                 if best[size] > DEAREST * best[sizes[0]]:
                     break
     finally:
         backend.close(slot)
     found = {size: taken for size, taken in best.items() if taken < float("inf")} or {1: 1.0}
-    return StepCost(tuple(found), tuple(found.values()))
+    return StepCost(tuple(found), tuple(found.values()), is_calm(taken_by.values()))
+
+
+def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
+    """Whether, for most sizes, the second-fastest round took hardly longer than the fastest.
+
+    If there was no time for a second round, nobody can tell; then it is not calm.
+    """
+    timed = [sorted(taken) for taken in rounds if taken]
+    calm = [taken for taken in timed if len(taken) > 1 and taken[1] <= CALM * taken[0]]
+    return 2 * len(calm) >= len(timed)
 
 
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
@@ -253,6 +281,8 @@ def fitted(
     """
     if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return config
+    if backend.most_exact is not None and backend.most_exact < config.budget:
+        config = config.adapted(budget=backend.most_exact)
     identity = {**identity_of(backend), "torch": torch.__version__}
     return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
 
@@ -268,6 +298,7 @@ def identity_of(backend: Backend) -> dict[str, Any]:
         "dtype": str(backend.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
         "backend": type(backend).__name__,
+        **({"kernels": kernels} if (kernels := getattr(backend, "kernels", None)) else {}),
     }
 
 
@@ -281,7 +312,8 @@ def cached(
 ) -> StepCost:
     """The curve of this model on this machine: read from `folder`, or measured and written there.
 
-    A hasty curve in the folder is good enough for a hasty call alone.
+    A hasty curve in the folder is good enough for a hasty call alone. One that was measured while the machine was busy
+    is measured again.
     A folder that cannot be written is no error. The curve is then measured again next time.
     """
     facts = {
@@ -295,14 +327,21 @@ def cached(
         stored = json.loads(path.read_text())
         if stored["hasty"] and not hasty:
             raise ValueError("measured in haste")
-        return StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
+        known = StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
+        attempts = int(stored.get("attempts", 0))
+        recent = time() - path.stat().st_mtime < DAY
+        if hasty or stored.get("calm", True) or (attempts >= ATTEMPTS and recent):
+            return known
     except (OSError, ValueError, KeyError, TypeError):
-        pass
+        known, attempts = None, 0
     if log is not None:
-        log("measuring what a step costs on this machine (once per model) ...")
+        why = "once per model" if known is None else "again: it was busy the last time"
+        log(f"measuring what a step costs on this machine ({why}) ...")
     cost = measure(backend, hasty=hasty) if measured is None else measured(backend)
+    cost = cost if known is None else cost.with_faster(known)
+    content = {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "calm": cost.calm}
     with suppress(OSError):
-        write_json(path, {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "of": facts})
+        write_json(path, {**content, "attempts": attempts + 1, "of": facts})
     return cost
 
 

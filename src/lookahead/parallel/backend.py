@@ -95,6 +95,7 @@ class ParallelBackend:
         # A rank may have to run once more what the last step accepted, at most as many tokens as that step had.
         self.most_rows: int | None = None if inner.most_rows is None else inner.most_rows // 2
         self.most_nodes: int | None = inner.most_nodes
+        self.most_exact: int | None = inner.most_exact
         self.reset()
         self._steps = 0
         self._slots: dict[int, Slot] = {}

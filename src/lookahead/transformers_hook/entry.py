@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.choose import check_name
+from lookahead.backends.choose import HOOK_BACKENDS, check_name
 from lookahead.backends.support import check_supported
 from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.stats import Stats
@@ -71,7 +71,7 @@ class Decoding:
     ) -> None:
         if seed is not None:
             SamplingParams(seed=seed)  # refuses a seed out of range
-        check_name(backend)
+        check_name(backend, HOOK_BACKENDS)
         self.config, self.seed, self.backend, self.streamer = config, seed, backend, streamer
         self.stats: list[Stats] = []
         self.used = ""

@@ -42,13 +42,15 @@ class Candidate:
     config: LookaheadConfig
 
 
-def all_candidates(cost: StepCost, context: int | None = None, *, half: bool = False) -> list[Candidate]:
+def all_candidates(
+    cost: StepCost, context: int | None = None, *, half: bool = False, exact: int | None = None
+) -> list[Candidate]:
     """Autoregressive, prompt lookup, the paper's (W, N, G), and the default sources by budget, whole and fitted.
 
     *Fitted* is what `load()` makes of the default: each step takes the guesses worth their time. Where steps cost
-    nearly nothing that is the whole budget.
+    nearly nothing that is the whole budget. `exact` is the backend's `most_exact`: larger steps are not offered.
     """
-    most = min(HALF_BUDGET if half else BUDGETS[-1], (context or 1 << 30) // 4)
+    most = min(HALF_BUDGET if half else BUDGETS[-1], (context or 1 << 30) // 4, exact or BUDGETS[-1])
     table = cost.table(BUDGETS[-1])
     found = [
         Candidate(AUTOREGRESSIVE, AUTOREGRESSIVE, LookaheadConfig.autoregressive()),
@@ -59,12 +61,15 @@ def all_candidates(cost: StepCost, context: int | None = None, *, half: bool = F
         found.append(Candidate(f"paper W={window} N={ngram} G={window}", PAPERS, config))
     whole = {budget: LookaheadConfig().adapted(budget=budget, shared=True) for budget in BUDGETS}
     found += [Candidate(f"default K={budget}", FILLED, config) for budget, config in whole.items()]
+    fitted = set[int]()
     for budget in FITTED_BUDGETS:
         # A larger budget is another config only where its steps are affordable.
         if budget == FITTED_BUDGETS[0] or table[budget // 2 - 1] <= 2.5 * table[0]:
-            config = suited(whole[budget], cost)
-            if config.step_cost is not None:
-                found.append(Candidate(f"default K<={budget}, fitted", FITTED, config))
+            largest = min(budget, exact or budget)
+            config = suited(whole.get(largest) or LookaheadConfig().adapted(budget=largest, shared=True), cost)
+            if config.step_cost is not None and largest not in fitted:
+                fitted.add(largest)
+                found.append(Candidate(f"default K<={largest}, fitted", FITTED, config))
     return [one for one in found if one.config.budget <= max(most, 1)]
 
 

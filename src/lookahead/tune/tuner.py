@@ -106,7 +106,8 @@ class Tuner:
             sizes = [size for size in WIDE_SIZES if context is None or size <= context // 4] or [1]
             cost = measure(backend, sizes, rounds=8, patience=PATIENCE)
         self.cost, self.table = cost, cost.table(BUDGETS[-1])
-        self.candidates = all_candidates(cost, context, half=backend.dtype in (torch.bfloat16, torch.float16))
+        half = backend.dtype in (torch.bfloat16, torch.float16)
+        self.candidates = all_candidates(cost, context, half=half, exact=backend.most_exact)
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 

@@ -86,6 +86,7 @@ class EagerBackend:
         self.vocab_size: int = config.vocab_size
         self.most_rows: int | None = None
         self.most_nodes: int | None = None
+        self.most_exact: int | None = None
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._windows, self._chunks = sliding_windows(config), chunks(config)
         self._arguments = dict(arguments or {})

@@ -109,6 +109,7 @@ class GraphBackend:
         self.most_rows: int | None = bucket(most_rows)
         self._most_rows = bucket(most_rows)
         self.most_nodes: int | None = min(self._most_rows, MOST_NEEDED)
+        self.most_exact: int | None = None
         self.vocab_size: int = len(self.weights.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         ops = Ops(self.device)

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.support import UnsupportedModelError, position_limit, sliding_windows
-
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""All have pre-norm RMSNorm blocks, rotary positions and a SiLU gate. Qwen2 adds biases, Qwen3 norms of q and k."""
+from lookahead.backends.families import check_family, rotary_tables
+from lookahead.backends.support import position_limit, sliding_windows
 
 
 @dataclass(frozen=True)
@@ -81,55 +79,13 @@ class Weights:
         return [tensor.data_ptr() for tensor in tensors]
 
     def tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and sines [positions, D / 2] of the first positions, fp32, made by the model's rotary module.
-
-        Some modules scale by the furthest position they are asked for. We want the factors of a short text, so we ask
-        for one position first, and for none beyond the limit: nodes there can never be accepted.
-        """
-        wide = torch.zeros(1, device=self.embedding.device, dtype=torch.float32)
-        place = torch.arange(positions, device=self.embedding.device).clamp(max=(self.limit or positions) - 1)[None]
-        self.rotary(wide, place[:, :1])
-        cosine, sine = self.rotary(wide, place)
-        half = self.dim // 2
-        return cosine[0, :, :half].float().contiguous(), sine[0, :, :half].float().contiguous()
+        """The cosines and sines [positions, D / 2] of the first positions, fp32."""
+        return rotary_tables(self.rotary, self.dim, positions, self.limit, self.embedding.device)
 
 
 def check_graph(model: Any) -> None:
     """Raise UnsupportedModelError, with the reason, for a model that the graph backend does not run."""
-
-    def refuse(reason: str) -> None:
-        raise UnsupportedModelError(f"the graph backend does not run this model: {reason}")
-
-    name, config = type(model).__name__, model.config
-    if name not in FAMILIES:
-        refuse(f"{name} is none of {', '.join(FAMILIES)}")
-    if getattr(config, "hidden_act", "silu") != "silu":
-        refuse(f"its activation is {config.hidden_act!r}")
-    matrices = [model.lm_head]
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        matrices += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        matrices += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    for module in matrices:
-        if type(module) is not torch.nn.Linear:
-            refuse(f"a {type(module).__name__} is no plain matrix")
-    for module in model.modules():
-        if getattr(module, "_hf_hook", None) is not None:
-            refuse("it is spread over devices")
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
-            refuse(f"a forward hook on its {type(module).__name__} would not be called")
-    plain = [p for p in model.parameters() if type(p.data) is not torch.Tensor]
-    if plain or (getattr(model, "_tp_size", None) or 1) > 1:
-        refuse("its weights are quantised or split between processes")
-    if len({(p.dtype, p.device) for p in model.parameters()}) > 1:
-        refuse("its weights have several dtypes or devices")
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        if attention.o_proj.bias is not None or mlp.down_proj.bias is not None or mlp.gate_proj.bias is not None:
-            refuse("its output projections have biases")
-    if model.lm_head.bias is not None:
-        refuse("its head has a bias")
+    check_family(model, "graph")
 
 
 @torch.no_grad()

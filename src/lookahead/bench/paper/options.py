@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
+from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CPU, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
 from lookahead.bench.paper.views import scorer
 from lookahead.bench.report import ranks
 from lookahead.bench.report.sections import Section, html, markdown
@@ -104,6 +105,8 @@ class BenchOptions:
         if not self.methods:
             if device != "cuda":  # compiling for a CPU takes minutes and gains nothing
                 found = tuple(method for method in found if method.how != "hf-static")
+                if self.preset.name == "exactness" and not self.inflate and find_spec("onnxruntime") is not None:
+                    found = (*found, *EXACT_ON_CPU)
             elif self.preset is DEFAULT:
                 found = (found[0], STATIC, *found[1:])
             elif self.preset.name == "exactness":

@@ -112,6 +112,10 @@ EXACT = (
 )
 EXACT_ON_CUDA = _paths(HALF, "graph", ", graph")
 """The paths of `exactness` that need a GPU."""
+EXACT_ON_CPU = tuple(
+    replace(method, label=f"int8 {method.label}", dtype="int8", backend="cpu") for method in (ALONE, OURS)
+)
+"""Those that need a CPU and onnxruntime: the quantised model, and how far its text is from that of fp32."""
 FLASH = (
     GREEDY,
     *(

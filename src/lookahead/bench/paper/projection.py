@@ -89,7 +89,7 @@ class Rehearsal:
 
     def __init__(self, inner: Backend, ranks: Sequence[int] = RANKS) -> None:
         self.inner, self.max_length = inner, inner.max_length
-        self.most_rows, self.most_nodes = inner.most_rows, inner.most_nodes
+        self.most_rows, self.most_nodes, self.most_exact = inner.most_rows, inner.most_nodes, inner.most_exact
         self.open, self.length, self.collect = inner.open, inner.length, inner.collect
         self.reserve, self.holds, self.remember = inner.reserve, inner.holds, inner.remember
         self.shares = dict.fromkeys(ranks, 0)

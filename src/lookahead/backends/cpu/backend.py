@@ -1,0 +1,211 @@
+"""The CPU backend: Llama-like models in fp32 or int8. A step is a run of an ONNX model that is built from the weights.
+
+A row's numbers do not depend on the other rows of its step. So lookahead's text is the text of single steps bit for
+bit, ties included. `invariance` checks that on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead.algorithm.sampling import LEVELS, pick
+from lookahead.algorithm.tree import StepOutput
+from lookahead.backends.base import NO_TREE, Layers, StepInput
+from lookahead.backends.cpu.cells import BLOCK, blocks_for, home
+from lookahead.backends.cpu.describe import Products
+from lookahead.backends.cpu.int8 import Int8Products
+from lookahead.backends.cpu.invariance import cut, invariant_nodes
+from lookahead.backends.cpu.kv import KVBuffer
+from lookahead.backends.cpu.rows import Part, layout
+from lookahead.backends.cpu.session import KERNELS, Computed, Session, usable_threads
+from lookahead.backends.cpu.weights import Weights, check_cpu, weights_of
+from lookahead.backends.support import check_supported, context_length, probe
+
+MOST_ROWS = 256
+"""The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of so many
+rows are limited by arithmetic."""
+
+
+class CpuBackend:
+    """A `Backend` for the models that `check_cpu` accepts.
+
+    A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
+    of a run to the longest. The weights are read when the backend is made; later changes to the model are not seen.
+    `most_exact` is the most nodes of a tree whose rows are, bit for bit, what single steps compute.
+    """
+
+    def __init__(self, model: Any, *, int8: bool = False, probed: bool = True, weights: Weights | None = None) -> None:
+        """`probed=False` leaves out all checks; `weights` are used in place of the model's own."""
+        check_supported(model)
+        check_cpu(model)
+        self.model = model
+        self.device = torch.device("cpu")
+        self.dtype = torch.int8 if int8 else torch.float32
+        self.kernels = KERNELS
+        config = model.config.get_text_config(decoder=True)
+        self.max_length = context_length(config)
+        self.vocab_size: int = config.vocab_size
+        self.most_rows: int | None = MOST_ROWS
+        self.most_nodes: int | None = None
+        self.most_exact: int | None = None
+        self._weights = weights_of(model) if weights is None else weights
+        self._session = Session(self._weights, Int8Products() if int8 else Products(), usable_threads())
+        self._buffer = KVBuffer(len(self._weights.layers), self._weights.kv_heads, self._weights.dim)
+        self._tables = self._weights.tables(1)
+        self._lane: dict[int, int] = {}
+        self._length: dict[int, int] = {}
+        self._shift: dict[int, int] = {}  # slot -> how far positions are from places
+        self._last: dict[int, Part] = {}
+        self._next_slot = 0
+        if probed:
+            probe(self)
+            small = CpuBackend(model, int8=int8, probed=False, weights=cut(self._weights))
+            self.most_exact = invariant_nodes(small)
+
+    # Slots
+
+    @torch.inference_mode()
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        slot = self._next_slot
+        self._next_slot += 1
+        self._lane[slot], self._length[slot] = len(self._lane), 0
+        self._buffer.reserve(len(self._lane), 1)
+        return slot
+
+    @torch.inference_mode()
+    def close(self, slot: int) -> None:
+        """Move the last lane into the freed one, so that the lanes in use stay side by side."""
+        lane = self._lane.pop(slot)
+        for state in (self._length, self._shift, self._last):
+            state.pop(slot, None)
+        last = len(self._lane)
+        for other, other_lane in self._lane.items():
+            if other_lane == last:
+                self._buffer.move_lane(last, lane)
+                self._lane[other] = lane
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """The buffer grows when a step needs it."""
+        return True
+
+    def holds(self) -> int | None:
+        return None
+
+    def remember(self, slot: int, tokens: Sequence[int]) -> None:
+        """Nothing is shared between sequences here."""
+
+    def length(self, slot: int) -> int:
+        return self._length[slot]
+
+    # A step
+
+    def prepare(self, tokens: int, budget: int) -> None:
+        """Nothing is captured here, so nothing has to be prepared."""
+
+    @torch.inference_mode()
+    def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        outputs: dict[int, StepOutput] = {}
+        for item in inputs:
+            if item.trail:
+                outputs |= self._run([self._after_pieces(item)])
+        trees = [item for item in inputs if not item.trail and item.tree.tokens]
+        if trees:
+            outputs |= self._run(trees)
+        return [outputs.get(item.slot, StepOutput([])) for item in inputs]
+
+    def collect(self, running: list[StepOutput]) -> list[StepOutput]:
+        return running
+
+    def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        return self.collect(self.launch(inputs))
+
+    @torch.inference_mode()
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        for slot, path in accepted:
+            part = self._last.pop(slot)
+            before = len(part.item.trail) + 1
+            kept = np.concatenate([part.cells[:before], part.cells[[before - 1 + node for node in path]]])
+            self._buffer.move(self._lane[slot], kept, home(np.arange(part.length, part.length + len(kept))))
+            self._length[slot] = part.length + len(kept)
+
+    # K/V from outside, and for outside
+
+    @torch.inference_mode()
+    def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
+        self._buffer.reserve(len(self._lane), blocks_for(length))
+        for layer, (keys, values) in enumerate(layers):
+            cells = home(np.arange(length - keys.shape[1], length))
+            self._buffer.write(self._lane[slot], layer, cells, keys, values)
+        self._length[slot], self._shift[slot] = length, offset[0] if offset else 0
+
+    def cached(self, slot: int) -> Layers:
+        cells = home(np.arange(self._length[slot]))
+        return [self._buffer.read(self._lane[slot], layer, cells) for layer in range(len(self._weights.layers))]
+
+    # Runs
+
+    def _after_pieces(self, item: StepInput) -> StepInput:
+        """Run a long trail piece by piece. Returns an input with the rest of it, which is not empty."""
+        trail = item.trail
+        while len(trail) > MOST_ROWS:
+            piece = replace(item, trail=trail[:MOST_ROWS], tree=NO_TREE)
+            self._run([piece])
+            trail = trail[MOST_ROWS:]
+        return replace(item, trail=trail)
+
+    def _run(self, items: Sequence[StepInput]) -> dict[int, StepOutput]:
+        """Run these inputs at once. An input without a tree is cached, and has no output."""
+        parts = [
+            Part.of(item, self._lane[item.slot], self._length[item.slot], self._shift.get(item.slot, 0))
+            for item in items
+        ]
+        first = min(part.lane for part in parts)
+        lanes = max(part.lane for part in parts) - first + 1
+        blocks = max(part.blocks for part in parts)
+        self._buffer.reserve(len(self._lane), blocks)
+        blocks = blocks if lanes == 1 else self._buffer.blocks  # several lanes are bound whole
+        weights = self._weights
+        inputs = layout(parts, blocks, weights.kv_heads, weights.heads // weights.kv_heads, weights.windows)
+        positions = inputs.pop("positions")
+        inputs["cosine"], inputs["sine"] = self._rotary(positions)
+        top = min(max(1, *(item.top for item in items)) if items else 1, weights.head.shape[0])
+        inputs["top"] = np.array([top], dtype=np.int64)
+        computed = self._session.run(inputs, self._buffer, first, lanes, blocks)
+        outputs, start = {}, 0
+        for part in parts:
+            item = part.item
+            if not item.tree.tokens:
+                self._length[item.slot] += len(item.trail)
+                continue
+            self._last[item.slot] = part
+            outputs[item.slot] = _output(item, computed, start)
+            start += len(item.tree.needed)
+        return outputs
+
+    def _rotary(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """The rotary tables at these positions."""
+        furthest = int(positions.max()) + 1
+        if furthest > len(self._tables[0]):
+            self._tables = self._weights.tables(-(-furthest // (8 * BLOCK)) * 8 * BLOCK)
+        cosine, sine = self._tables
+        return cosine[positions], sine[positions]
+
+
+def _output(item: StepInput, computed: Computed, start: int) -> StepOutput:
+    """One input's part of what a run computed, from row `start` of its needed ones on."""
+    rows = slice(start, start + len(item.tree.needed))
+    if item.sampling.greedy:
+        targets = computed.ids[rows, 0].tolist()
+    else:
+        targets = pick(computed.logits[rows], item.sampling, item.uniforms).tolist()
+    top = None
+    if item.top:
+        ids, values = computed.ids[rows, : item.top], computed.values[rows, : item.top]
+        log2 = (values - values[:, :1] - np.log(computed.total[rows])) / np.float32(np.log(2))
+        top = np.concatenate([ids, np.clip(-2 * log2, 0, LEVELS - 1)], axis=1).astype(np.int32)
+    return StepOutput(targets, top, computed.logits[rows].clone() if item.logits else None)

@@ -1,0 +1,84 @@
+"""Linear layers in int8: weights and activations quantised per row, their products exact integers.
+
+A weight's row (an output channel) and an activation's row (a token) have a scale each: their largest magnitude becomes
+127. Sums of integers do not depend on their order, so a row's result does not depend on the other rows of its step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper
+
+from lookahead.backends.cpu.describe import MICROSOFT, Description, Products
+from lookahead.backends.cpu.weights import Array, Linear
+
+LEVELS = 127
+"""The largest magnitude of a quantised number."""
+MIDDLE = 128
+"""The unsigned byte that stands for zero."""
+
+
+class Int8Products(Products):
+    """Linear layers in int8. Their weights are copies, a quarter as large as the model's own."""
+
+    def linear(self, made: Description, name: str, x: str, linear: Linear) -> str:
+        quantised, scales = quantise(linear.matrix)
+        zero: Any = np.int8(0)
+        if not signed_products_are_exact():
+            quantised, zero = (quantised.astype(np.int16) + MIDDLE).astype(np.uint8), np.uint8(MIDDLE)
+        # 1. Quantise the rows: x / largest * 127, rounded, as unsigned bytes around 128.
+        largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
+        largest = made.add("Max", largest, made.constant(1e-30, np.float32))
+        scaled = made.add("Mul", x, made.add("Div", made.constant(LEVELS, np.float32), largest))
+        shifted = made.add("Add", made.add("Round", scaled), made.constant(MIDDLE, np.float32))
+        rows = made.add("Cast", shifted, to=onnx.TensorProto.UINT8)
+        # 2. Multiply the integers, then both scales.
+        result: str = made.add(
+            "MatMulIntegerToFloat",
+            rows,
+            made.weight(f"{name}.int8", quantised),
+            made.constant(1, np.float32),
+            made.weight(f"{name}.scales", scales / np.float32(LEVELS)),
+            made.constant(MIDDLE, np.uint8),
+            made.constant(zero, zero.dtype),
+            domain=MICROSOFT,
+        )
+        result = made.add("Mul", result, largest)
+        if linear.bias is not None:
+            result = made.add("Add", result, made.weight(f"{name}.bias", linear.bias))
+        return result
+
+
+def quantise(matrix: Array) -> tuple[np.ndarray[Any, Any], Array]:
+    """A matrix [out, in] -> int8 [in, out] and the scales [out], so that matrix is about int8.T * scales[:, None]."""
+    largest = np.maximum(np.abs(matrix).max(axis=1), np.float32(1e-30))
+    scales = (largest / np.float32(LEVELS)).astype(np.float32)
+    rounded = np.rint(matrix / scales[:, None]).clip(-LEVELS, LEVELS).astype(np.int8)
+    return np.ascontiguousarray(rounded.T), scales
+
+
+@cache
+def signed_products_are_exact() -> bool:
+    """Whether products of unsigned and signed bytes are exact here.
+
+    On x86 without VNNI instructions they are not: two products are added in 16 bits, which overflow. Products of two
+    unsigned bytes are exact everywhere, but slower where VNNI is there.
+    """
+    left, right = np.full((2, 64), 255, np.uint8), np.full((64, 32), LEVELS, np.int8)
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["left", "right"], ["product"])],
+        "product",
+        [value("left", onnx.TensorProto.UINT8, left.shape)],
+        [value("product", onnx.TensorProto.INT32, (2, 32))],
+        [onnx.numpy_helper.from_array(right, "right")],
+    )
+    file = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10).SerializeToString()
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    product: np.ndarray[Any, Any] = session.run(None, {"left": left})[0]
+    return bool((product == left.astype(np.int32) @ right.astype(np.int32)).all())

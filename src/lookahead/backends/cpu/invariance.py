@@ -1,0 +1,92 @@
+"""Check, on the machine at hand, that a row's numbers do not depend on the other rows of its step.
+
+Kernels differ between processors and releases. The check runs a model of one layer, with random K/V before it: a path
+of tokens, once in single steps and once inside trees of several sizes, and compares logits bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import StepInput
+from lookahead.backends.cpu.cells import HOME, SPARE
+from lookahead.backends.cpu.weights import Weights
+from lookahead.config import SamplingParams
+
+LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
+"""Cached tokens before the root. Some are so that the path crosses from one block into the next."""
+VOCABULARY = 512
+"""The most tokens of the checked model's vocabulary."""
+PATH = 3
+"""Nodes of the path behind the root."""
+SIZES = (PATH + 1, 5, 6, 8, 12, 16, 24, SPARE + 1)
+"""Nodes of the trees that are compared with single steps."""
+
+
+def cut(weights: Weights) -> Weights:
+    """The weights of the model that is checked: one layer, and the beginning of the vocabulary."""
+    embedding, head = weights.embedding[:VOCABULARY], weights.head[:VOCABULARY]
+    return replace(weights, embedding=embedding, layers=weights.layers[:1], head=head)
+
+
+def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
+    """The most nodes of a tree, up to SPARE + 1, whose rows equal single steps on this backend bit for bit; at least 1.
+
+    `backend` has one layer. Its slots are opened and closed.
+    """
+    passed = list(SIZES)
+    limit = backend.max_length or max(lengths) + SIZES[-1]
+    for number, length in enumerate(lengths):
+        if length + SIZES[-1] > limit:
+            continue
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(min(VOCABULARY, backend.vocab_size), (SPARE + 1,), generator=generator).tolist()
+        heads, dim = backend.model.config.num_key_value_heads, backend.model.model.layers[0].self_attn.head_dim
+        keys, values = torch.randn(2, heads, length, dim, generator=generator)
+        slot = backend.open()
+        try:
+            backend.adopt(slot, length, [(keys, values)])
+            singles = []
+            for token in tokens[: PATH + 1]:
+                singles.append(_logits(backend, slot, TokenTree([token], [-1], [0], [0]))[0])
+                backend.commit([(slot, ())])
+            for size in list(passed):
+                backend.adopt(slot, length, [(keys, values)])
+                tree, path = tree_around(tokens, size)
+                found = _logits(backend, slot, tree)
+                if any(not torch.equal(found[node], single) for node, single in zip(path, singles, strict=True)):
+                    passed = [kept for kept in passed if kept < size]
+        finally:
+            backend.close(slot)
+    return max(passed, default=1)
+
+
+def tree_around(tokens: Sequence[int], size: int) -> tuple[TokenTree, list[int]]:
+    """A tree of this many nodes, and the nodes of the path whose tokens are the first ones. The other nodes stand
+    between the path's: chains of their own, so that the path's cells are far from their homes."""
+    others = size - PATH - 1
+    parents, depths, taken = [-1], [0], [tokens[0]]
+    path = [0]
+    gaps = np.diff(np.linspace(0, others, PATH + 1).astype(int))
+    for step, gap in enumerate(gaps, start=1):
+        above = path[-1]
+        for other in range(int(gap)):  # a chain that hangs from the path
+            parents.append(above if other == 0 else len(parents) - 1)
+            depths.append(depths[parents[-1]] + 1)
+            taken.append(tokens[(PATH + len(taken)) % len(tokens)])
+        parents.append(path[-1])
+        depths.append(step)
+        taken.append(tokens[step])
+        path.append(len(parents) - 1)
+    return TokenTree(taken, parents, depths, range(size)), path
+
+
+def _logits(backend: Any, slot: int, tree: TokenTree) -> torch.Tensor:
+    logits: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
+    return logits
