@@ -1,4 +1,4 @@
-"""Penalties, biases, masks, `min_tokens` and log-probabilities on both backends: the text of one token per step."""
+"""Penalties, biases, masks, `min_tokens` and log-probabilities on all backends: the text of one token per step."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.choose import cpu_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import adjusting, packet
 from lookahead.backends.graph.backend import GraphBackend
@@ -26,6 +27,7 @@ from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request
 
+KINDS = ("eager", "graph", "cpu")
 ENDS = frozenset([3, 17])
 TOKENS = 20
 CONFIGS = (
@@ -56,6 +58,11 @@ def eager(device: str) -> EagerBackend:
 
 
 def make(kind: str, device: str) -> Any:
+    if kind == "cpu":
+        if device != "cpu":
+            pytest.skip("the cpu backend runs on a CPU")
+        pytest.importorskip("onnxruntime")
+        return cpu_backend(model())
     return GraphBackend(model(device)) if kind == "graph" else eager(device)
 
 
@@ -98,7 +105,7 @@ def plain_logits(device: str, text: Sequence[int]) -> torch.Tensor:
     return model(device)(torch.tensor([text], device=device)).logits[0].float()
 
 
-@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS, ids=["one by one", "window", "bigrams", "guesses"])
 def test_greedy_equals_transformers(kind: str, config: LookaheadConfig, device: str) -> None:
     """What `model.generate` has, too: the repetition penalty, a bias, a ban, the fewest tokens before an end."""
@@ -120,7 +127,7 @@ def test_greedy_equals_transformers(kind: str, config: LookaheadConfig, device: 
             assert len(expected) >= least
 
 
-@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", slow_but(range(12), 0))
 def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) -> None:
     """Several requests at once, each with settings of its own; some of them with none."""
@@ -150,7 +157,7 @@ def test_any_mix_equals_one_token_per_step(kind: str, seed: int, device: str) ->
     assert guessed > 20
 
 
-@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_frequent_tokens_cost_more_and_presence_does_not_count(kind: str, device: str) -> None:
     """OpenAI's rule, token by token, from the logits of plain passes: only the output counts, not the prompt."""
     for presence, frequency in ((1.1, 0.0), (0.0, 0.6), (0.4, 0.3)):
@@ -168,7 +175,7 @@ def test_frequent_tokens_cost_more_and_presence_does_not_count(kind: str, device
         assert one.sequence.output == text[len(prompt) :]
 
 
-@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
 def test_log_probabilities_are_those_of_a_plain_pass(kind: str, temperature: float, device: str) -> None:
     """Of the logits as they come, also where the token is chosen from adjusted ones; beside a request without any."""
@@ -197,7 +204,7 @@ def test_log_probabilities_are_those_of_a_plain_pass(kind: str, temperature: flo
             assert [value for _, value in item.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["eager", "graph"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_row_knows_whether_an_end_may_come_after_it(kind: str, device: str) -> None:
     """The end is always the best token, and comes as the first one that may: in the middle of accepted blocks, too.
 
@@ -257,7 +264,7 @@ def test_a_mask_that_cannot_be_used_ends_its_request_alone(device: str) -> None:
         (np.ones((1, 2), np.int64), r"the mask is int64 \[1, 2\]; it must be uint32 \[1, 2\]"),
         (np.zeros((1, 2), np.uint32), "the mask allows no token after the text; it must allow one"),
     ):
-        for kind in ("eager", "graph"):
+        for kind in KINDS[:2]:
             engine = Engine(make(kind, device))
             good, bad = (request(PROMPTS[1], CONFIGS[0], SamplingParams()) for _ in range(2))
             bad.mask = Wrong(rows)

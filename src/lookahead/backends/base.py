@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lookahead.algorithm.sampling import Adjustment
+from lookahead.algorithm.sampling import Adjustment, adjusted
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.config import SamplingParams
 
@@ -48,6 +48,13 @@ class StepInput:
     noise: Sequence[int] = ()
     adjustment: Adjustment | None = None
     logprobs: int | None = None
+
+    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [R, V] of the needed nodes, as their targets are chosen from them."""
+        if self.adjustment is None:
+            return logits
+        paths = [self.tree.path_tokens(node) for node in self.tree.needed]
+        return adjusted(logits, self.sampling, self.adjustment, paths)
 
 
 def padded(batch: int) -> int:

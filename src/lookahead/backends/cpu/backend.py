@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.sampling import LEVELS, pick
+from lookahead.algorithm.sampling import LEVELS, log_probs, pick, top_tokens
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.cpu.cells import BLOCK, blocks_for, home
@@ -199,13 +199,22 @@ class CpuBackend:
 def _output(item: StepInput, computed: Computed, start: int) -> StepOutput:
     """One input's part of what a run computed, from row `start` of its needed ones on."""
     rows = slice(start, start + len(item.tree.needed))
-    if item.sampling.greedy:
+    logits = computed.logits[rows]
+    if item.adjustment is not None:
+        scores = item.adjusted(logits)
+        targets = pick(scores, item.sampling, item.uniforms).tolist()
+    elif item.sampling.greedy:
         targets = computed.ids[rows, 0].tolist()
     else:
-        targets = pick(computed.logits[rows], item.sampling, item.uniforms).tolist()
+        targets = pick(logits, item.sampling, item.uniforms).tolist()
     top = None
-    if item.top:
+    if item.top and item.adjustment is not None:
+        top = top_tokens(scores, item.top).numpy()
+    elif item.top:
         ids, values = computed.ids[rows, : item.top], computed.values[rows, : item.top]
         log2 = (values - values[:, :1] - np.log(computed.total[rows])) / np.float32(np.log(2))
         top = np.concatenate([ids, np.clip(-2 * log2, 0, LEVELS - 1)], axis=1).astype(np.int32)
-    return StepOutput(targets, top, computed.logits[rows].clone() if item.logits else None)
+    output = StepOutput(targets, top, logits.clone() if item.logits else None)
+    if item.logprobs is not None:
+        output.likely, output.logprobs = log_probs(logits, torch.tensor(targets), item.logprobs)
+    return output

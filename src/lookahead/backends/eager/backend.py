@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lookahead.algorithm.sampling import adjusted, log_probs, pick, top_tokens
+from lookahead.algorithm.sampling import log_probs, pick, top_tokens
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
@@ -316,7 +316,7 @@ class EagerBackend:
         rows = [[row[len(item.trail) + node] for node in item.tree.needed] for item in batch]
         own = [logits[i] if needed == list(range(len(places))) else logits[i][needed] for i, needed in enumerate(rows)]
         top = min(max(item.top for item in batch), self.vocab_size)
-        scores = [_adjusted(own_logits, item) for own_logits, item in zip(own, batch, strict=True)]
+        scores = [item.adjusted(own_logits) for own_logits, item in zip(own, batch, strict=True)]
         if all(item.sampling.greedy for item in batch):
             targets = torch.cat(scores).argmax(dim=-1)
         else:
@@ -336,14 +336,6 @@ class EagerBackend:
                 output, chosen = outputs[item.slot], torch.from_numpy(part[:, 0]).to(logits.device)
                 output.likely, output.logprobs = log_probs(own_logits, chosen, item.logprobs)
         return outputs
-
-
-def _adjusted(logits: torch.Tensor, item: StepInput) -> torch.Tensor:
-    """The logits [R, V] of an input's needed nodes, as its targets are chosen from them."""
-    if item.adjustment is None:
-        return logits
-    paths = [item.tree.path_tokens(node) for node in item.tree.needed]
-    return adjusted(logits, item.sampling, item.adjustment, paths)
 
 
 def best(top: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
