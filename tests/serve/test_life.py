@@ -38,7 +38,8 @@ def slow(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 def test_a_client_that_leaves_a_stream_cancels_it(slow: Running) -> None:
     with slow.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: the response is closed when it goes
+        next(lines)
         assert slow.service.replies
     assert soon(lambda: not slow.model.engine.running, 2)
     assert soon(lambda: not slow.service.replies and not slow.service._jobs, 2)
@@ -285,7 +286,8 @@ def test_a_killed_server_starts_again_beside_half_written_files(folder: Path, tm
         again = client.post("/v1/completions", json={"prompt": "the", "max_tokens": 40, "temperature": 0}).json()
         assert again["choices"] == text["choices"]
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             second.process.send_signal(signal.SIGTERM)
             second.process.send_signal(signal.SIGINT)
             assert second.process.wait(5) in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
