@@ -70,9 +70,9 @@ def finish(engine: Engine) -> None:
     ("kind", "changes"),
     [
         ("Llama", {}),
-        ("Mistral", {"sliding_window": 7}),
-        ("Qwen2", {}),
-        ("Qwen3", {"head_dim": 16}),
+        pytest.param("Mistral", {"sliding_window": 7}, marks=pytest.mark.slow),
+        pytest.param("Qwen2", {}, marks=pytest.mark.slow),
+        pytest.param("Qwen3", {"head_dim": 16}, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_equals_transformers(
