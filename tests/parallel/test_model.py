@@ -71,10 +71,12 @@ def test_a_seed_that_nobody_chose_is_rank_0s(two: list[list[Any]]) -> None:
 
 
 def test_a_measured_config_is_rank_0s(two: list[list[Any]]) -> None:
+    """Two ranks that measured for themselves would hardly have the same times."""
     first, second = (report[2] for report in two)
     assert first == second
     window, times = first[0]
-    assert window == LookaheadConfig().window or times is not None
+    assert window in (0, LookaheadConfig().window)
+    assert times is None or min(times) > 0
 
 
 @pytest.mark.parametrize(
