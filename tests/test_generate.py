@@ -580,9 +580,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(ASKED, "repetition_penalty", "bad_words_ids", "forced_eos_token_id", "sequence_bias")
-)
+@pytest.mark.parametrize("name", slow_but(ASKED, "repetition_penalty", "sequence_bias"))
 def test_the_generation_config_of_a_model_is_heeded(
     name: str, make_model: Any, tokenizer: Any, settings: LookaheadConfig, plain: Any
 ) -> None:

@@ -150,6 +150,7 @@ def test_the_command_makes_the_page_again(tmp_path: Path) -> None:
         assert f"({name})" in page
 
 
+@pytest.mark.slow
 def test_it_needs_neither_typer_nor_rich() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['typer', 'rich', 'matplotlib'])); "

@@ -341,7 +341,7 @@ def test_every_step_of_a_generation_is_the_same(
     assert told(OURS, vocabulary, config, sampling) == told(TWIN, vocabulary, config, sampling)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_every_step_of_the_graph_backend_is_the_same(model: Any, temperature: float) -> None:
     """A batch of a tiny Llama, with packets and top tokens as they go to and come from a device."""
 

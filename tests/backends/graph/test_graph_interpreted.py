@@ -91,7 +91,7 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("Llama", {}),
+        pytest.param("Llama", {}, marks=pytest.mark.slow),  # `test_penalties_and_a_bias` runs it as well
         pytest.param("Qwen3", {"head_dim": 16}, marks=pytest.mark.slow),
         pytest.param(
             "Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, marks=pytest.mark.slow

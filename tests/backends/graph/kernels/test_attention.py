@@ -102,7 +102,7 @@ def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
     [
         ([(0, 0, 1)], 4, 4, 64),  # the very first token
         slow_interpreted([(1, 0, 1)], 4, 2, 64),
-        ([(300, 0, 1)], 3, 1, 128),
+        slow_interpreted([(300, 0, 1)], 3, 1, 128),
         slow_interpreted([(127, 0, 33)], 2, 2, 64),
         slow_interpreted([(128, 0, 32)], 6, 2, 64),  # a block and a word, just full
         slow_interpreted([(129, 0, 31)], 4, 1, 96),
@@ -129,7 +129,7 @@ def test_error_at_most_twice_pytorchs(
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, slow_interpreted(2), 3, slow_interpreted(7)])
 @pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize("programs", [1, 2, 99])
+@pytest.mark.parametrize("programs", [slow_interpreted(1), 2, slow_interpreted(99)])
 def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int, programs: int) -> None:
     """Also if several tiles share a program."""
     step = Step(device, torch.float32, parts_of((517, 0, 21), (5, 3, 9), (0, 40, 0)), 4, 2, 64)
@@ -137,7 +137,7 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int,
     assert ours <= 2 * plain + 1e-7
 
 
-@pytest.mark.parametrize("length", [64 * FAR - 3, slow_interpreted(64 * FAR + 70), 64 * FAR + 1000])
+@pytest.mark.parametrize("length", [slow_interpreted(64 * FAR - 3), 64 * FAR + 70, slow_interpreted(64 * FAR + 1000)])
 @pytest.mark.parametrize("near_splits", [1, 3])
 def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
     """Every block is read once, before the block from which all splits take part and after it."""

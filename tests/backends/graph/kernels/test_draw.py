@@ -13,7 +13,7 @@ import torch
 from flat import Part, rows_of, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_interpreted
+from marks import slow_but, slow_interpreted
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -122,7 +122,7 @@ def test_draws_with_any_settings(data: st.DataObject) -> None:
     assert drawn(logits, rows) == picked(logits, rows)
 
 
-@pytest.mark.parametrize("kind", ["float32", "ties"])
+@pytest.mark.parametrize("kind", slow_but(["float32", "ties"], "ties"))
 def test_more_candidates_than_fit_in_a_tile(kind: str) -> None:
     """At a high temperature nearly all tokens are candidates, and tied ones stand in several tiles."""
     rows = [(100.0, 0, 0.6123, 0.0, 0.97), (100.0, 4400, 0.9321, 0.0, 0.51), (100.0, 4400, 1.0, 0.0, LAST)]
@@ -240,6 +240,7 @@ def test_of_tied_tokens_transformers_keeps_the_higher_ids() -> None:
     assert expected[6:] == places[6:].tolist()
 
 
+@pytest.mark.slow
 def test_draws_where_few_tokens_are_allowed() -> None:
     """Rows of -inf but for one, two or five tokens; top-k and top-p then keep what there is."""
     for count in (1, 2, 5):
