@@ -120,6 +120,7 @@ def test_a_rank_that_does_not_come_to_the_exchange(ranks: Callable[[int], list[W
         assert verdict(one) == "rank 2 did not answer for T s: at step 16, and the others wait at step 17"
 
 
+@pytest.mark.slow
 def test_one_who_left_is_missed_when_others_wait(ranks: Callable[[int], list[Watch]]) -> None:
     first, second, third = ranks(3)
     third.close()

@@ -107,7 +107,7 @@ def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
         slow_interpreted([(128, 0, 32)], 6, 2, 64),  # a block and a word, just full
         slow_interpreted([(129, 0, 31)], 4, 1, 96),
         ([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 2, 80),  # ragged, with trails
-        ([(0, 70, 0), (64, 1, 1)], 2, 1, 64),  # a prompt, and a token that was computed elsewhere
+        slow_interpreted([(0, 70, 0), (64, 1, 1)], 2, 1, 64),  # a prompt, and a token that was computed elsewhere
         slow_interpreted([(100, 90, 3)], 2, 1, 64),
         slow_interpreted([(257, 0, 70)], 2, 1, 256),
         slow_interpreted([(40, 0, 121)], 9, 3, 64),  # the embedded model's heads
@@ -138,7 +138,7 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int,
 
 
 @pytest.mark.parametrize("length", [slow_interpreted(64 * FAR - 3), 64 * FAR + 70, slow_interpreted(64 * FAR + 1000)])
-@pytest.mark.parametrize("near_splits", [1, 3])
+@pytest.mark.parametrize("near_splits", [slow_interpreted(1), 3])
 def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
     """Every block is read once, before the block from which all splits take part and after it."""
     step = Step(device, torch.float32, parts_of((length, 0, 3), (40, 0, 3)), 2, 1, 64)
