@@ -22,6 +22,7 @@ from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front, Ticket
+from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_adjustment
 from lookahead.engine.request import Event, Request, TokenLogprobs, raise_errors
 from lookahead.engine.text import StopStrings, TextStream
@@ -367,7 +368,8 @@ def load(
         log(f"note: the model's generation config asks for {named}, which is applied")
     if config is None:
         loaded.default_config = default_config(loaded.name, loaded.backend, log)
-        loaded.engine.cost = batch_cost(loaded.backend, loaded.default_config, log)
+        if (costs := batch_cost(loaded.backend, loaded.default_config, log)) is not None:
+            loaded.engine.times = PassTimes(costs)
     return loaded
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
-import numpy as np
-
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
@@ -18,6 +16,7 @@ from lookahead.config import SamplingParams
 from lookahead.engine.logprobs import logprobs_of
 from lookahead.engine.masks import masked
 from lookahead.engine.pace import Pace
+from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.request import Event, Request, StepResult, Verifier
 from lookahead.engine.scheduler import Part, Pass, Scheduler
 
@@ -28,8 +27,6 @@ MAX_SEQUENCES = 256
 MOST_BESIDE = 512
 """The most rows of a pass in which prompts run beside decoding requests, which wait for all of it. On an H200 a pass of
 a 7B model takes 13 ms then, and twice as long with 1,024 rows: larger passes read no more of a prompt per second."""
-NOTED = 0.1
-"""The weight of the newest pass in the mean of how long passes take."""
 
 
 class Engine:
@@ -41,9 +38,8 @@ class Engine:
     neighbours, nor on whether its K/V came from another request or had to make room for one in between.
 
     With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
-    was measured; passes over longer texts take longer, and the engine notes by how much. `most_beside`: see
-    `scheduler`. `watch`, if set, is called after every pass with its rows and its seconds, and `while_running` while
-    the device runs one.
+    was measured; the engine notes how long they really take (`times`). `most_beside`: see `scheduler`. `watch`, if set,
+    is called after every pass with its rows and its seconds, and `while_running` while the device runs one.
     """
 
     def __init__(
@@ -57,8 +53,7 @@ class Engine:
         self.backend, self.pace = backend, pace
         self.watch: Callable[[int, float], None] | None = None
         self.while_running: Callable[[], None] | None = None
-        self.cost = None if cost is None else np.asarray(cost, dtype=np.float64)
-        self._longer = 0.0  # seconds that a pass takes longer than `cost` says, in the mean of the last ones
+        self.times = None if cost is None else PassTimes(cost)
         self._scheduler = Scheduler(backend, max_sequences, most_beside)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
@@ -146,6 +141,8 @@ class Engine:
         results = [result for one in passes for result in self._run(one, only_pass=len(passes) == 1)]
         # 4. Settle: verify, learn, commit.
         events = self.settle(results)
+        if self.times is not None and len(passes) == 1:
+            self.times.note(passes[0].tokens, perf_counter() - begin)
         if self.pace is not None and events and not any(part.trail for one in passes for part in one.parts):
             tokens = sum(len(event.tokens) for event in events) / len(events)
             self.pace.record(any(len(r.input.tree) > 1 for r in results), tokens, perf_counter() - begin)
@@ -158,7 +155,7 @@ class Engine:
         begin = perf_counter()
         sequences = [part.request.sequence for part in one.parts]
         try:
-            trees = self._trees(sequences, one.limit)
+            trees = self._trees(sequences, one.limit, sum([len(part.trail) for part in one.parts]))
         except Exception:
             failed = self._culprits(one.parts)
             if not failed:
@@ -171,10 +168,11 @@ class Engine:
             part.tree = tree
             part.request.sequence.stats.propose_seconds += each
 
-    def _trees(self, sequences: Sequence[DecodingSequence], limit: int | None) -> list[TokenTree]:
+    def _trees(self, sequences: Sequence[DecodingSequence], limit: int | None, beside: int) -> list[TokenTree]:
+        """A tree for each sequence, in a pass that has `beside` tokens of prompts."""
         if self.pace is not None and not self.pace.guesses:
             return [sequence.bare_root() for sequence in sequences]
-        trees = choose_trees(sequences, limit, None if self.cost is None else self.cost + self._longer)
+        trees = choose_trees(sequences, limit, None if self.times is None else self.times.after(beside))
         # The limit is kept here, too: a pass must never have more rows than the backend takes.
         excess = 0 if limit is None else sum([len(tree.tokens) for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda place: len(trees[place])) if excess > 0 else []
@@ -206,22 +204,14 @@ class Engine:
             self.while_running()
         outputs = self.backend.collect(running)
         seconds = perf_counter() - begin
-        if self.cost is not None or self.watch is not None:
-            self._note_time(sum([len(part.trail) + len(part.tree.tokens) for part in one.parts]), seconds)
+        if self.watch is not None:
+            self.watch(one.tokens, seconds)
         results = []
         for part, item, output in zip(one.parts, inputs, outputs, strict=True):
             part.request.sequence.stats.forward_seconds += seconds
             if part.whole:
                 results.append(StepResult(part.request, item, output))
         return results
-
-    def _note_time(self, rows: int, seconds: float) -> None:
-        """A pass of so many rows took so long."""
-        if self.cost is not None and rows <= len(self.cost):
-            longer = min(max(0.0, seconds - self.cost[rows - 1]), self.cost[-1])  # a capture takes far longer
-            self._longer += NOTED * (longer - self._longer)
-        if self.watch is not None:
-            self.watch(rows, seconds)
 
     def _inputs(self, one: Pass, only_pass: bool) -> list[StepInput]:
         """The inputs of a pass. A request whose mask fails is left out."""

@@ -41,6 +41,11 @@ class Pass:
     waiting: list[Request] = field(default_factory=list)
     rows: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens the parts have together."""
+        return sum([len(part.trail) + len(part.tree.tokens) for part in self.parts])
+
 
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.
