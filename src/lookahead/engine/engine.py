@@ -7,6 +7,7 @@ from contextlib import suppress
 from time import perf_counter
 
 from lookahead.algorithm.choice import choose_trees
+from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
@@ -46,7 +47,7 @@ class Engine:
         self,
         backend: Backend,
         pace: Pace | None = None,
-        cost: Sequence[float] | None = None,
+        cost: Costs | None = None,
         max_sequences: int = MAX_SEQUENCES,
         most_beside: int = MOST_BESIDE,
     ) -> None:

@@ -11,10 +11,10 @@ So the table's stairs stay where they are: rows that only fill up a captured ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
+
+from lookahead.algorithm.counts import Costs
 
 NEWEST = 0.04
 """The weight of the newest pass among all."""
@@ -30,7 +30,7 @@ captured, or the machine was busy."""
 class PassTimes:
     """The times of passes, by their rows: a measured `table`, and what the last passes of the engine add to it."""
 
-    def __init__(self, table: Sequence[float]) -> None:
+    def __init__(self, table: Costs) -> None:
         self.table = np.asarray(table, dtype=np.float64)
         self.constant, self.slope = 0.0, 1.0
         # Means over the last passes: the table's times, the passes' times, and the products of these.

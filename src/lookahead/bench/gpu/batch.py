@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from time import perf_counter
@@ -18,7 +18,9 @@ import torch
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.bench.gpu.bench import GpuBench
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -38,28 +40,36 @@ LATE_TOKENS, BESIDE = 8000, 8
 
 @dataclass
 class Clock:
-    """When the device began and ended each pass: the gaps between passes are the host's."""
+    """When the device began and ended each step's work: all the rest of the time it waits for the host."""
 
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def watch(self, backend: GraphBackend) -> None:
-        """Mark every pass of this backend from now on. Without a GPU nothing is marked."""
-        if backend.device.type != "cuda":
-            return
-        launch = backend.launch
+        """Mark every captured step of this backend from now on. Without a GPU nothing is marked."""
+        if backend.device.type == "cuda":
+            choose = backend._captured_step
 
-        def launch_marked(inputs: Any) -> Any:
+            def choose_marked(items: Sequence[StepInput]) -> CapturedStep:
+                step = choose(items)
+                if step.graph is not None and "run" not in vars(step):
+                    step.run = self._marked(step.run)  # type: ignore[method-assign]
+                    step.run_ahead = self._marked(step.run_ahead)  # type: ignore[method-assign]
+                return step
+
+            backend._captured_step = choose_marked  # type: ignore[method-assign]
+
+    def _marked(self, call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            running = launch(inputs)
+            call(*args)
             end.record()
             self.marks.append((begin, end))
-            return running
 
-        backend.launch = launch_marked  # type: ignore[method-assign]
+        return run
 
     def read(self) -> dict[str, float]:
-        """The median pass and the median gap since the last reading, in milliseconds."""
+        """The median step and the median gap before it since the last reading, in milliseconds."""
         if not self.marks:
             return {}
         torch.cuda.synchronize()
