@@ -158,6 +158,8 @@ class Run:
         # 1. One sequence per batch entry, and the K/V that are there already.
         self.sequences = self._sequences(config or self._default(), rules)
         noise = self._noise(rules) if first is None else None
+        if isinstance(backend, GraphBackend):
+            backend.prepare_stand_ins(noise=noise is not None)
         verifiers = rules.verifiers(self.sequences, ids) if noise is None else [None]
         engine = Engine(self.backend, self._pace() if config is None else None)
         try:

@@ -1464,15 +1464,31 @@ def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, mon
     same(0, 40)
     assert sizes() == [8, 32, 128]
     same(40, 1)
+    assert sizes() == [8, 32, 128, 256]
     same(400, 1)
-    assert sizes() == [8, 32, 128, 512]
+    assert sizes() == [8, 32, 128, 256, 512]
     item = StepInput(backend.open(), (), graph.chain([1]), SamplingParams(), (), continues_alone=True)
     backend.step([item])  # another such step follows, so it is captured at once
-    assert sizes() == [1, 8, 32, 128, 512]
+    assert sizes() == [1, 8, 32, 128, 256, 512]
     backend.commit([(item.slot, ())])
     backend.close(item.slot)
     backend.prepare(20, 16)
     assert {1, 2, 4, 8, 16, 32} <= set(sizes())
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: str) -> None:
+    backend = GraphBackend(make("llama", device).to(torch.bfloat16), patient=True)
+    backend.capture = True  # so that it prepares on a CPU, too
+    backend.prepare_stand_ins(noise)
+    kinds, slot = set(backend._steps), backend.open()
+    assert {kind.rows for kind in kinds} == {32, 128, 256, 512}
+    assert all(kind.raced == noise for kind in kinds)
+    for trail, nodes in ((0, 1), (0, 30), (0, 33), (0, 128), (30, 1), (100, 128), (300, 60)):
+        lines = [-1] * nodes if noise else ()
+        backend.step([StepInput(slot, [1] * trail, random_tree(nodes, 0), SamplingParams(), (), noise=lines)])
+        backend._slots[slot].length = 0
+    assert set(backend._steps) == kinds
 
 
 def test_nothing_stands_in_where_steps_are_not_invariant() -> None:

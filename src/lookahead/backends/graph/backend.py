@@ -25,7 +25,7 @@ from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.adjusting import rules_of
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
-from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of, stand_in
+from lookahead.backends.graph.kinds import StepKind, every_shape, first_shapes, kind_of, stand_in
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import MOST_ENTRIES, NO_MASK, NO_RULES, Packet
@@ -128,6 +128,7 @@ class GraphBackend:
         self._group = self.weights.heads // self.weights.kv_heads  # query heads per K/V head
         self.patient = patient
         self._steps: dict[StepKind, CapturedStep] = {}
+        self._prepared: set[bool] = set()
         self._missed: Counter[StepKind] = Counter()  # how often a kind was asked for that had not been captured
         self._slots: dict[int, Slot] = {}
         self._pending: list[list[int]] = []  # commits whose K/V has not moved yet: per sequence, from where to where
@@ -164,6 +165,7 @@ class GraphBackend:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a forgotten step ahead may still use what is freed here
         self._steps.clear()
+        self._prepared.clear()
         self.state.pool = self._new_graph_pool()
         pages, positions = self.kv.pages, self.kv.longest * PAGE
         self.state.kv = PagedKV(self.weights, 1, PAGE)  # the old pages are freed before the new ones are made
@@ -258,6 +260,25 @@ class GraphBackend:
         finally:
             self.patient = patient
             self._ahead.forget()
+            self.close(slot)
+
+    @on_its_device
+    def prepare_stand_ins(self, noise: bool = False) -> None:
+        """Capture the steps that stand in for others, as far as one sequence of a usual prompt needs them; with `noise`
+        those that draw from it. The first call then takes a moment longer, and the next ones wait for nothing."""
+        if not (self.capture and self.patient and self.invariant) or noise in self._prepared:
+            return
+        self._prepared.add(noise)
+        self._ahead.forget()
+        slot, most = self.open(), min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
+        try:
+            for trail, nodes in first_shapes(self._group):
+                if trail + nodes <= most:
+                    lines = [-1] * nodes if noise else ()
+                    tree = chain([0] * nodes, nodes)
+                    self.step([StepInput(slot, [0] * trail, tree, SamplingParams(), (), noise=lines)])
+                    self._slots[slot].length = 0
+        finally:
             self.close(slot)
 
     # A step.

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, ROW_SIZES, bucket, needed_bucket, sizes_to
+from lookahead.backends.graph.sizes import (
+    FEW_NEEDED,
+    INVARIANT_ROWS,
+    MOST_NEEDED,
+    ROW_SIZES,
+    bucket,
+    needed_bucket,
+    sizes_to,
+)
 from lookahead.backends.graph.weights import Weights
 
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -19,7 +27,7 @@ layer in small tiles and 50 in large ones; 512 tokens after 512 take 94 and 77."
 
 
 STAND_INS = (32, 128, 256, 512, ROW_SIZES[-1])
-TRAIL_STAND_INS = (512, ROW_SIZES[-1])
+TRAIL_STAND_INS = (256, 512, ROW_SIZES[-1])
 """Sizes that stand in for the smaller ones. A prompt runs once, so that its pass may take twice as long."""
 
 
@@ -92,8 +100,17 @@ def stand_in(kind: StepKind, trail: bool, most: int) -> StepKind:
     Few kinds stand in for all others, so that few have to be captured before anything can run.
     """
     rows = min(next(size for size in (TRAIL_STAND_INS if trail else STAND_INS) if size >= kind.rows), most)
-    kind = replace(kind, rows=rows, needed=needed_bucket(rows, kind.needed))
+    kind = replace(kind, rows=rows, needed=needed_bucket(rows, min(rows, MOST_NEEDED)))
     return replace(kind, small=False, alone=True, one=False) if trail else kind
+
+
+def first_shapes(group: int) -> list[tuple[int, int]]:
+    """Trails and trees of one sequence that together have the stand-ins which most calls need.
+
+    `group` query heads share a K/V head. Trees of up to `few` nodes have small tiles.
+    """
+    few = 2 * SMALL_TILE // group
+    return [(0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)]
 
 
 def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:
