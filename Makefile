@@ -19,7 +19,7 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 	@echo "Code repeats itself, so guesses pay. Expect less on chat and prose, and more on copying: see docs/cpu.md."
 
 test: lint ## lint, then run the tests but the slow sweeps
-	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --hypothesis-profile=quick
 
 test-all: lint ## lint, then run all tests: every model class, kernels at every size
 	$(BIN)/pytest -n auto --dist loadfile

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -43,7 +44,9 @@ if not deals_tests_out():
 
 # The same examples in every run: tokens are compared exactly, and fresh examples would one day hit a near tie of two
 # logits, where fp32 rounding decides. To search further: `pytest --hypothesis-profile=search`.
+# `make test` tries a part of them; see `marks.examples`.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.register_profile("quick", derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("search", max_examples=1000)
 hypothesis.settings.load_profile("repeatable")
 
@@ -74,6 +77,34 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that it all goes when Python ends: triton complains of what stays
+
+
+@pytest.fixture(scope="session", autouse=True)
+def invariance_is_checked_once_per_model() -> Iterator[None]:
+    """A CPU backend checks how large a tree its kernels compute exactly, which takes longer than a tiny model's text.
+
+    For a model with the same weights the answer is the same, so it is remembered.
+    """
+    if find_spec("onnxruntime") is None or find_spec("onnx") is None:
+        yield
+        return
+    from stock import fingerprint
+
+    from lookahead.backends.cpu import backend as cpu
+
+    check, known = cpu.invariant_nodes, dict[tuple[str, str], int]()
+
+    def checked_once(backend: Any) -> int:
+        mark = fingerprint(backend.model), str(backend.dtype)
+        if not mark[0]:
+            return check(backend)
+        if mark not in known:
+            known[mark] = check(backend)
+        return known[mark]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "invariant_nodes", checked_once)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -119,19 +150,6 @@ def settings() -> LookaheadConfig:
 @pytest.fixture(scope="session")
 def plain() -> Callable[[Any, Sequence[int], int], list[int]]:
     """Greedy tokens by transformers itself: (model, prompt ids, most new tokens) -> new ids, the EOS included."""
-    import torch
+    from stock import greedy_text
 
-    def generate(model: Any, ids: Sequence[int], count: int) -> list[int]:
-        prompt = torch.tensor([list(ids)], device=model.device)
-        eos = model.generation_config.eos_token_id
-        pad = eos[0] if isinstance(eos, list) else eos
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0 if pad is None else pad,
-        )
-        return output[0, len(ids) :].tolist()
-
-    return generate
+    return greedy_text
