@@ -75,6 +75,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` looks at the marks."""
+    from thin import mark_the_rest_slow
+
+    mark_the_rest_slow(items)
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that it all goes when Python ends: triton complains of what stays
 

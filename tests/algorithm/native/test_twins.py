@@ -336,6 +336,7 @@ def told(drafter: Drafter, vocabulary: int, config: LookaheadConfig, sampling: S
     ],
     ids=["all", "cost", "request", "recycle", "paper", "fixed-point", "plain"],
 )
+@pytest.mark.thinned(1)
 def test_every_step_of_a_generation_is_the_same(
     vocabulary: int, config: LookaheadConfig, sampling: SamplingParams
 ) -> None:

@@ -495,6 +495,7 @@ ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, 
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.thinned(1)
 def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
     """Results and K/V are those of steps without a hint, bit for bit. Without a commit, slots are a token shorter."""
     backend = GraphBackend(tiny("Llama", device=device))
