@@ -47,7 +47,7 @@ def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
         return item.nodeid.split("[")[0], str(item.callspec.params.get("device"))
 
     for _, members in groupby(sorted(thinned, key=group), key=group):
-        own: list[Any] = [item for item in members if not item.get_closest_marker("slow")]
+        own: list[Any] = [item for item in members if not any(map(item.get_closest_marker, ("slow", "skip")))]
         if not own:
             continue
         (strength,) = own[0].get_closest_marker("thinned").args
