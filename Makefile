@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Each process that a test starts would otherwise compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint format clean
@@ -17,7 +19,7 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 	@echo "Code repeats itself, so guesses pay. Expect less on chat and prose, and more on copying: see docs/cpu.md."
 
 test: lint ## lint, then run the tests but the slow sweeps
-	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --hypothesis-profile=quick
 
 test-all: lint ## lint, then run all tests: every model class, kernels at every size
 	$(BIN)/pytest -n auto --dist loadfile

@@ -177,6 +177,7 @@ def test_seeds_differ(lm: LookaheadModel) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.thinned(1)
 def test_stream_joins_to_the_completion(lm: LookaheadModel, prompt: str, method: str) -> None:
     stream = lm.stream(prompt, max_tokens=TOKENS, method=method)
     with pytest.raises(RuntimeError, match="still being generated"):
@@ -629,6 +630,7 @@ ADJUSTING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ADJUSTING)
 @pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.thinned(1)
 def test_penalties_and_log_probabilities_by_every_way(
     options: dict[str, Any], verified: bool, make_model: Any, tokenizer: Any, settings: LookaheadConfig
 ) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_but
+from marks import examples, slow_but
+from stock import greedy_text
 from tiny import VOCABULARY, tiny
 
 from lookahead.algorithm.sequence import DecodingSequence
@@ -55,11 +55,7 @@ def backend(family: str) -> Backend:
 
 def greedy(family: str, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
     """What transformers says."""
-    ids = torch.tensor([prompt])
-    out = backend(family).model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
+    return greedy_text(backend(family).model, prompt, count)
 
 
 def decode(family: str, sequences: list[DecodingSequence]) -> list[list[int]]:
@@ -94,7 +90,7 @@ batches = st.lists(st.tuples(prompts, configs()), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *QUICK))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(batch=batches)
 def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], LookaheadConfig]]) -> None:
     rules, memory = StopRules(NEW_TOKENS, max_length=256), SharedMemory()
@@ -103,7 +99,7 @@ def test_greedy_equals_transformers(family: str, batch: list[tuple[list[int], Lo
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "mistral-sliding, cpu backend"))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31), temperature=st.sampled_from([0.3, 1.0, 2.0]), data=st.data())
 def test_seeded_sampling_equals_autoregressive(
     family: str, batch: list[tuple[list[int], LookaheadConfig]], seed: int, temperature: float, data: st.DataObject
@@ -123,6 +119,7 @@ def test_seeded_sampling_equals_autoregressive(
 
 @pytest.mark.parametrize("method", ["lookahead", "autoregressive", "jacobi", "prompt-lookup"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.thinned(1)
 def test_every_method_gives_the_same_tokens(family: str, method: str) -> None:
     prompt = [5, 9, 2, 5, 9, 2, 5, 9, 7, 1, 5, 9, 2]
     sequence = DecodingSequence(prompt, LookaheadConfig.for_method(method), rules=StopRules(60))
@@ -134,7 +131,7 @@ def test_every_method_gives_the_same_tokens(family: str, method: str) -> None:
 @pytest.mark.parametrize(
     "family", slow_but([name for name in FAMILIES if name.startswith("llama")], "llama, cpu backend")
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(batch=st.lists(st.tuples(prompts, configs(), st.integers(0, 12)), min_size=2, max_size=6), data=st.data())
 def test_sequences_join_and_leave_between_steps(
     family: str, batch: list[tuple[list[int], LookaheadConfig, int]], data: st.DataObject

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import targets_of, toy_model
 
 from lookahead.algorithm.choice import choose_trees
@@ -68,7 +69,7 @@ def brute(sequences: list[Offered], weights: list[float], bonuses: list[float], 
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(offered(), min_size=2, max_size=4), costs(), st.integers(0, 3), st.data())
 def test_the_best_set_of_all_sequences_is_taken(
     sequences: list[Offered], cost: list[float], more: int, data: st.DataObject
@@ -202,7 +203,7 @@ def test_a_steep_cost_takes_no_guess() -> None:
     assert [len(tree) for tree in choose_trees(sequences, None, [2.0**k for k in range(60)])] == [1] * 4
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(2, 5), st.sampled_from([None, 12, 40]), st.floats(0.0, 0.1))
 @example(4, 40, 0.0)
 def test_batches_give_the_text_of_each_alone(count: int, limit: int | None, slope: float) -> None:

@@ -12,6 +12,7 @@ from itertools import product
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 from lookahead.algorithm.draft import CHAIN_MASS, TAUGHT, Draft, Drafter, Limits, PythonDrafter
 from lookahead.algorithm.native import choose_drafter
@@ -126,7 +127,7 @@ def cases(draw: st.DrawFn, successors: bool = True) -> Case:
     return Case(rates, chains, likely if successors else None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(DRAFTERS), cases(), st.integers(0, 30), st.integers(0, 3))
 @example(DRAFTERS[0], Case([0.5] * 14, []), 10, 3)
 @example(DRAFTERS[-1], Case([0.5] * 14, []), 10, 3)
@@ -152,7 +153,7 @@ def test_the_best_candidates_are_taken(drafter: Drafter, case: Case, room: int, 
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(DRAFTERS), cases(successors=False), st.randoms(use_true_random=False))
 def test_scores_of_chains_are_products_of_rates_in_any_order(drafter: Drafter, case: Case, rng: random.Random) -> None:
     guesses = case.grow(drafter, Limits(100, 100))
@@ -209,7 +210,7 @@ def test_the_last_three_tokens_of_a_path_are_asked_for(drafter: Drafter, text: l
 # What a step costs.
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.sampled_from(DRAFTERS),
     cases(),
@@ -271,7 +272,7 @@ def test_a_chain_needs_an_origin_for_every_token(drafter: Drafter) -> None:
         draft_of(drafter, [0.5], [([5, 6], [0])])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(DRAFTERS), cases(), st.floats(0.0, 1.0))
 def test_a_floor_ends_the_search(drafter: Drafter, case: Case, floor: float) -> None:
     everything, above = case.grow(drafter, Limits(30, 3)), case.grow(drafter, Limits(30, 3, floor=floor))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import decode, settings_of_a_text, toy_model
 
 from lookahead.algorithm.draft import PythonDrafter
@@ -29,7 +30,7 @@ def reference(prompt: list[int], model: Model, W: int, N: int, G: int, m: int, *
     return lookahead(prompt, model, W, N, G, m, rng=random.Random(0), on_skip="keep", start=start, **pool)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(settings_of_a_text(), st.integers(0, 8), st.integers(2, 6), st.integers(0, 8), st.booleans())
 @example((toy_model(6, 3, order=1), [1, 2], 24), 0, 2, 0, False)
 @example((toy_model(6, 3, order=1), [1, 2], 24), 1, 2, 1, False)
@@ -94,7 +95,7 @@ def test_a_wrong_engine_is_caught(bug, monkeypatch):
     assert not agrees(*text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(settings_of_a_text(), st.integers(0, 8), st.integers(2, 6), st.integers(0, 8), st.integers(0, 99))
 def test_sampling_is_autoregressive_with_the_same_uniforms(text, W, N, G, seed):
     model, prompt, m = text

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import settings_of_a_text, toy_model
 
 from lookahead.algorithm.reference import (
@@ -37,7 +38,7 @@ from lookahead.algorithm.verify import accept
 from lookahead.config import SamplingParams
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     settings_of_a_text(),
     st.integers(0, 6),
@@ -60,7 +61,7 @@ def test_greedy_lookahead_is_autoregressive(text, W, N, G, on_skip, prompt_as_re
         assert result.steps == m
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(settings_of_a_text(), st.integers(0, 9))
 def test_jacobi_is_autoregressive(text, seed):
     model, prompt, m = text

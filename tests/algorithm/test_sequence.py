@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import counting_model, decode, settings_of_a_text, steps, toy_model
 
 from lookahead.algorithm.reference import Model
@@ -61,7 +62,7 @@ def ending(sequence: DecodingSequence) -> tuple[list[int], str | None]:
     return sequence.output, sequence.finish_reason
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(settings_of_a_text(), configs(), st.frozensets(st.integers(0, 4), max_size=2), st.integers(1, 40), st.data())
 @example((toy_model(6, 3, order=1), [1], 24), EVERYTHING, frozenset(), 40, None)
 @example((toy_model(6, 3, order=1), [1], 24), replace(EVERYTHING, ngram=2), frozenset(), 40, None)
@@ -244,7 +245,7 @@ def test_uniforms_belong_to_output_positions() -> None:
 # A step that several take part in.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(config=configs(), together=st.integers(1, 40), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_a_share_of_the_budget_is_not_exceeded(config: LookaheadConfig, together: int, prompt: list[int]) -> None:
     tree = DecodingSequence(prompt, replace(config, shared=True)).propose(together)
@@ -289,7 +290,7 @@ def test_without_a_memory_every_request_is_cold() -> None:
     assert first.stats == second.stats
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(settings_of_a_text(), configs(), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4))
 def test_shared_warmth_never_changes_tokens(requests) -> None:
     """Requests of different models and configs leave all kinds of wrong rows and rates to each other."""

@@ -177,6 +177,7 @@ def test_frequent_tokens_cost_more_and_presence_does_not_count(kind: str, device
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
+@pytest.mark.thinned(1)
 def test_log_probabilities_are_those_of_a_plain_pass(kind: str, temperature: float, device: str) -> None:
     """Of the logits as they come, also where the token is chosen from adjusted ones; beside a request without any."""
     sampling = [

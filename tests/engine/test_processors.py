@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import counting_model, decode, rows_of, settings_of_a_text, toy_model
 
 from lookahead.algorithm.reference import Model
@@ -100,7 +101,7 @@ def divisible(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
 # One row
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=settings_of_a_text())
 def test_without_a_rule_it_verifies_as_a_sequence_does(case: tuple[Model, list[int], int]) -> None:
     model, prompt, count = case
@@ -110,7 +111,7 @@ def test_without_a_rule_it_verifies_as_a_sequence_does(case: tuple[Model, list[i
     assert (ours.output, ours.finish_reason, ours.stats.steps) == (own.output, own.finish_reason, own.stats.steps)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=settings_of_a_text())
 def test_processor_sees_the_calls_of_one_by_one(case: tuple[Model, list[int], int]) -> None:
     """In the same order, with the same scores, and nothing of guesses that were refused."""
@@ -124,7 +125,7 @@ def test_processor_sees_the_calls_of_one_by_one(case: tuple[Model, list[int], in
         torch.testing.assert_close(a, b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=settings_of_a_text(), by=st.integers(2, 6))
 def test_criterion_sees_the_calls_of_one_by_one(case: tuple[Model, list[int], int], by: int) -> None:
     model, prompt, count = case
@@ -217,7 +218,7 @@ def test_processor_may_change_what_it_is_given() -> None:
 # Draws
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     case=settings_of_a_text(),
     seed=st.integers(0, 999),
@@ -274,7 +275,7 @@ def test_rows_get_as_many_tokens_each_step() -> None:
     assert verifier.ids[:, 4:].tolist() == [row.output for row in rows]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 999), lengths=st.lists(st.integers(1, 8), min_size=2, max_size=4), by=st.integers(3, 7))
 def test_row_of_a_batch_is_a_row_by_itself(seed: int, lengths: list[int], by: int) -> None:
     """With padding each row ends alone, is filled up, and is shown so as long as another goes on."""

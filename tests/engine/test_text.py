@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -156,7 +157,7 @@ def could_become(text: str, stops: Sequence[str]) -> int:
 
 
 @EVERY
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_pushes_and_flush_equal_the_full_decode(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 90))
@@ -175,7 +176,7 @@ SHARED = {name: SharedTokenizer(tokenizer) for name, tokenizer in TOKENIZERS.ite
 
 
 @EVERY
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 40))
@@ -187,7 +188,7 @@ def test_texts_that_share_a_tokenizer_are_the_same(name: str, data: st.DataObjec
 
 
 @EVERY
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_stable_text_survives_every_continuation(name: str, data: st.DataObject) -> None:
     ids, more = data.draw(token_lists(name, 50)), data.draw(token_lists(name, 6))
@@ -442,7 +443,7 @@ def test_bad_stops_are_named(stops: Any, named: str) -> None:
 
 
 @EVERY
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_stops_do_not_depend_on_the_partition(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_lists(name, 50))
@@ -471,7 +472,7 @@ def test_stops_do_not_depend_on_the_partition(name: str, data: st.DataObject) ->
     assert not any(stop in out for stop in stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @example(stops=["aab"], text="aaab")
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),

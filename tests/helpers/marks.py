@@ -1,10 +1,11 @@
-"""Which parameters of a test are slow."""
+"""How much of a test `make test` runs: which parameters are slow, and how many random examples are tried."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,3 +18,8 @@ def slow_but(values: Iterable[Any], *quick: Any) -> list[Any]:
 def slow_interpreted(*values: Any) -> Any:
     """Parameters of a kernel that take seconds in Triton's interpreter, and next to nothing where it is compiled."""
     return pytest.param(*values, marks=[] if torch.cuda.is_available() else pytest.mark.slow)
+
+
+def examples(count: int) -> int:
+    """How many examples of a test that wants `count` of them this run's profile tries: `make test` two in five."""
+    return max(3, count * hypothesis.settings.default.max_examples // 100)

@@ -41,6 +41,7 @@ def random_request(seed: int) -> tuple[list[list[int]], LookaheadConfig, Samplin
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.thinned(1)
 def test_any_number_of_ranks(ranks: int, seed: int) -> None:
     request = random_request(10 * seed + ranks)
     expected = summary(decode(ToyBackend(), *request))

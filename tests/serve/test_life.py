@@ -230,7 +230,7 @@ class Process:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
-        assert soon(lambda: any("serving" in line for line in self.lines) or self.process.poll() is not None, 60)
+        assert soon(lambda: any("serving" in line for line in self.lines) or self.process.poll() is not None, 180)
         assert self.process.poll() is None, self.lines
         self.url = next(line for line in self.lines if "serving" in line).split(" at ")[1].removesuffix("/v1\n")
 

@@ -50,6 +50,7 @@ def adapted(name: str, base: str = "Llama") -> Any:
 @INPUTS
 @MORE
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.thinned(1)
 def test_same_as_stock(both: Any, name: str, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     model = adapted(name)
     found = both(model, inputs, max_new_tokens=24, pad_token_id=0, **more).same()

@@ -83,6 +83,7 @@ def test_mask_left_out(both: Any, llama: Any, batch: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.thinned(1)
 def test_padding_on_the_right(both: Any, llama: Any, batch: dict[str, Any], given: bool, more: dict[str, Any]) -> None:
     """Stock warns and goes on behind the padding; so do we."""
     inputs = {name: value.flip(1) for name, value in batch.items() if given or name == "input_ids"}
@@ -139,6 +140,7 @@ def test_everything_hidden_is_refused(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.thinned(1)
 def test_prefill_in_pieces(both: Any, model: Any, size: int) -> None:
     pair = both(model, ids(LONG), max_new_tokens=12, prefill_chunk_size=size).same()
     plain = model.generate(**ids(LONG), max_new_tokens=12, do_sample=False)

@@ -23,6 +23,7 @@ def embedded(model: Any, inputs: dict[str, Any], *, keep_ids: bool = False) -> d
 
 @pytest.mark.parametrize("keep_ids", [False, True], ids=["alone", "with ids"])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "temperature": 0.7}], ids=str)
+@pytest.mark.thinned(1)
 def test_embeds(both: Any, llama: Any, inputs: dict[str, Any], keep_ids: bool, more: dict[str, Any], text: Any) -> None:
     """Alone, the output is the new tokens only, and processors see no prompt."""
     pair = both(llama, embedded(llama, inputs, keep_ids=keep_ids), max_new_tokens=MANY, **more).same()

@@ -75,6 +75,7 @@ def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], s
 
 
 @pytest.mark.parametrize("settings", [{"typical_p": 0.9}, {"epsilon_cutoff": 0.01}, {"repetition_penalty": 1.2}])
+@pytest.mark.thinned(1)
 def test_draws_that_the_step_does_not_know(
     both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
 ) -> None:

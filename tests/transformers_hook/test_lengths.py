@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])
+@pytest.mark.thinned(1)
 def test_max_new_tokens(both: Any, llama: Any, inputs: dict[str, Any], count: int) -> None:
     pair = both(llama, inputs, max_new_tokens=count).same()
     assert all(len(row) == count for row in output_of(inputs, pair.ours))
@@ -48,6 +49,7 @@ def test_limit_inside_a_block_of_a_batch(both: Any, llama: Any, prompt: dict[str
     "least",
     [{"min_new_tokens": 12}, {"min_length": 40}, {"min_new_tokens": 12, "min_length": 3}, {"min_new_tokens": 30}],
 )
+@pytest.mark.thinned(1)
 def test_least_length(both: Any, llama: Any, inputs: dict[str, Any], least: dict[str, int], text: Any) -> None:
     """The end token comes early, and is not to be chosen yet."""
     eos = text[0][4]

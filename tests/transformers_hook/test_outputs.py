@@ -18,6 +18,7 @@ ENDS = {"eos_token_id": [28, 10, 75], "pad_token_id": 1}
     ("scores", "logits", "sample"),
     [(False, False, False), (True, False, False), (False, True, False), (True, True, False), (True, True, True)],
 )
+@pytest.mark.thinned(1)
 def test_dictionary(both: Any, llama: Any, inputs: dict[str, Any], scores: bool, logits: bool, sample: bool) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": scores, "output_logits": logits}
     pair = both(llama, inputs, max_new_tokens=MANY, do_sample=sample, temperature=0.7, **wants).same()
@@ -71,6 +72,7 @@ def tensors(pair: Pair) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.2}, ENDS], ids=["plain", "processor", "eos"])
+@pytest.mark.thinned(2)
 def test_tensors_are_ordinary(both: Any, llama: Any, inputs: dict[str, Any], more: dict[str, Any], cache: str) -> None:
     """Not of inference mode, which autograd would refuse later, far from here."""
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

@@ -35,6 +35,7 @@ QUIET = {"renormalize_logits", "remove_invalid_values"}
 
 
 @pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.thinned(1)
 def test_processor_of_a_field(both: Any, llama: Any, text: Any, inputs: dict[str, Any], field: str) -> None:
     wants = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     pair = both(llama, inputs, max_new_tokens=MANY, pad_token_id=1, **FIELDS[field], **wants).same()
@@ -46,6 +47,7 @@ def test_processor_of_a_field(both: Any, llama: Any, text: Any, inputs: dict[str
 @pytest.mark.parametrize(
     "field", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "forced_eos_token_id"]
 )
+@pytest.mark.thinned(1)
 def test_processor_of_a_field_about_tokens(
     both: Any, llama: Any, text: Any, inputs: dict[str, Any], field: str
 ) -> None:
@@ -96,6 +98,7 @@ def test_prefix_allowed_tokens(both: Any, llama: Any, inputs: dict[str, Any]) ->
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.thinned(1)
 def test_guidance_with_a_negative_prompt(both: Any, llama: Any, text: Any, batch: Any, scale: float, rows: int) -> None:
     inputs = {name: value[:rows] for name, value in batch.items()}
     against = {
@@ -188,6 +191,7 @@ def same_log(pair: Pair) -> None:
 
 @pytest.mark.parametrize("end", [{}, {"eos_token_id": [30, 31, 32], "pad_token_id": 1}], ids=["no eos", "eos"])
 @pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.thinned(1)
 def test_processor_is_called_once_per_token(
     both: Any, llama: Any, inputs: dict[str, Any], end: Any, sample: bool
 ) -> None:

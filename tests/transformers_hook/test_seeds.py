@@ -43,6 +43,7 @@ def test_torchs_generator_is_left_alone(llama: Any, inputs: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.2, "top_p": 0.8}, {"eos_token_id": list(range(20, 30))}])
+@pytest.mark.thinned(1)
 def test_settings_do_not_change_the_text(llama: Any, inputs: dict[str, Any], more: dict[str, Any]) -> None:
     ours, _ = run(llama, inputs, 3, **more)
     plain, hook = run(llama, inputs, 3, PLAIN, **more)
@@ -65,6 +66,7 @@ class Nothing(LogitsProcessor):
 
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(20, 30)), "pad_token_id": 1}], ids=["no eos", "eos"])
 @pytest.mark.parametrize("together", ["", "streamer", "processor"])
+@pytest.mark.thinned(1)
 def test_row_of_a_batch_is_a_run_with_its_own_seed(
     llama: Any, batch: dict[str, Any], ends: dict[str, Any], together: str
 ) -> None:

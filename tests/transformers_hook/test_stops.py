@@ -202,6 +202,7 @@ def check_log(pair: Pair, inputs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("calls", [1, 13, 10**6])
 @pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.thinned(2)
 def test_criterion_is_called_once_per_token(
     both: Any, llama: Any, inputs: dict[str, Any], calls: int, scores: bool
 ) -> None:
@@ -250,6 +251,7 @@ def test_criterion_of_an_assistant(both: Any, llama: Any, prompt: Any, least: fl
 
 
 @pytest.mark.parametrize("more", [(), (5,), (25,)], ids=str)
+@pytest.mark.thinned(1)
 def test_length_criterion_of_the_user(both: Any, llama: Any, inputs: dict[str, Any], more: tuple[int, ...]) -> None:
     """It takes the place of the limit; of several the shortest counts."""
     length = inputs["input_ids"].shape[1]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 from lookahead.algorithm.draft import Draft, Drafter, Offer, PythonDrafter
 from lookahead.algorithm.native.build import library
@@ -64,7 +65,7 @@ def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
     return repr(drafter.choose([offer(**one) for one in step["offers"]], *[step[k] for k in ("cost", "most", "room")]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(steps())
 def test_trees_are_the_same_bit_for_bit(step: dict[str, Any]) -> None:
     assert chosen(OURS, step) == chosen(TWIN, step)

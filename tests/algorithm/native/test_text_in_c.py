@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 from lookahead.algorithm.draft import Draft, Drafter, Limits, PythonDrafter
 from lookahead.algorithm.native.build import SIGNATURES, library
@@ -65,7 +66,7 @@ def proposed(drafter: Drafter, case: dict[str, Any]) -> list[str]:
     return seen
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(texts())
 def test_a_text_proposes_the_same(case: dict[str, Any]) -> None:
     assert proposed(OURS, case) == proposed(TWIN, case)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import steps, toy_model
 
 from lookahead import LookaheadConfig
@@ -85,7 +86,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(operations, max_size=30))
 def test_tables_hold_the_same_in_the_same_order(done: list[tuple[str, Any]]) -> None:
     ours, twin = OURS.new_table(), TWIN.new_table()
@@ -230,7 +231,7 @@ def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> G
     return drafter.grow(draft, case["limits"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(asked())
 def test_drafts_are_the_same_bit_for_bit(case: dict[str, Any]) -> None:
     calibration = Calibration()
@@ -335,6 +336,7 @@ def told(drafter: Drafter, vocabulary: int, config: LookaheadConfig, sampling: S
     ],
     ids=["all", "cost", "request", "recycle", "paper", "fixed-point", "plain"],
 )
+@pytest.mark.thinned(1)
 def test_every_step_of_a_generation_is_the_same(
     vocabulary: int, config: LookaheadConfig, sampling: SamplingParams
 ) -> None:

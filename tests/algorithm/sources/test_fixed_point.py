@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 from toy import counting_model, decode, settings_of_a_text, steps
 
 from lookahead.algorithm.reference import argmax, autoregressive
@@ -16,7 +17,7 @@ def sequence_of(prompt: list[int], block: int, m: int, **settings: object) -> De
     return DecodingSequence(prompt, LookaheadConfig.jacobi(block), rules=StopRules(max_tokens=m), **settings)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(settings_of_a_text(), st.integers(1, 20))
 def test_jacobi_is_autoregressive(text, block: int) -> None:
     model, prompt, m = text
@@ -27,7 +28,7 @@ def test_jacobi_is_autoregressive(text, block: int) -> None:
     assert max(accepted) <= block + 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(settings_of_a_text(), st.integers(1, 12))
 def test_the_guess_is_the_last_iterate(text, block: int) -> None:
     """Algorithm 1: every token of the block is recomputed from the block before, all at once."""
@@ -63,7 +64,7 @@ def test_text_that_depends_on_its_last_token_is_not_solved_ahead() -> None:
     assert decode(sequence_of([0], 8, 12), counting_model(50)) == [1] * 12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(settings_of_a_text(), st.integers(1, 12), st.integers(0, 99))
 def test_jacobi_samples_what_autoregressive_does(text, block: int, seed: int) -> None:
     model, prompt, m = text

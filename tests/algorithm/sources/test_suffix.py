@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from lookahead.algorithm.draft import Draft, Limits, PythonDrafter
@@ -44,7 +45,7 @@ def naive(text: list[int], key: int) -> list[tuple[int, int]]:
     return sorted(found, key=lambda match: (-match[0], -match[1]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(texts, st.integers(1, 6), st.integers(1, 5), st.data())
 @example([0, 0], 1, 1, None)
 @example([0, 0, 0, 0, 0, 0], 6, 4, None)
@@ -107,7 +108,7 @@ def lookup(text: list[int], tokens: int, key: int) -> list[int]:
     return candidates[0, len(text) :].tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(texts, st.sampled_from([(10, 2), (10, 1), (3, 2)]), st.data())
 @example([1, 1], (10, 2), None)
 @example([1, 2, 1, 2], (10, 2), None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 
 from lookahead import LookaheadConfig
@@ -115,7 +116,7 @@ def test_the_hint_changes_no_step(device: str, monkeypatch: pytest.MonkeyPatch, 
         assert ours.stats.step_tokens == theirs.stats.step_tokens
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(range(3), 0))
 def test_sequences_join_and_leave(seed: int, device: str, plain: Plain, ran: list[str]) -> None:
     """Up to five sequences, of several lengths. The batch is padded at times, and pages are reused."""
     rng = random.Random(seed)
@@ -278,7 +279,7 @@ def test_a_step_ahead_moves_all_that_tells_the_length(device: str, ran: list[str
     assert step.views["tiles"][0, 1] == step.views["entries"][0, 1] == len(PROMPTS[0]) + 5
 
 
-@pytest.mark.parametrize("count", [20, 33, 34, 80])
+@pytest.mark.parametrize("count", slow_but([20, 33, 34, 80], 34))
 def test_drawn_tokens(device: str, ran: list[str], count: int) -> None:
     """The device has the uniforms of the next 32 positions. Then the host sends more. The tokens are the eager
     backend's."""
@@ -301,7 +302,7 @@ def test_not_where_tokens_are_judged(device: str, ran: list[str]) -> None:
     assert "ahead" not in ran
 
 
-@pytest.mark.parametrize("length", [1, 62, 63, 64, 65])
+@pytest.mark.parametrize("length", slow_but([1, 62, 63, 64, 65], 63, 64))
 def test_a_step_ahead_takes_pages(length: int, device: str, plain: Plain, ran: list[str]) -> None:
     """The device is told of a new page before the step ahead that writes to it. No step waits for the host there."""
     model = tiny("Llama", device=device)
@@ -495,6 +496,7 @@ ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, 
 
 @pytest.mark.parametrize("commit", [True, False])
 @pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.thinned(1)
 def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list[str]) -> None:
     """Results and K/V are those of steps without a hint, bit for bit. Without a commit, slots are a token shorter."""
     backend = GraphBackend(tiny("Llama", device=device))

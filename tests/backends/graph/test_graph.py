@@ -172,7 +172,7 @@ def test_a_guess_beyond_the_context_is_harmless(device: str) -> None:
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(range(3), 0))
 def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadConfig) -> None:
     """Up to seven at once, greedy and sampled, each with its own budget. One is removed; the others stay exact.
 
@@ -299,7 +299,7 @@ def test_the_kind_of_a_step(
     assert kind == StepKind(rows, needed, False, False, small, kind.alone, kind.one, invariant and within)
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 16])
+@pytest.mark.parametrize("count", slow_but([2, 3, 7, 16], 3, 16))
 def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain: Plain) -> None:
     """However many sequences there are, the trees of a step have at most 128 rows together."""
     rng, model = random.Random(3), make("llama", device)
@@ -316,7 +316,7 @@ def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain
     assert INVARIANT_ROWS // 2 < max(trees) <= INVARIANT_ROWS
 
 
-@pytest.mark.parametrize("budget", [1, 2, 9, 16, 17, 33, 100, 200])
+@pytest.mark.parametrize("budget", slow_but([1, 2, 9, 16, 17, 33, 100, 200], 1, 9, 16, 17, 200))
 def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     """Steps of many captured sizes, full ones and padded ones."""
     prompt = random.Random(5).choices(range(VOCABULARY), k=40) * 2

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from marks import examples
 
 from lookahead.backends.graph.pages import PagePool, PageTable
 
@@ -144,7 +145,7 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

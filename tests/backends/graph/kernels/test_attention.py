@@ -106,7 +106,8 @@ def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
         slow_interpreted([(127, 0, 33)], 2, 2, 64),
         slow_interpreted([(128, 0, 32)], 6, 2, 64),  # a block and a word, just full
         slow_interpreted([(129, 0, 31)], 4, 1, 96),
-        ([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 2, 80),  # ragged, with trails
+        ([(70, 0, 17), (3, 2, 5), (0, 0, 1), (30, 20, 0)], 2, 1, 80),  # ragged, with trails
+        slow_interpreted([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 2, 80),
         slow_interpreted([(0, 70, 0), (64, 1, 1)], 2, 1, 64),  # a prompt, and a token that was computed elsewhere
         slow_interpreted([(100, 90, 3)], 2, 1, 64),
         slow_interpreted([(257, 0, 70)], 2, 1, 256),
@@ -118,7 +119,7 @@ def test_error_at_most_twice_pytorchs(
 ) -> None:
     step = Step(device, dtype, parts_of(*shapes), heads, kv_heads, dim, padding=3)
     for small in (True, False):
-        for invariant in (False, dtype != torch.float32):
+        for invariant in {False, dtype != torch.float32}:
             tiles = tiles_for(
                 len(step.q), heads, kv_heads, dim, small=small, alone=small, invariant=invariant, processors=11
             )
@@ -175,7 +176,8 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
     ("heads", "kv_heads", "dim", "length", "window", "spread"),
     [
         slow_interpreted(2, 2, 64, 60, 0, 1),
-        (4, 2, 64, 131, 40, 1),
+        (2, 1, 64, 131, 40, 1),
+        slow_interpreted(4, 2, 64, 131, 40, 1),
         slow_interpreted(3, 1, 64, 203, 0, 1),
         slow_interpreted(2, 1, 64, 700, 40, 1),
         slow_interpreted(2, 2, 64, 64 * FAR + 117, 0, 1),

@@ -13,7 +13,7 @@ import torch
 from flat import Part, rows_of, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import slow_but, slow_interpreted
+from marks import examples, slow_but, slow_interpreted
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -92,13 +92,13 @@ ROWS: Settings = [
 """Every setting alone and with others, with its largest and smallest values. None puts a mass near a limit."""
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "ties", *map(slow_interpreted, ["float32", "float16", "holes"])])
+@pytest.mark.parametrize("kind", ["ties", *map(slow_interpreted, ["float32", "bfloat16", "float16", "holes"])])
 def test_draws_are_those_of_pick(kind: str) -> None:
     logits = some_logits(1301, len(ROWS), kind)
     assert drawn(logits, ROWS) == picked(logits, ROWS)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.data())
 def test_draws_with_any_settings(data: st.DataObject) -> None:
     """Without coincidences: no mass is within rounding of a limit."""

@@ -91,6 +91,7 @@ def test_add_norm_of_some_rows(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 128)])
 @pytest.mark.parametrize("extras", ["none", "bias", "norms"])
+@pytest.mark.thinned(2)
 def test_rotate_write(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, extras: str
 ) -> None:

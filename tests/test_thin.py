@@ -1,0 +1,31 @@
+"""The combinations of parameters that `make test` keeps."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from thin import cover
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strength", "most"),
+    [
+        ((5,), 1, 5),
+        ((5,), 2, 5),
+        ((2, 3), 1, 3),
+        ((2, 3), 2, 6),
+        ((3, 2, 7), 1, 7),
+        ((3, 2, 7), 2, 24),
+        ((4, 3, 2, 2), 2, 14),
+    ],
+)
+def test_every_value_or_pair_is_kept(sizes: tuple[int, ...], strength: int, most: int) -> None:
+    rows = list(product(*map(range, sizes)))
+    kept = [rows[number] for number in cover(rows, strength)]
+
+    def has(some: list[tuple[int, ...]]) -> set[object]:
+        return {part for row in some for part in combinations(enumerate(row), min(strength, len(sizes)))}
+
+    assert has(kept) == has(rows)
+    assert len(kept) <= most
