@@ -211,9 +211,9 @@ def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadCon
 
 def assert_nothing_is_held(backend: GraphBackend) -> None:
     """All slots were closed, and gave their pages and their lines of the tables back."""
-    assert backend._slots == {}
+    assert not len(backend._slots)
     assert backend.pool.used == 0
-    assert len(set(backend._lines)) == len(backend._lines) == len(backend.kv.tables)
+    assert len(set(backend._slots.lines)) == len(backend._slots.lines) == len(backend.kv.tables)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -590,7 +590,7 @@ def test_a_new_sequence_while_commits_wait(device: str, settings: LookaheadConfi
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(40)) for prompt in PROMPTS]
 
     def waiting() -> bool:
-        return bool(backend._pending)
+        return bool(backend._slots.pending)
 
     for sequence in reversed(sequences):
         waited += waiting()
@@ -616,7 +616,7 @@ def test_more_commits_than_the_packet_has_room_for(count: int, device: str, monk
         flush = backend._flush
 
         def note(one: GraphBackend = backend, flush: Any = flush, to: list[int] = flushed) -> None:
-            to += [len(one._pending)] if one._pending else []
+            to += [len(one._slots.pending)] if one._slots.pending else []
             flush()
 
         monkeypatch.setattr(backend, "_flush", note)
@@ -680,7 +680,7 @@ def test_a_commit_that_waits_while_pages_run_out(device: str) -> None:
         one.commit([(slot, path)])
     with pytest.raises(MemoryError):
         backend.step([greedy(slots[backend], [4] * 300, root(1))])
-    assert len(backend._pending[0]) == 2 * len(path)
+    assert len(backend._slots.pending[0]) == 2 * len(path)
     found = [one.step([greedy(slot, (), root(2), logits=True)])[0].logits for one, slot in slots.items()]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
@@ -855,7 +855,7 @@ def test_pages_are_remembered_as_a_text_grows(device: str) -> None:
     backend.step([greedy(slot, text, tree)])
     backend.commit([(slot, path)])
     text += [tree.tokens[0], *(tree.tokens[node] for node in path)]
-    assert backend._pending
+    assert backend._slots.pending
     backend.remember(slot, text)
     shared = backend.open([*text, 1, 2])
     assert backend.length(shared) == 64
@@ -927,7 +927,7 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     backend.step([greedy(slot, PROMPTS[2], tree)])
     backend.commit([(slot, path)])
     state = backend._slots[slot]
-    assert backend._pending
+    assert backend._slots.pending
     assert len(state.table.pages) > 0
     pages, line = list(state.table.pages), state.line
     backend.close(slot)
@@ -990,7 +990,7 @@ def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, pla
         one.step([greedy(slots[-1], PROMPTS[2], tree)])
         one.commit([(slots[-1], path)])
     slot = slots[0]
-    assert backend._pending
+    assert backend._slots.pending
     ours, theirs = backend.cached(slot), eager.cached(slots[1])
     assert ours[0][0].shape == (model.config.num_key_value_heads, 31 + len(path), backend.weights.dim)
     assert_close(ours, theirs)

@@ -17,11 +17,13 @@ import torch
 
 from lookahead.algorithm.sampling import Adjustment, allowed_rows
 from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kernels import reference_draw
 from lookahead.backends.graph.kernels.reference_draw import IN_PROMPT
 from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.packet import NO_MASK
+from lookahead.backends.graph.packet import NO_MASK, NO_RULES, Packet
 from lookahead.backends.graph.sizes import MOST_NEEDED
+from lookahead.backends.graph.slots import Slot
 from lookahead.config import SamplingParams
 
 FIRST_LINES = 64
@@ -83,7 +85,20 @@ class Adjusting:
                 bias[token] = value
             self.bias[line].copy_(torch.from_numpy(bias))
 
-    # Masks.
+    # A step's packet.
+
+    def put(self, packet: Packet, slot: Slot, item: StepInput) -> None:
+        """Write how an input's logits are adjusted, and the tokens of its text that are not counted yet."""
+        adjustment, line = item.adjustment, slot.rules_line
+        if adjustment is None:
+            packet.put_rules(-1, NO_RULES, NO_MASK * len(item.tree.needed))
+            return
+        text = adjustment.text
+        if line >= 0:
+            if not slot.counted or not packet.put_counted(line, text[slot.counted :]):
+                self.write(line, item.sampling, adjustment)
+            slot.counted = len(text)
+        packet.put_rules(line, rules_of(item.sampling), self.put_masks(adjustment, item.tree))
 
     def begin(self) -> None:
         """Start a new step: no masks yet."""

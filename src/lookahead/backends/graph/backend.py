@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,16 +22,15 @@ import torch
 
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import NO_TREE, Layers, StepInput
-from lookahead.backends.graph.adjusting import rules_of
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
 from lookahead.backends.graph.kinds import StepKind, every_shape, first_shapes, kind_of, stand_in
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.packet import MOST_ENTRIES, NO_MASK, NO_RULES, Packet
-from lookahead.backends.graph.pages import PagePool, PageTable
+from lookahead.backends.graph.pages import PagePool
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
+from lookahead.backends.graph.slots import Slot, Slots
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
@@ -39,26 +38,6 @@ from lookahead.config import SamplingParams
 PATIENCE = 128
 """How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
 and far longer on a machine where a kernel has yet to be compiled or searched for."""
-
-
-@dataclass(slots=True)
-class Slot:
-    """A sequence: its `line` in the device's tables, its pages, and how many of its tokens are cached.
-
-    `told` pages are in the device's table. `rules_line` is its line in the tables of `adjusting`, or -1; the first
-    `counted` tokens of its text are counted there.
-    """
-
-    line: int
-    table: PageTable
-    length: int
-    told: int = 0
-    rules_line: int = -1
-    counted: int = 0
-
-    def place(self, position: int) -> int:
-        """Where a token stands in all pages. The pool's page 0 is the device's page 1."""
-        return (self.table.pages[position // PAGE] + 1) * PAGE + position % PAGE
 
 
 P = ParamSpec("P")
@@ -124,21 +103,22 @@ class GraphBackend:
             pool=self._new_graph_pool(),
             stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
         )
-        self.pool = PagePool(self.kv.pages, PAGE)
+        self._slots = Slots(self.kv)
         self._group = self.weights.heads // self.weights.kv_heads  # query heads per K/V head
         self.patient = patient
         self._steps: dict[StepKind, CapturedStep] = {}
         self._prepared: set[bool] = set()
         self._missed: Counter[StepKind] = Counter()  # how often a kind was asked for that had not been captured
-        self._slots: dict[int, Slot] = {}
-        self._pending: list[list[int]] = []  # commits whose K/V has not moved yet: per sequence, from where to where
-        self._lines = list(range(MOST_ENTRIES - 1, -1, -1))  # those of the device's tables that no slot has
-        self._next_slot = 0
         self._ahead = StepAhead(self.device)
 
     @property
     def kv(self) -> PagedKV:
         return self.state.kv
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages, and which of them are in use or kept for later sequences."""
+        return self._slots.pool
 
     # Memory.
 
@@ -175,26 +155,19 @@ class GraphBackend:
             self.state.kv = PagedKV(self.weights, pages, positions)
             raise
         finally:
-            self.pool = PagePool(self.kv.pages, PAGE)
+            self._slots.replace_pages(self.kv)
 
     # Slots.
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         """A slot for a new sequence, with the pages of an earlier one that began the same, if there is one."""
-        if not self._lines:
-            raise RuntimeError(f"{MOST_ENTRIES} sequences are open; close one before you open another")
-        slot, table = self._next_slot, self.pool.open(tokens, salt)
-        self._next_slot += 1
-        self._slots[slot] = Slot(self._lines.pop(), table, table.cached)
-        return slot
+        return self._slots.open(tokens, salt)
 
     def close(self, slot: int) -> None:
         """Give the slot and its pages back. What was given to `remember` stays while there is room."""
-        closed = self._slots.pop(slot)
-        self._lines.append(closed.line)
+        closed = self._slots.close(slot)
         if closed.rules_line >= 0:
             self.state.buffers.adjusting.give_back(closed.rules_line)
-        self.pool.close(closed.table)
 
     def length(self, slot: int) -> int:
         """How many tokens of the sequence are cached."""
@@ -202,24 +175,7 @@ class GraphBackend:
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Take pages for so many tokens of the sequence. False if there are too few."""
-        return self._has_pages(self._slots[slot], tokens)
-
-    def _has_pages(self, slot: Slot, tokens: int) -> bool:
-        """Whether the sequence has pages for so many tokens; if need be, it gets some."""
-        if len(slot.table.pages) * PAGE >= tokens and self.pool.free:
-            return True
-        if not self.pool.free:  # give back what a larger tree needed before
-            self.pool.shrink(slot.table, tokens)
-            slot.told = min(slot.told, len(slot.table.pages))
-        return tokens <= self.kv.longest * PAGE and self.pool.reserve(slot.table, tokens)
-
-    def _need_pages(self, slot: Slot, tokens: int) -> None:
-        """Take pages for so many tokens of the sequence, or raise MemoryError."""
-        if not self._has_pages(slot, tokens):
-            raise MemoryError(
-                f"no pages for a sequence of {tokens} tokens: {self.pool.used} of {self.kv.pages} pages are in use, "
-                f"and a sequence may have {self.kv.longest} of them"
-            )
+        return self._slots.has_pages(self._slots[slot], tokens)
 
     @property
     def noise(self) -> torch.Tensor:
@@ -297,9 +253,9 @@ class GraphBackend:
     def _has_page_ahead(self, item: StepInput) -> bool:
         """Whether the sequence has a page for the token after its next one; if need be, it gets one."""
         slot = self._slots[item.slot]
-        if not self._has_pages(slot, slot.length + 2):
+        if not self._slots.has_pages(slot, slot.length + 2):
             return False
-        self._tell_pages(slot)
+        self._slots.tell_pages(slot)
         return True
 
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
@@ -309,7 +265,7 @@ class GraphBackend:
         self._check_trees([len(item.tree.tokens) for item in items])
         for item, slot in zip(items, slots, strict=True):
             own = len(item.trail) + len(item.tree.tokens)
-            self._need_pages(slot, slot.length + own)
+            self._slots.need_pages(slot, slot.length + own)
             rows += own
             if item.adjustment is not None and slot.rules_line < 0:
                 self._take_rules_line(slot, item.sampling)
@@ -330,12 +286,12 @@ class GraphBackend:
             self.state.buffers.adjusting.begin()
         for item, slot in zip(items, slots, strict=True):
             if slot.told < len(slot.table.pages):
-                self._tell_pages(slot)
+                self._slots.tell_pages(slot)
             start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
             if drawn:
                 packet.put_draws(start, item)
             if step.kind.adjusted:
-                self._put_rules(packet, slot, item)
+                self.state.buffers.adjusting.put(packet, slot, item)
             starts.append(start)
             slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
             lengths.append(slot.length)
@@ -353,19 +309,6 @@ class GraphBackend:
         if adjusting.full:  # the tables are made anew, and captured steps have the old ones
             self._steps = {kind: step for kind, step in self._steps.items() if not kind.adjusted}
         slot.rules_line, slot.counted = adjusting.take(), 0
-
-    def _put_rules(self, packet: Packet, slot: Slot, item: StepInput) -> None:
-        """Write how an input's logits are adjusted, and the tokens of its text that are not counted yet."""
-        adjustment, line = item.adjustment, slot.rules_line
-        if adjustment is None:
-            packet.put_rules(-1, NO_RULES, NO_MASK * len(item.tree.needed))
-            return
-        adjusting, text = self.state.buffers.adjusting, adjustment.text
-        if line >= 0:
-            if not slot.counted or not packet.put_counted(line, text[slot.counted :]):
-                adjusting.write(line, item.sampling, adjustment)
-            slot.counted = len(text)
-        packet.put_rules(line, rules_of(item.sampling), adjusting.put_masks(adjustment, item.tree))
 
     def _check_trees(self, sizes: Sequence[int]) -> None:
         """Raise ValueError for trees that do not fit into a pass."""
@@ -395,28 +338,19 @@ class GraphBackend:
         lengths = [self._slots[item.slot].length for item in items]
         return kind_of(items, lengths, self.weights, self.state.ops.processors, self.invariant)
 
-    def _tell_pages(self, slot: Slot) -> None:
-        """Tell the device which pages the sequence has got since it was told last."""
-        pages = slot.table.pages
-        if slot.told < len(pages):
-            self.kv.set_table(slot.line, [page + 1 for page in pages], slot.told)
-            slot.told = len(pages)
-
     def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
         """The commits that the next packet carries, and their moves; see `Packet`. They then count as done."""
-        if len(self._pending) > most or sum(map(len, self._pending)) > 2 * most_moves:
+        if not self._slots.pending_fit(most, most_moves):
             self._flush()
-        pending, self._pending = self._pending, []
-        return _flat(pending)
+        return self._slots.take_pending()
 
     @on_its_device
     @torch.inference_mode()
     def _flush(self) -> None:
         """Move the accepted K/V of all pending commits now, without a step."""
         self._ahead.forget()
-        pending, self._pending = self._pending, []
-        if pending:
-            commits, moves = (torch.tensor(part, dtype=torch.int32).view(-1, 2) for part in _flat(pending))
+        if self._slots.pending:
+            commits, moves = (torch.tensor(part, dtype=torch.int32).view(-1, 2) for part in self._slots.take_pending())
             counts = torch.tensor([0, len(commits)], dtype=torch.int32)
             self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
 
@@ -455,16 +389,7 @@ class GraphBackend:
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the root and these nodes. The root's K/V is in place; that of the nodes is moved by the next step."""
-        for number, path in accepted:
-            slot = self._slots[number]
-            if path and path[-1] != len(path):  # some nodes do not stand right behind the root
-                # They are noted as places in the pages, because the sequence may give some of its pages back, or end,
-                # before they move. That is no harm: a step moves them before it writes anything.
-                moves: list[int] = []
-                for target, node in enumerate(path, start=1):
-                    moves += slot.place(slot.length + node), slot.place(slot.length + target)
-                self._pending.append(moves)
-            slot.length += 1 + len(path)
+        self._slots.commit(accepted)
 
     # K/V from and for elsewhere.
 
@@ -476,10 +401,8 @@ class GraphBackend:
             raise ValueError(f"the graph backend's positions are places, and cannot be moved by {tuple(offset)}")
         self._flush()  # a pending move might write to the pages that are taken now
         state = self._slots[slot]
-        if state.table.digests:  # it has pages that others may share
-            self.pool.shrink(state.table, 0)
-            state.told = 0
-        self._need_pages(state, length)
+        self._slots.forget_pages(state)
+        self._slots.need_pages(state, length)
         self.kv.write([page + 1 for page in state.table.pages], length, layers)
         state.length = length
 
@@ -496,13 +419,3 @@ def chain(tokens: Sequence[int], needed: int = 0) -> TokenTree:
     """A tree that is a single chain of these tokens. The logits of the first `needed` are needed."""
     size = len(tokens)
     return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), list(range(needed)))
-
-
-def _flat(pending: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The commits and moves of some sequences, flat, as the packet has them."""
-    commits: list[int] = []
-    moves: list[int] = []
-    for own in pending:
-        commits += len(moves) // 2, len(own) // 2
-        moves += own
-    return commits, moves
