@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,6 +63,7 @@ def random_case(kind: str, tokens: int, width: int, rows: int, seed: int) -> tup
     return np.ascontiguousarray(matrix, dtype=np.float32), hidden
 
 
+@hypothesis.settings(deadline=None)  # each example makes two sessions
 @given(
     st.sampled_from(KINDS),
     st.integers(CANDIDATES + 1, 700),
