@@ -42,8 +42,8 @@ CANDIDATES = 64
 """Tokens whose exact logits are computed. On texts of the embedded model the bound left 2 tokens in the median and at
 most 18. Not more than 64: ONNX Runtime cuts the sums of wider products earlier."""
 MOST_SCREENED = 8
-"""The most rows of a run. Compared with the full head (embedded model, two cores with VNNI), a run takes 0.43, 0.44,
-0.6, 0.7 and 1.0 times as long for 1, 2, 4, 8 and 12 rows."""
+"""The most rows of a run. Compared with the full head (embedded model, two busy cores with VNNI), a run takes 0.43,
+0.44, 0.6, 0.7 and 1.1 times as long for 1, 2, 4, 8 and 12 rows."""
 LEAST_WEIGHTS = 1 << 23
 """The least weights of a head that is worth it: below, the small operations take longer than reading the weights."""
 PIECE = 256
