@@ -75,6 +75,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class FakeBackend:
     """Counts cached tokens, refuses to pass its context, and lets every step take its time."""
 
+    most_exact: int | None = None
+
     def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
         self.clock, self.times, self.max_length = clock, times, max_length
         self.lengths: dict[int, int] = {}
@@ -300,6 +302,12 @@ def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) ->
     again = FakeBackend(clock, flat)
     assert cached(again, dict(reversed(IDENTITY.items())), tmp_path, said.append) == first
     assert (again.sizes, len(said)) == ([], 1)
+
+
+def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, tmp_path: Path) -> None:
+    backend = FakeBackend(clock)
+    backend.most_exact = 33
+    assert cached(backend, IDENTITY, tmp_path).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def test_a_curve_of_chains_is_measured_anew(clock: Clock, tmp_path: Path) -> None:

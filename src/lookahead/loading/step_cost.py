@@ -11,7 +11,8 @@ How a step is timed (`measure`):
    when the targets are on the host. It does not run while the step is committed. Only the root is committed, so the
    prefix grows by one token per step.
 3. A round times every size of `TIMED_SIZES` once, the smallest first. It ends early at a size that took more than
-   `DEAREST` times as long as the smallest, or that no longer fits the context.
+   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above `backend.most_exact`: the
+   default config takes no larger steps.
 4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
    and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
 5. If most sizes were clearly slower in their second-fastest round, the machine was busy. Such a curve is used, but the
@@ -191,6 +192,11 @@ def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
     return 2 * len(calm) >= len(timed)
 
 
+def worth_timing(backend: Backend) -> list[int]:
+    """The sizes of TIMED_SIZES that the default config may use on this backend."""
+    return [size for size in TIMED_SIZES if size <= (backend.most_exact or size)]
+
+
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
     """Time passes of each size, twice after a warm-up: trees of up to LARGEST_TREE tokens (fewer in a short context) of
     as many sequences as it takes, each with `PREFIX` tokens before its root. Sizes are left out that are above
@@ -337,7 +343,7 @@ def cached(
     if log is not None:
         why = "once per model" if known is None else "again: it was busy the last time"
         log(f"measuring what a step costs on this machine ({why}) ...")
-    cost = measure(backend, hasty=hasty) if measured is None else measured(backend)
+    cost = measure(backend, worth_timing(backend), hasty=hasty) if measured is None else measured(backend)
     cost = cost if known is None else cost.with_faster(known)
     content = {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "calm": cost.calm}
     with suppress(OSError):

@@ -18,12 +18,14 @@ from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.cpu.cells import BLOCK, blocks_for, home
 from lookahead.backends.cpu.describe import Products
+from lookahead.backends.cpu.head import Computed
+from lookahead.backends.cpu.heads import Heads
 from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import cut, invariant_nodes
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.rows import Part, layout
-from lookahead.backends.cpu.session import KERNELS, Computed, Session, usable_threads
-from lookahead.backends.cpu.weights import Weights, check_cpu, weights_of
+from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
+from lookahead.backends.cpu.weights import Array, Weights, check_cpu, weights_of
 from lookahead.backends.support import check_supported, context_length, probe
 
 MOST_ROWS = 256
@@ -46,7 +48,6 @@ class CpuBackend:
         self.model = model
         self.device = torch.device("cpu")
         self.dtype = torch.int8 if int8 else torch.float32
-        self.kernels = KERNELS
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
@@ -54,7 +55,10 @@ class CpuBackend:
         self.most_nodes: int | None = None
         self.most_exact: int | None = None
         self._weights = weights_of(model) if weights is None else weights
-        self._session = Session(self._weights, Int8Products() if int8 else Products(), usable_threads())
+        products, threads = Int8Products() if int8 else Products(), usable_threads()
+        self._session = Session(self._weights, products, threads)
+        self._heads = Heads(self._weights.head, products, threads, screened=not int8)
+        self.kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
         self._buffer = KVBuffer(len(self._weights.layers), self._weights.kv_heads, self._weights.dim)
         self._tables = self._weights.tables(1)
         self._lane: dict[int, int] = {}
@@ -173,13 +177,14 @@ class CpuBackend:
         inputs = layout(parts, blocks, weights.kv_heads, weights.heads // weights.kv_heads, weights.windows)
         positions = inputs.pop("positions")
         inputs["cosine"], inputs["sine"] = self._rotary(positions)
-        top = min(max(1, *(item.top for item in items)) if items else 1, weights.head.shape[0])
-        inputs["top"] = np.array([top], dtype=np.int64)
-        computed = self._session.run(inputs, self._buffer, first, lanes, blocks)
+        hidden = self._session.run(inputs, self._buffer, first, lanes, blocks)
+        trees = [item for item in items if item.tree.tokens]
+        top = min(max([1, *(item.top for item in trees)]), len(weights.head))
+        computed = self._heads.run(hidden, top, logits=any(map(_reads_logits, trees))) if trees else None
         outputs, start = {}, 0
         for part in parts:
             item = part.item
-            if not item.tree.tokens:
+            if computed is None or not item.tree.tokens:
                 self._length[item.slot] += len(item.trail)
                 continue
             self._last[item.slot] = part
@@ -196,25 +201,35 @@ class CpuBackend:
         return cosine[positions], sine[positions]
 
 
+def _reads_logits(item: StepInput) -> bool:
+    """Whether an input's output takes more than the argmax and the top tokens of its rows."""
+    return bool(item.logits or item.logprobs is not None or item.adjustment is not None or not item.sampling.greedy)
+
+
 def _output(item: StepInput, computed: Computed, start: int) -> StepOutput:
-    """One input's part of what a run computed, from row `start` of its needed ones on."""
+    """One input's part of what a head computed, from row `start` of its needed ones on."""
     rows = slice(start, start + len(item.tree.needed))
+    ids, values, total = computed.ids[rows], computed.values[rows], computed.total[rows]
+    if not _reads_logits(item) or computed.logits is None:
+        return StepOutput(ids[:, 0].tolist(), _levels(ids, values, total, item.top))
     logits = computed.logits[rows]
-    if item.adjustment is not None:
-        scores = item.adjusted(logits)
-        targets = pick(scores, item.sampling, item.uniforms).tolist()
-    elif item.sampling.greedy:
-        targets = computed.ids[rows, 0].tolist()
+    scores = item.adjusted(logits)
+    if item.adjustment is None:
+        drawn = ids[:, 0] if item.sampling.greedy else pick(logits, item.sampling, item.uniforms)
+        top = _levels(ids, values, total, item.top)
     else:
-        targets = pick(logits, item.sampling, item.uniforms).tolist()
-    top = None
-    if item.top and item.adjustment is not None:
-        top = top_tokens(scores, item.top).numpy()
-    elif item.top:
-        ids, values = computed.ids[rows, : item.top], computed.values[rows, : item.top]
-        log2 = (values - values[:, :1] - np.log(computed.total[rows])) / np.float32(np.log(2))
-        top = np.concatenate([ids, np.clip(-2 * log2, 0, LEVELS - 1)], axis=1).astype(np.int32)
+        drawn = pick(scores, item.sampling, item.uniforms)
+        top = top_tokens(scores, item.top).numpy() if item.top else None
+    targets = drawn.tolist()
     output = StepOutput(targets, top, logits.clone() if item.logits else None)
     if item.logprobs is not None:
         output.likely, output.logprobs = log_probs(logits, torch.tensor(targets), item.logprobs)
     return output
+
+
+def _levels(ids: np.ndarray[Any, Any], values: Array, total: Array, top: int) -> np.ndarray[Any, Any] | None:
+    """The first `top` tokens of each row and their probability levels, as `sampling.top_tokens` has them."""
+    if not top:
+        return None
+    log2 = (values[:, :top] - values[:, :1] - np.log(total)) / np.float32(np.log(2))
+    return np.concatenate([ids[:, :top], np.clip(-2 * log2, 0, LEVELS - 1)], axis=1).astype(np.int32)

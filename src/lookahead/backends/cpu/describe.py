@@ -1,4 +1,4 @@
-"""The model's step as an ONNX model: rows of tokens in, logits of the needed ones out, K/V written in place.
+"""The model's step as an ONNX model: rows of tokens in, hidden states of the needed ones out, K/V written in place.
 
 Inputs (R rows; L lanes of at most P rows each; B blocks; N needed rows; G query heads share a K/V head):
 
@@ -10,12 +10,11 @@ Inputs (R rows; L lanes of at most P rows each; B blocks; N needed rows; G query
     unpadded [R]          where a row stands among the L P places
     mask_w [L, B, 1, G P, BLOCK]  0 where a row sees a cell, HIDDEN elsewhere; one for each sliding window w
     ones [2, B]           ones, by which blocks are added up
-    needed [N]            the rows whose logits are computed
-    top [1]               how many top tokens to return
+    needed [N]            the rows that a head computes logits of
     keys_i, values_i      layer i's K/V: [L, B, Hkv, BLOCK, D] and [L, B, Hkv, BLOCK, D + 1]
 
-Outputs: logits [N, V]; best_values, best_ids [N, top]; total [N, 1], the sum of exp(logit - best logit); and each
-layer's K/V, which must be bound to the memory of the input: then only the new rows are written.
+Outputs: hidden [N, H], the needed rows' states behind the last norm, from which a head computes logits (see `head` and
+`screen`); and each layer's K/V, which must be bound to the memory of the input: then only the new rows are written.
 
 A row's numbers must not depend on the other rows of its step, bit for bit. Most operations treat rows alone anyway.
 Softmax's own sum is the exception (it adds in lanes of a vector, so a cell's place matters), and so is a product with
@@ -115,13 +114,8 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
         added = products.linear(made, f"{number}.down", inner, layer.down)
     x, last = made.add("Gather", x, "needed"), made.add("Gather", added or x, "needed")
     normed, _ = _add_norm(made, weights, x, last, made.weight("norm", weights.norm))
-    tied = weights.head.ctypes.data == weights.embedding.ctypes.data and weights.head.shape == weights.embedding.shape
-    logits = products.linear(made, "embedding" if tied else "head", normed, Linear(weights.head))
-    made.add_named("Identity", [logits], ["logits"])
-    made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
-    powers = made.add("Exp", made.add("Sub", "logits", made.add("Gather", "best_values", made.constant([0]), axis=1)))
-    made.add_named("ReduceSum", [powers, made.constant([1])], ["total"], keepdims=1)
-    return _file(made, weights), made.arrays
+    made.add_named("Identity", [normed], ["hidden"])
+    return _step_file(made, weights), made.arrays
 
 
 def _add_norm(made: Description, weights: Weights, x: str, added: str | None, gain: str) -> tuple[str, str]:
@@ -189,8 +183,8 @@ def _attention(made: Description, weights: Weights, products: Products, layer: L
     return products.linear(made, f"{number}.out", made.add("Gather", result, "unpadded"), layer.out)
 
 
-def _file(made: Description, weights: Weights) -> bytes:
-    """The serialized model, with its inputs and outputs."""
+def _step_file(made: Description, weights: Weights) -> bytes:
+    """The step's file, with its inputs and outputs."""
     half, group = weights.dim // 2, weights.heads // weights.kv_heads
     value = helper.make_tensor_value_info
     inputs = [
@@ -203,20 +197,19 @@ def _file(made: Description, weights: Weights) -> bytes:
         value("unpadded", INT64, ["R"]),
         value("ones", FLOAT, [2, "B"]),
         value("needed", INT64, ["N"]),
-        value("top", INT64, [1]),
         *(value(f"mask_{w}", FLOAT, ["L", "B", 1, f"{group}P", BLOCK]) for w in weights.windows),
     ]
-    outputs = [
-        value("logits", FLOAT, None),
-        value("best_values", FLOAT, None),
-        value("best_ids", INT64, None),
-        value("total", FLOAT, None),
-    ]
+    outputs = [value("hidden", FLOAT, None)]
     for number in range(len(weights.layers)):
         for name, width in ((f"keys_{number}", weights.dim), (f"values_{number}", weights.dim + 1)):
             shape: list[str | int | None] = ["L", "B", weights.kv_heads, BLOCK, width]
             inputs.append(value(name, FLOAT, shape))
             outputs.append(value(f"{name}_out", FLOAT, shape))
+    return onnx_file(made, inputs, outputs)
+
+
+def onnx_file(made: Description, inputs: list[Any], outputs: list[Any]) -> bytes:
+    """The serialized model."""
     graph = helper.make_graph(made.nodes, "step", inputs, outputs, made.initializers)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
     file: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()

@@ -27,31 +27,42 @@ class Int8Products(Products):
     """Linear layers in int8. Their weights are copies, a quarter as large as the model's own."""
 
     def linear(self, made: Description, name: str, x: str, linear: Linear) -> str:
-        quantised, scales = quantise(linear.matrix)
-        zero: Any = np.int8(0)
-        if not signed_products_are_exact():
-            quantised, zero = (quantised.astype(np.int16) + MIDDLE).astype(np.uint8), np.uint8(MIDDLE)
-        # 1. Quantise the rows: x / largest * 127, rounded, as unsigned bytes around 128.
-        largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
-        largest = made.add("Max", largest, made.constant(1e-30, np.float32))
-        scaled = made.add("Mul", x, made.add("Div", made.constant(LEVELS, np.float32), largest))
-        shifted = made.add("Add", made.add("Round", scaled), made.constant(MIDDLE, np.float32))
-        rows = made.add("Cast", shifted, to=onnx.TensorProto.UINT8)
+        # 1. Quantise the rows.
+        rounded, largest = quantised_rows(made, x)
         # 2. Multiply the integers, then both scales.
-        result: str = made.add(
-            "MatMulIntegerToFloat",
-            rows,
-            made.weight(f"{name}.int8", quantised),
-            made.constant(1, np.float32),
-            made.weight(f"{name}.scales", scales / np.float32(LEVELS)),
-            made.constant(MIDDLE, np.uint8),
-            made.constant(zero, zero.dtype),
-            domain=MICROSOFT,
-        )
+        quantised, scales = quantise(linear.matrix)
+        result = integer_product(made, name, rounded, quantised, scales / np.float32(LEVELS))
         result = made.add("Mul", result, largest)
         if linear.bias is not None:
             result = made.add("Add", result, made.weight(f"{name}.bias", linear.bias))
         return result
+
+
+def quantised_rows(made: Description, x: str) -> tuple[str, str]:
+    """Rows [R, in] as whole numbers: x / largest * 127, rounded. Returns them, as floats, and `largest` [R, 1]."""
+    largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
+    largest = made.add("Max", largest, made.constant(1e-30, np.float32))
+    scaled = made.add("Mul", x, made.add("Div", made.constant(LEVELS, np.float32), largest))
+    return made.add("Round", scaled), largest
+
+
+def integer_product(made: Description, name: str, rounded: str, quantised: np.ndarray[Any, Any], scales: Array) -> str:
+    """Rows [R, in] of whole numbers up to 127, times int8 weights [in, out], times the scales [out]: [R, out]."""
+    zero: Any = np.int8(0)
+    if not signed_products_are_exact():
+        quantised, zero = (quantised.astype(np.int16) + MIDDLE).astype(np.uint8), np.uint8(MIDDLE)
+    shifted = made.add("Add", rounded, made.constant(MIDDLE, np.float32))
+    result: str = made.add(
+        "MatMulIntegerToFloat",
+        made.add("Cast", shifted, to=onnx.TensorProto.UINT8),
+        made.weight(f"{name}.int8", quantised),
+        made.constant(1, np.float32),
+        made.weight(f"{name}.scales", scales),
+        made.constant(MIDDLE, np.uint8),
+        made.constant(zero, zero.dtype),
+        domain=MICROSOFT,
+    )
+    return result
 
 
 def quantise(matrix: Array) -> tuple[np.ndarray[Any, Any], Array]:

@@ -1,11 +1,10 @@
-"""One ONNX Runtime session: the described step, bound to the memory of the K/V buffer."""
+"""ONNX Runtime sessions, and the one of the step: it is bound to the memory of the K/V buffer."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,62 +14,50 @@ import torch
 
 from lookahead.backends.cpu.describe import Products, describe
 from lookahead.backends.cpu.kv import KVBuffer
-from lookahead.backends.cpu.weights import Weights
+from lookahead.backends.cpu.weights import Array, Weights
 
 KERNELS = f"onnxruntime {onnxruntime.__version__}"
 """What computes a step. How long one takes depends on it."""
 
 
-@dataclass(frozen=True)
-class Computed:
-    """What a run computed for its N needed rows: logits [N, V], the values and ids [N, top] of the top tokens, best
-    first, and the sum [N, 1] of exp(logit - best logit). The logits are overwritten by the next run."""
-
-    logits: torch.Tensor
-    values: np.ndarray[Any, Any]
-    ids: np.ndarray[Any, Any]
-    total: np.ndarray[Any, Any]
+def start(file: bytes, arrays: Mapping[str, np.ndarray[Any, Any]], threads: int) -> onnxruntime.InferenceSession:
+    """A session of an ONNX model. `arrays` are the weights that its file names."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.enable_mem_pattern = False  # it plans memory for one shape of inputs, and ours change
+    options.log_severity_level = 3
+    # A thread that waits must not spin: with a busy neighbour it would take the time of a thread that works.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # The arena gains nothing here, and keeps hundreds of megabytes: it doubles its size each time that it grows.
+    options.enable_cpu_mem_arena = False
+    kept = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+    options.add_external_initializers(list(kept), list(kept.values()))
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
 class Session:
-    """Runs steps of one model."""
+    """Runs steps of one model, up to the hidden states."""
 
     def __init__(self, weights: Weights, products: Products, threads: int) -> None:
-        file, arrays = describe(weights, products)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.enable_mem_pattern = False  # it plans memory for one shape of inputs, and ours change
-        options.log_severity_level = 3
-        # A thread that waits must not spin: with a busy neighbour it would take the time of a thread that works.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # The arena gains nothing here, and keeps hundreds of megabytes: it doubles its size each time that it grows.
-        options.enable_cpu_mem_arena = False
-        kept = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-        options.add_external_initializers(list(kept), list(kept.values()))
-        self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self._session = start(*describe(weights, products), threads)
         self._embedding = weights.embedding  # the session reads it in place
         self._layers = len(weights.layers)
         self._binding = self._session.io_binding()
         self._bound: Any = None
-        self._logits = torch.empty(0, weights.head.shape[0])
 
-    def run(self, inputs: Mapping[str, np.ndarray[Any, Any]], kv: KVBuffer, first: int, lanes: int, blocks: int) -> Any:
-        """Run a step on the lanes from `first` on. See `describe` for the inputs."""
+    def run(
+        self, inputs: Mapping[str, np.ndarray[Any, Any]], kv: KVBuffer, first: int, lanes: int, blocks: int
+    ) -> Array:
+        """Run a step on the lanes from `first` on. Returns the needed rows' hidden states [N, H]. See `describe` for
+        the inputs."""
         self._bind_kv(kv, first, lanes, blocks)
-        binding, needed = self._binding, len(inputs["needed"])
         for name, array in inputs.items():
-            binding.bind_cpu_input(name, array)
-        if len(self._logits) < needed:
-            self._logits = self._logits.new_empty(needed, self._logits.shape[1])
-        logits = self._logits[:needed]
-        binding.bind_output("logits", "cpu", 0, np.float32, tuple(logits.shape), logits.data_ptr())
-        for name in ("best_values", "best_ids", "total"):
-            binding.bind_output(name, "cpu")
-        self._session.run_with_iobinding(binding)
-        outputs = binding.get_outputs_as_ortvaluevector()
-        values, ids, total = (outputs[i].numpy() for i in (1, 2, 3))
-        return Computed(logits, values, ids, total)
+            self._binding.bind_cpu_input(name, array)
+        self._binding.bind_output("hidden", "cpu")
+        self._session.run_with_iobinding(self._binding)
+        hidden: Array = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
+        return hidden
 
     def _bind_kv(self, kv: KVBuffer, first: int, lanes: int, blocks: int) -> None:
         """Bind every layer's K/V as input and as output, so that new rows are written in place.
@@ -83,8 +70,7 @@ class Session:
             return
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
-        for output in ("logits", "best_values", "best_ids", "total"):  # outputs come in the order of their binding
-            self._binding.bind_output(output, "cpu")
+        self._binding.bind_output("hidden", "cpu")  # outputs come in the order of their binding
         for number in range(self._layers):
             for name, tensor in ((f"keys_{number}", kv.keys), (f"values_{number}", kv.values)):
                 shape = (lanes, blocks, *tensor.shape[3:])

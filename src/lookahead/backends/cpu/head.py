@@ -1,0 +1,77 @@
+"""The full head: hidden states -> all logits and the top tokens, as an ONNX model of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from onnx import helper
+
+from lookahead.backends.cpu.describe import FLOAT, INT64, Description, Products, onnx_file
+from lookahead.backends.cpu.session import start
+from lookahead.backends.cpu.weights import Array, Linear
+
+OUTPUTS = ("best_values", "best_ids", "total")
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a head computed for N rows.
+
+    `values` and `ids` [N, top] are the logits and the tokens of the top ones, best first, the lowest id first among
+    equals. `total` [N, 1] is the sum of exp(logit - best logit). `logits` [N, V] are overwritten by the next run; the
+    screened head has none.
+    """
+
+    values: Array
+    ids: np.ndarray[Any, Any]
+    total: Array
+    logits: torch.Tensor | None = None
+
+
+class Head:
+    """Computes all logits."""
+
+    def __init__(self, matrix: Array, products: Products, threads: int) -> None:
+        """`matrix` [V, H] are the head's weights."""
+        self._session = start(*describe_head(matrix, products), threads)
+        self._binding = self._session.io_binding()
+        self._logits = torch.empty(0, len(matrix))
+
+    def run(self, hidden: Array, top: int) -> Computed:
+        """Hidden states [N, H] -> logits, and the top tokens of each row."""
+        if len(self._logits) < len(hidden):
+            self._logits = self._logits.new_empty(len(hidden), self._logits.shape[1])
+        logits = self._logits[: len(hidden)]
+        binding = self._binding
+        binding.bind_cpu_input("hidden", hidden)
+        binding.bind_cpu_input("top", np.array([top], dtype=np.int64))
+        for name in OUTPUTS:
+            binding.bind_output(name, "cpu")
+        binding.bind_output("logits", "cpu", 0, np.float32, tuple(logits.shape), logits.data_ptr())
+        self._session.run_with_iobinding(binding)
+        outputs = binding.get_outputs_as_ortvaluevector()
+        values, ids, total = (outputs[i].numpy() for i in range(len(OUTPUTS)))
+        return Computed(values, ids, total, logits)
+
+
+def describe_head(matrix: Array, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+    """The ONNX file of the full head, and the arrays of the weights that it names."""
+    made = Description()
+    logits = products.linear(made, "head", "hidden", Linear(matrix))
+    made.add_named("Identity", [logits], ["logits"])
+    made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
+    add_total(made, "logits")
+    value = helper.make_tensor_value_info
+    inputs = [value("hidden", FLOAT, ["N", matrix.shape[1]]), value("top", INT64, [1])]
+    kinds = {"best_ids": INT64}
+    outputs = [value(name, kinds.get(name, FLOAT), None) for name in (*OUTPUTS, "logits")]
+    return onnx_file(made, inputs, outputs), made.arrays
+
+
+def add_total(made: Description, logits: str) -> None:
+    """Add the output `total`, for the rows whose best logits are in `best_values`."""
+    powers = made.add("Exp", made.add("Sub", logits, made.add("Gather", "best_values", made.constant([0]), axis=1)))
+    made.add_named("ReduceSum", [powers, made.constant([1])], ["total"], keepdims=1)

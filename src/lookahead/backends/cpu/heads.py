@@ -1,0 +1,41 @@
+"""Which head computes a run: the screened one, if the argmax and top tokens are enough, else the full one.
+
+Both give the same argmax (see `screen`), so the choice changes the time of a step and nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lookahead.backends.cpu import screen
+from lookahead.backends.cpu.describe import Products
+from lookahead.backends.cpu.head import Computed, Head
+from lookahead.backends.cpu.invariance import same_bits
+from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED, ScreenedHead
+from lookahead.backends.cpu.weights import Array
+
+
+class Heads:
+    """The full head of a model and, if it pays and is exact here, the screened one (`screened`, else None)."""
+
+    def __init__(self, matrix: Array, products: Products, threads: int, *, screened: bool = True) -> None:
+        """`matrix` [V, H] are the head's weights; `screened=False` is for products that are not in fp32."""
+        self.full = Head(matrix, products, threads)
+        self.screened: ScreenedHead | None = None
+        if screened and matrix.size >= screen.LEAST_WEIGHTS and len(matrix) > CANDIDATES:
+            made = ScreenedHead(matrix, threads)
+            exact = same_bits(self.full, made, matrix.shape[1], MOST_SCREENED, CANDIDATES)
+            self.screened = made if exact else None
+
+    def run(self, hidden: Array, top: int, *, logits: bool) -> Computed:
+        """Hidden states [N, H] -> the top tokens of each row, and with `logits` all logits, too."""
+        if logits or self.screened is None or len(hidden) > MOST_SCREENED or top > CANDIDATES:
+            return self.full.run(hidden, top)
+        computed, certain = self.screened.run(hidden, top)
+        if certain.all():
+            return computed
+        doubtful = np.flatnonzero(~certain)
+        exact = self.full.run(hidden[doubtful], top)
+        computed.values[doubtful], computed.ids[doubtful] = exact.values, exact.ids
+        computed.total[doubtful] = exact.total
+        return computed
