@@ -59,7 +59,7 @@ class Service:
         self._probing: Ticket | None = None
         self.keeper: Keeper | None = None
         if settings.memory_folder is not None:
-            owners = list(dict.fromkeys(self.keys.owners))
+            owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
             self.keeper = Keeper(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
         model.engine.watch = self.metrics.step
