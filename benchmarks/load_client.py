@@ -42,7 +42,7 @@ async def ask(url: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]
             event = json.loads(line[6:])
             if event.get("usage"):
                 usage = event["usage"]
-            elif event.get("choices") and event["choices"][0].get("text"):
+            elif any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event["choices"]):
                 times.append(perf_counter())
     finally:
         writer.close()

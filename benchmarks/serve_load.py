@@ -53,12 +53,13 @@ def bodies(model: LookaheadModel, texts: Sequence[str], tokens: int) -> list[dic
 class Served:
     """A server in this process, and clients in another."""
 
-    def __init__(self, model: LookaheadModel, concurrency: int) -> None:
+    def __init__(self, model: LookaheadModel, concurrency: int, path: str = "completions") -> None:
         from lookahead.serve.life import SWITCH_SECONDS, make_server
         from lookahead.serve.settings import ServeSettings
 
         sys.setswitchinterval(SWITCH_SECONDS)
         settings = ServeSettings(port=0, max_concurrency=concurrency, max_queue=4096)
+        self.path = path
         self.server = make_server(model, settings, lambda line: None)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
@@ -66,7 +67,7 @@ class Served:
             sleep(0.01)
 
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
-        order["url"] = f"{self.server.address}/v1/completions"
+        order["url"] = f"{self.server.address}/v1/{self.path}"
         command = [sys.executable, str(HERE / "load_client.py")]
         done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=True)
         return json.loads(done.stdout)

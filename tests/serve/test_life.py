@@ -88,9 +88,9 @@ def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
         jobs = [job(), job()]
         reply = Reply(jobs, 5.0, lambda reply: None)
         reply.wake(jobs[0])
-        found, again = [], True
-        async for piece in reply.pieces():
-            found.append(piece)
+        found, again = list[Any](), True
+        while (pieces := await reply.next()) is not None:
+            found += pieces
             if again:
                 again = False
                 reply.wake(jobs[0])

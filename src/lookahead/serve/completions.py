@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.errors import bad_request
+from lookahead.serve.errors import ApiError, bad_request
 from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.protocol import CompletionBody
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
-from lookahead.serve.stream import COMMENT, EventStream, event, guarded, whole
+from lookahead.serve.stream import DONE, EventStream, Template, event, whole
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
@@ -34,7 +33,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     reply = await service.open(lambda: asks_of(body, service, owner), len(await request.body()))
     format = Format(service, body, reply)
     if body.stream:
-        return EventStream(reply, guarded(format.events()))
+        return EventStream(reply, format, service.settings.keep_alive)
     return JSONResponse(format.whole(await whole(reply, request)))
 
 
@@ -72,6 +71,8 @@ class Format:
         self.service, self.body, self.reply = service, body, reply
         self.head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": service.name}
         self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._plain: dict[int, Template] = {}
 
     def whole(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         choices = []
@@ -86,20 +87,33 @@ class Format:
             choices.append(self._choice(joined, first=True))
         return {**self.head, "choices": choices, "usage": usage_of(self.reply.jobs)}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        begun: set[int] = set()
+    def first(self) -> bytes:
+        return b""
+
+    def news(self, piece: Piece) -> bytes:
+        index = piece.job.index
+        if index in self._plain and piece.finish_reason is None:
+            return self._plain[index](piece.text) if piece.text else b""
+        begins = index not in self._begun
+        self._begun.add(index)
+        if self.body.logprobs is None:  # from now on only the text changes
+            self._plain[index] = Template(lambda text: self._chunk(_record(index, text)))
+        told = piece.text or piece.finish_reason or (begins and self.body.echo)
+        if not told and (self.body.logprobs is None or not piece.tokens):
+            return b""
+        return event(self._chunk(self._choice(piece, begins)))
+
+    def last(self) -> bytes:
         options = self.body.stream_options
-        async for piece in self.reply.pieces(self.service.settings.keep_alive):
-            if piece is None:
-                yield COMMENT
-                continue
-            first = piece.job.index not in begun
-            begun.add(piece.job.index)
-            echoed = first and self.body.echo
-            if piece.text or piece.finish_reason or echoed or (self.body.logprobs is not None and piece.tokens):
-                yield event({**self.head, "choices": [self._choice(piece, first)]})
-        if options is not None and options.include_usage:
-            yield event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)})
+        if options is None or not options.include_usage:
+            return DONE
+        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self.head, "choices": [choice]}
 
     def _choice(self, piece: Piece, first: bool) -> dict[str, Any]:
         text, logprobs = piece.text, None
@@ -111,4 +125,8 @@ class Format:
             offset = self._offsets.get(piece.job.index, 0)
             logprobs = self.service.spelling.completion(piece.tokens, piece.logprobs, offset)
             self._offsets[piece.job.index] = offset + sum(map(len, logprobs["tokens"]))
-        return {"index": piece.job.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return _record(piece.job.index, text, logprobs, piece.finish_reason)
+
+
+def _record(index: int, text: str, logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

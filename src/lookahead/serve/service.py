@@ -173,8 +173,7 @@ class Service:
     def fail_all(self, error: ApiError) -> None:
         """Tell every reply that is still on its way that it ends with this error."""
         for reply in list(self.replies):
-            reply.failure = error
-            reply.wake()
+            reply.fail(error)
 
     async def close(self) -> None:
         if self.keeper is not None:
