@@ -74,8 +74,7 @@ class Job:
         for event in events:
             reason = event.finish_reason
             kept = event.tokens[:-1] if reason == "eos" else event.tokens
-            for token in kept:
-                self.text.push_token(token)
+            self.text.push_tokens(kept)
             tokens += kept
             logprobs += (event.logprobs or [])[: len(kept)]
             self.tried += event.tried

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from lookahead.engine.byte_text import byte_of_mark
 from lookahead.engine.request import TokenLogprobs
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -61,12 +62,3 @@ class Spelling:
             "top_logprobs": [{self.of(t)[0]: max(LEAST, value) for t, value in one.top} for one in found],
             "text_offset": offsets,
         }
-
-
-@lru_cache(1)
-def byte_of_mark() -> dict[str, int]:
-    """The characters by which byte-level vocabularies spell bytes: printable ones stand for themselves, and the others
-    for characters from U+0100 on, in order."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
