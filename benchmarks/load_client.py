@@ -42,6 +42,9 @@ async def ask(url: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]
             event = json.loads(line[6:])
             if event.get("usage"):
                 usage = event["usage"]
+            elif "error" in event:
+                status = 500
+                print(event, file=sys.stderr)
             elif any(choice.get("text") or choice.get("delta", {}).get("content") for choice in event["choices"]):
                 times.append(perf_counter())
     finally:

@@ -69,7 +69,7 @@ class Served:
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
         order["url"] = f"{self.server.address}/v1/{self.path}"
         command = [sys.executable, str(HERE / "load_client.py")]
-        done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=True)
+        done = subprocess.run(command, input=json.dumps(order), stdout=subprocess.PIPE, text=True, check=True)
         return json.loads(done.stdout)
 
     def close(self) -> None:

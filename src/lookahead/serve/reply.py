@@ -98,13 +98,16 @@ class Reply:
             return None
         done = ticket.done  # asked before the events are taken: after the end come no more
         events = ticket.take()
+        error = ticket.error if done else None
+        if events and events[-1].finish_reason is not None:  # the last event comes a moment before `done`
+            done, error = True, events[-1].error
+        elif done and error is None:
+            error = self.failure or unavailable("the request was cancelled")
         if done:
             job.over = True
             self._running -= 1
-        if done and ticket.error is not None:
-            raise internal(ticket.error)
-        if done and not (events and events[-1].finish_reason):
-            raise self.failure or unavailable("the request was cancelled")
+        if error is not None:
+            raise error if isinstance(error, ApiError) else internal(error)
         return job.read(events) if events else None
 
     async def _news(self, seconds: float) -> None:
