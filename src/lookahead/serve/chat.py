@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,16 +48,10 @@ async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Req
 
 def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
     """The grammar that the reply must follow, if any."""
-    grammar = box.grammar()
     asked = None if body.response_format is None else schema_of(body.response_format)
-    if asked is not None and box.tools:
-        raise bad_request("response_format and tools do not go together; drop one", "response_format")
-    if asked is not None:
-        grammar = json_grammar(asked)
-    for name in ("ignore_eos", "min_tokens"):
-        if grammar is not None and getattr(body, name):
-            raise bad_request(f"{name} does not go with a grammar, which says itself where the text ends", name)
-    return grammar
+    if box.tools:
+        return box.grammar(asked)
+    return None if asked is None else json_grammar(asked)
 
 
 def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
@@ -76,7 +71,10 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
         raise bad_request(f"messages: {error}", "messages") from error
     config = config_of(body.lookahead, model)
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    rules = rules_of(prompt, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
+    ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
+    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least)
+    if grammar is not None:  # its mask keeps the end away, as long as the grammar can go on
+        rules, least = replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
     predicted: list[int] = []
     if body.prediction is not None:
         predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])
@@ -90,8 +88,9 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
             rules,
             owner,
             stops,
-            mask=None if grammar is None else service.grammars.mask(grammar),
+            mask=None if grammar is None else service.grammars.mask(grammar, least),
             prediction=predicted,
+            unsearched=body.min_tokens or 0,
         )
         for sampling in samplings
     ]

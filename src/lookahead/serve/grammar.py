@@ -37,9 +37,10 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(self._compile)
 
-    def mask(self, grammar: str) -> GrammarMask:
-        """A fresh mask for one sequence. Raises a 400 if the grammar cannot be compiled."""
-        return GrammarMask(self._compiled(grammar).deep_copy(), self._model.backend.vocab_size, self._model.stop_ids)
+    def mask(self, grammar: str, least: int = 0) -> GrammarMask:
+        """A fresh mask for one sequence of at least so many tokens. Raises a 400 if the grammar cannot be compiled."""
+        matcher = self._compiled(grammar).deep_copy()
+        return GrammarMask(matcher, self._model.backend.vocab_size, self._model.stop_ids, least)
 
     def _compile(self, grammar: str) -> LLMatcher:
         """It takes long, and the first time longer."""
@@ -78,16 +79,23 @@ def embedded_json(schema: dict[str, Any]) -> str:
 
 
 class GrammarMask:
-    """A `TokenMask` that follows a grammar along the text."""
+    """A `TokenMask` that follows a grammar along the text.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    Before `least` tokens the text ends only where the grammar allows nothing else.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int], least: int = 0) -> None:
+        self._matcher, self._ends, self._least = matcher, ends, least
         self._words = (vocabulary + 31) // 32
+        self._others = np.full(self._words, ALL, dtype=np.uint32)  # all tokens but the ends
+        for token in ends:
+            self._others[token >> 5] &= ~np.uint32(1 << (token & 31))
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
         """The allowed tokens after the root and after every guess that is allowed itself."""
         rows = np.full((len(tree.needed), self._words), ALL, dtype=np.uint32)
-        self._fill(rows[0])
+        first = len(sequence.tokens) - sequence.prompt_tokens  # the place of the root's target in the output
+        self._fill(rows[0], first)
         consumed = 0
         left = self._allowed_below(tree, 0, rows[0])
         while left:
@@ -98,7 +106,7 @@ class GrammarMask:
             self._matcher.consume_token(tree.tokens[guess])
             consumed = depth
             row = rows[tree.place(guess)]
-            self._fill(row)
+            self._fill(row, first + depth)
             left += self._allowed_below(tree, guess, row)
         if consumed:
             self._matcher.rollback(consumed)
@@ -119,8 +127,13 @@ class GrammarMask:
             if tokens[guess] not in self._ends and int(row[tokens[guess] >> 5]) >> (tokens[guess] & 31) & 1
         ]
 
-    def _fill(self, row: npt.NDArray[np.uint32]) -> None:
+    def _fill(self, row: npt.NDArray[np.uint32], place: int) -> None:
+        """Write the tokens that are allowed at this place of the output."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if place < self._least:
+            goes_on = row & self._others
+            if goes_on.any():
+                row[:] = goes_on
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -49,8 +49,12 @@ class Spelling:
         text, raw = self.of(token)
         return {"token": text, "logprob": max(LEAST, logprob), "bytes": raw}
 
-    def completion(self, tokens: Sequence[int], found: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """Log-probabilities as completions have them. `offset` is where the text of the first token begins."""
+    def _likeliest(self, one: TokenLogprobs) -> dict[str, float]:
+        return {self.of(token)[0]: max(LEAST, value) for token, value in one.top}
+
+    def completion(self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
+        """Log-probabilities as completions have them. `offset` is where the text of the first token begins. None
+        stands for those of a prompt's first token, which follows nothing."""
         texts = [self.of(token)[0] for token in tokens]
         offsets = []
         for text in texts:
@@ -58,7 +62,7 @@ class Spelling:
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [max(LEAST, one.logprob) for one in found],
-            "top_logprobs": [{self.of(t)[0]: max(LEAST, value) for t, value in one.top} for one in found],
+            "token_logprobs": [None if one is None else max(LEAST, one.logprob) for one in found],
+            "top_logprobs": [None if one is None else self._likeliest(one) for one in found],
             "text_offset": offsets,
         }
