@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from http_server import Running, running
 
+from lookahead.serve.grammar import closed
 from lookahead.serve.protocol import Tool
 from lookahead.serve.tools import Toolbox, style_of
 
@@ -177,6 +178,35 @@ def test_strict_tools_hold_once_a_call_has_begun(json_server: Running) -> None:
     strict = {**ADD, "function": {**ADD["function"], "strict": True}}
     body = {"tools": [strict], "max_tokens": 30, "temperature": 1.0, "seed": 1}
     assert chat(json_server, **body)["choices"] == chat(json_server, **body, lookahead=False)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "shut"),
+    [
+        ({"type": "object", "properties": {"a": {}}}, True),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, False),
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, False),
+        ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["b"]}]}, False),
+        ({"type": "object"}, False),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, False),
+        ({"const": {"properties": {"a": 1}}}, False),
+    ],
+)
+def test_objects_are_closed_unless_their_schema_says_otherwise(schema: dict[str, Any], shut: bool) -> None:
+    inner = {"type": "array", "items": schema}
+    found = closed({"type": "object", "properties": {"properties": inner}})
+    assert found["properties"].keys() == {"properties"}  # that is this property's name
+    assert found["properties"]["properties"]["items"] == ({**schema, "additionalProperties": False} if shut else schema)
+    assert found.get("additionalProperties") == (None if "allOf" in schema else False)
+
+
+def test_a_model_that_must_call_invents_no_arguments(json_server: Running) -> None:
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}}}
+    body = {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "max_tokens": 200}
+    for seed in range(2):
+        reply = chat(json_server, **body, parallel_tool_calls=False, temperature=1.5, seed=seed)
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) in ({}, {"a": 1}, {"a": 2})
 
 
 PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}

@@ -68,14 +68,47 @@ def refusal(why: str) -> ApiError:
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of JSON texts that fit a schema."""
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(closed(schema), overrides=COMPACT)  # type: ignore[arg-type]
     except ValueError as error:
         raise refusal(str(error)) from error
 
 
 def embedded_json(schema: dict[str, Any]) -> str:
     """A schema as a part of a Lark grammar."""
-    return "%json " + json.dumps({**schema, "x-guidance": COMPACT})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": COMPACT})
+
+
+COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "patternProperties", "unevaluatedProperties"}
+"""What may give an object more properties than those that stand beside it."""
+
+
+def closed(schema: Any) -> Any:
+    """The schema with objects that have no properties but those they name, where it does not say otherwise.
+
+    What fits it fits the schema as it was. A small model would invent properties until its tokens are spent. A schema
+    with an `allOf` is left as it is, because its parts have to fit the same object.
+    """
+    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _closed_part(name, part) for name, part in schema.items()}
+    names = schema.get("properties")
+    if isinstance(names, dict) and names and not COMBINED & schema.keys():
+        required = schema.get("required") or ()
+        if isinstance(required, (list, tuple)) and set(map(str, required)) <= names.keys():
+            found.setdefault("additionalProperties", False)
+    return found
+
+
+def _closed_part(keyword: str, value: Any) -> Any:
+    if keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):  # names and their schemas
+        return {name: _closed(part) for name, part in value.items()}
+    return value if keyword in ("const", "enum", "default", "examples") else _closed(value)
 
 
 class GrammarMask:
