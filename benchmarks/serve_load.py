@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="how often those are measured, in turn")
     parser.add_argument("--rates", type=numbers, default=[], help="requests per second of the open loop")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for which a cell sends new requests")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for which a cell sends new requests")
     parser.add_argument("--warm", type=float, default=0.3, help="the same, before anything is measured")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument(

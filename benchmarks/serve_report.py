@@ -101,8 +101,9 @@ def plot(records: Records, path: Path) -> bool:
                 label = way if part is None else f"{way} p{(50, 99)[part]}"
                 shown = [(load, value) for load, value in points if value is not None]
                 axes.plot(*zip(*shown, strict=True), style, marker="o", color=COLORS[way], label=label)
-        axes.set(title=title, xlabel="streams", xscale="log", yscale="log")
+        axes.set(title=title, xlabel="streams", xscale="log")
         axes.set_xticks(loads(records, "closed"), [f"{load:g}" for load in loads(records, "closed")])
+        axes.set_ylim(bottom=0)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
