@@ -79,12 +79,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--profile", action="store_true", help="show where the event loop's time goes")
-    parser.add_argument("--uvloop", action="store_true")
     args = parser.parse_args()
-    if args.uvloop:
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     model = load(backend="eager")
     player = Player(model, args.pause)
     model.front._core.engine = player  # type: ignore[assignment]
