@@ -22,7 +22,7 @@ def shrink(model: LookaheadModel, pages: int) -> LookaheadModel:
     backend: Any = model.backend
     if not hasattr(backend, "pool"):
         raise SystemExit(f"--crosstalk needs the graph backend, not {type(backend).__name__}; give --backend graph")
-    backend.pool = PagePool(min(pages, backend.pool.pages), backend.pool.page_size)
+    backend._slots.pool = PagePool(min(pages, backend.pool.pages), backend.pool.page_size)
     cost = model.engine.cost
     model.front.close()
     model.engine = Engine(backend, cost=cost)
