@@ -95,13 +95,15 @@ def test_cors_is_off_unless_configured(guarded: Running, loaded: Any) -> None:
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\nfirst-secret\n\nsecond-secret\n")
-    assert read_keys(path, {}) == KEYS
-    assert read_keys(None, {"LOOKAHEAD_API_KEYS": "first-secret, second-secret"}) == KEYS
-    assert read_keys(None, {}) == ()
+    assert read_keys(path, {}) == (KEYS, frozenset())
+    variable = {"LOOKAHEAD_API_KEYS": "first-secret, second-secret trace"}
+    assert read_keys(None, variable) == (KEYS, {"second-secret"})
+    assert read_keys(None, {}) == ((), frozenset())
     for text, says in (
         ("", "has no key"),
         ("short", "at least 8"),
         ("with a space", "no spaces"),
+        ("long-enough write", "only the word 'trace' may follow it"),
         ("same-same\nsame-same", "a key twice"),
     ):
         path.write_text(text)

@@ -68,11 +68,13 @@ def serve(
     from lookahead.serve.life import serve as run
     from lookahead.serve.settings import ServeSettings
 
+    keys = read_keys(api_key_file, os.environ)
     settings = ServeSettings(
         host=host,
         port=port,
         model_name=served_name,
-        keys=read_keys(api_key_file, os.environ),
+        keys=keys.all,
+        trace_keys=keys.tracing,
         public=allow_public,
         share_memory=share_memory,
         cors_origins=tuple(cors or ()),

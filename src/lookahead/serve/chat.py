@@ -16,6 +16,7 @@ from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
+from lookahead.serve.steps import told, trees_of
 from lookahead.serve.stream import COMMENT, EventStream, event, guarded, whole
 from lookahead.serve.tools import Call, CallReader, Toolbox, spoken, toolbox
 
@@ -82,6 +83,7 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
         predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])
     stops = stops_of(body)
     samplings = sampling_of(body, model, (body.top_logprobs or 0) if body.logprobs else None)
+    trees = trees_of(body, owner, len(samplings))
     return [
         Ask(
             prompt,
@@ -92,6 +94,8 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
             stops,
             mask=None if grammar is None else service.grammars.mask(grammar),
             prediction=predicted,
+            tells_steps=body.tells_steps,
+            trees=trees,
         )
         for sampling in samplings
     ]
@@ -132,8 +136,11 @@ class Format:
             if piece is None:
                 yield COMMENT
                 continue
-            for choice in self._chunks(piece):
-                yield event({**head, "choices": [choice]})
+            about_steps = told(piece, self.service.spelling)
+            silent = [_chunk(piece.job.index, {})] if about_steps else []
+            for choice in self._chunks(piece) or silent:
+                yield event({**head, "choices": [choice], **about_steps})
+                about_steps = {}
         options = self.body.stream_options
         if options is not None and options.include_usage:
             yield event({**head, "choices": [], "usage": usage_of(self.reply.jobs)})

@@ -15,6 +15,7 @@ from lookahead.serve.protocol import CompletionBody
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
+from lookahead.serve.steps import told, trees_of
 from lookahead.serve.stream import COMMENT, EventStream, event, guarded, whole
 
 router = APIRouter()
@@ -43,11 +44,16 @@ def asks_of(body: CompletionBody, service: Service, owner: Any) -> list[Ask]:
     model = service.model
     config, stops = config_of(body.lookahead, model), stops_of(body)
     asks = []
-    for ids in prompts_of(body, service):
+    prompts = prompts_of(body, service)
+    trees = trees_of(body, owner, len(prompts) * (body.n or 1))
+    for ids in prompts:
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         rules = rules_of(ids, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
         samplings = sampling_of(body, model, body.logprobs)
-        asks += [Ask(ids, config, sampling, rules, owner, stops) for sampling in samplings]
+        asks += [
+            Ask(ids, config, sampling, rules, owner, stops, tells_steps=body.tells_steps, trees=trees)
+            for sampling in samplings
+        ]
     return asks
 
 
@@ -96,8 +102,10 @@ class Format:
             first = piece.job.index not in begun
             begun.add(piece.job.index)
             echoed = first and self.body.echo
-            if piece.text or piece.finish_reason or echoed or (self.body.logprobs is not None and piece.tokens):
-                yield event({**self.head, "choices": [self._choice(piece, first)]})
+            about_steps = told(piece, self.service.spelling)
+            logprobs = self.body.logprobs is not None and piece.tokens
+            if piece.text or piece.finish_reason or echoed or logprobs or about_steps:
+                yield event({**self.head, "choices": [self._choice(piece, first)], **about_steps})
         if options is not None and options.include_usage:
             yield event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)})
 

@@ -16,8 +16,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health",)
-"""What needs no key."""
+OPEN_PATHS = ("/health", "/")
+OPEN_FOLDER = "/web/"
+"""What needs no key: the web page and its files hold nothing secret."""
 PATIENCE = 60
 """The most seconds that a client is told to wait before it asks again."""
 
@@ -60,6 +61,11 @@ class Queue:
         return max(1, min(PATIENCE, math.ceil(mean / self._running)))
 
 
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
 class Gate:
     """Middleware in front of all routes: who asks, and whether the body may come in."""
 
@@ -72,7 +78,7 @@ class Gate:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
-            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            if not is_open(scope["path"]) and scope["method"] != "OPTIONS":
                 authorization = headers.get(b"authorization")
                 owner = self.keys.owner(None if authorization is None else authorization.decode("latin-1"))
                 scope.setdefault("state", {})["owner"] = owner

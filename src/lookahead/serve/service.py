@@ -42,7 +42,9 @@ class Service:
     def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
         self.model, self.settings = model, settings
         self.name = settings.model_name or model.name.rstrip("/").rsplit("/", 1)[-1]
-        self.keys = KeyRing(settings.keys, model.memory, settings.share_memory)
+        self.keys = KeyRing(
+            settings.keys, model.memory, settings.share_memory, settings.trace_keys, open_trace=not settings.public
+        )
         self.queue = Queue(settings.max_concurrency, settings.max_queue)
         self.metrics = Metrics(self.name)
         self.grammars = Grammars(model)
@@ -59,7 +61,7 @@ class Service:
         self._probing: Ticket | None = None
         self.keeper: Keeper | None = None
         if settings.memory_folder is not None:
-            owners = list(dict.fromkeys(self.keys.owners))
+            owners = list({owner.file: owner for owner in self.keys.owners}.values())
             self.keeper = Keeper(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
         model.engine.watch = self.metrics.step

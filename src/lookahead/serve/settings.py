@@ -16,13 +16,15 @@ class ServeSettings:
     in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent before
     it carries a comment. `share_memory` lets all keys share the prefix cache and the recycled successors.
     `memory_folder` keeps these successors over restarts; None keeps nothing. `public` allows an address that others can
-    reach without any key. `log_prompts` writes prompts to the log.
+    reach without any key. `log_prompts` writes prompts to the log. `trace_keys` are those of the `keys` that may see
+    token trees.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str | None = None
     keys: tuple[str, ...] = field(default=(), repr=False)
+    trace_keys: frozenset[str] = field(default=frozenset(), repr=False)
     public: bool = False
     share_memory: bool = False
     cors_origins: tuple[str, ...] = ()
