@@ -42,6 +42,7 @@ export function startChat() {
   byId("stop").addEventListener("click", stop);
   byId("new-chat").addEventListener("click", () => open(newConversation()));
   byId("show-shelf").addEventListener("click", () => showShelf(!byId("shelf").classList.contains("open")));
+  byId("hide-shelf").addEventListener("click", () => showShelf(false));
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") stop();
   });

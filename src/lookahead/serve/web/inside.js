@@ -8,7 +8,6 @@ import { Steps, tell } from "./steps.js";
 import { drawTree, nodesOf, seenBy, spelled } from "./tree.js";
 
 const PROMPT = "Write the numbers from one to twenty as words, with commas between them.";
-const TOKENS = 48;
 const CONFIGS = {
   window: { window: 5, ngram: 4, guesses: 4, budget: 40 },
   paper: { window: 5, ngram: 4, guesses: 4, budget: 40, sources: ["jacobi"] },
@@ -43,7 +42,7 @@ async function decode() {
   showRunning(true);
   say("Decoding.");
   const lookahead = { ...CONFIGS[byId("inside-config").value], trace: true };
-  const settings = { max_tokens: TOKENS, temperature: 0 };
+  const settings = { max_tokens: Math.max(1, Number(byId("inside-tokens").value) || 1), temperature: 0 };
   const ask = { messages: [{ role: "user", content: prompt }], settings, lookahead, signal: running.signal };
   const found = { raw: [], steps: new Steps(), text: "", chosen: 1 };
   try {

@@ -49,8 +49,8 @@ function show(metrics) {
   const [tried, accepted] = ["draft", "accepted"].map((kind) => one(`spec_decode_num_${kind}_tokens_total`));
   byId("status-cards").replaceChildren(
     card("Model", info.model_name ?? "–", [["Device", info.device ?? "–"], ["Numbers", info.dtype ?? "–"]]),
-    card("Load", String(one("num_requests_running")), [
-      ["running now; waiting", String(one("num_requests_waiting"))],
+    card("Load", `${one("num_requests_running")} running`, [
+      ["waiting", String(one("num_requests_waiting"))],
       ["tokens per second now", fixed(speed, 1)],
       ["had to make room", String(one("num_preemptions_total"))],
     ]),
@@ -75,7 +75,7 @@ function show(metrics) {
 /** Depths count from 1 here: how far below the root a guess stood. */
 function depths(samples = []) {
   const numbered = samples.map(({ labels, value }) => ({ labels: { position: Number(labels.position) + 1 }, value }));
-  return numbered.sort((one, other) => one.labels.position - other.labels.position).slice(0, 10);
+  return numbered.sort((one, other) => one.labels.position - other.labels.position).slice(0, 8);
 }
 
 function card(title, figure, facts) {

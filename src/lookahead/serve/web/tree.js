@@ -27,14 +27,23 @@ export function nodesOf(tree) {
   return nodes;
 }
 
-/** A line per node: the window's rows from 0 down, the guesses' paths from -1 up, the accepted path first of all. */
+/** The last node of the accepted path, after which the model's own token comes. It is the root if nothing was accepted. */
+function endOf(nodes) {
+  return nodes.findLast((node) => node.accepted) ?? nodes[0];
+}
+
+/**
+ * A line per node: the window's rows from 0 down, the guesses' paths from -1 up, the accepted path first of all. The
+ * model's own token goes on in the line of the accepted path; without one it has line -1.
+ */
 function lanes(nodes) {
-  let free = -1;
+  const end = endOf(nodes);
+  let free = end === nodes[0] ? -2 : -1;
   const place = (node) => {
     const guesses = node.children.filter((child) => child.kind === "guess");
     guesses.sort((one, other) => other.accepted - one.accepted || one.number - other.number);
     guesses.forEach((guess, index) => {
-      guess.lane = index === 0 && node.kind === "guess" ? node.lane : free;
+      guess.lane = index === 0 && node.kind === "guess" && node !== end ? node.lane : free;
       free = Math.min(free, guess.lane - 1);
       place(guess);
     });
@@ -61,9 +70,11 @@ export function spelled(token, most = Infinity) {
  * when a node is pointed at or reached with the arrow keys, and with null when none is.
  */
 export function drawTree(nodes, target, pointed) {
-  const highest = Math.min(...nodes.map((node) => node.lane));
+  const end = endOf(nodes);
+  const own = { depth: end.depth + 1, lane: end === nodes[0] ? -1 : end.lane };
+  const highest = Math.min(own.lane, ...nodes.map((node) => node.lane));
   const lowest = Math.max(...nodes.map((node) => node.lane));
-  const deepest = Math.max(...nodes.map((node) => node.depth)) + 1;
+  const deepest = Math.max(own.depth, ...nodes.map((node) => node.depth));
   const spot = (depth, lane) => [LEFT + PITCH * depth, TOP + LANE * (lane - highest)];
   const [width, bottom] = [LEFT + PITCH * deepest + 70, TOP + LANE * (lowest - highest) + 34];
   const height = bottom + 40;
@@ -84,18 +95,11 @@ export function drawTree(nodes, target, pointed) {
       picture.append(node.edge);
     }
   }
-  const end = nodes.findLast((node) => node.accepted) ?? nodes[0];
-  const own = { depth: end.depth + 1, lane: end === nodes[0] ? -0.5 : end.lane };
-  own.lane = crowded(nodes, own) ? own.lane + 0.5 : own.lane;
   picture.append(edge(end, own, "target accepted"));
   for (const node of nodes) picture.append(chip(node, spot(node.depth, node.lane)));
   picture.append(targetChip(target, spot(own.depth, own.lane)));
   listen(picture, nodes, pointed);
   return picture;
-}
-
-function crowded(nodes, { depth, lane }) {
-  return nodes.some((node) => node.depth === depth && Math.abs(node.lane - lane) < 0.6) && lane > -0.9;
 }
 
 function classOf(node) {
