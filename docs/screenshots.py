@@ -38,9 +38,10 @@ VIEWS = ("welcome", "chat", "race", "inside", "status")
 KEPT = ("chat-light", "chat-dark", "chat-narrow", "race-light", "inside-light", "inside-dark", "status-light")
 """The pictures that docs/img keeps, besides the animation."""
 COLOURS = 64
-ANIMATION = "page-race.gif"
-ANIMATION_TOKENS = 72
-FRAME_SECONDS = 0.12
+ANIMATION = "page-chat.gif"
+FILM = {"width": 1120, "height": 600}
+FILM_TOKENS = 120
+FRAME_SECONDS = 0.15
 LAST_FRAME_SECONDS = 3.0
 
 
@@ -58,15 +59,20 @@ def served() -> Iterator[str]:
     thread.join(20)
 
 
+def ask(page: Page, text: str, tokens: int) -> None:
+    """Send a message of the chat, for an answer of at most so many tokens."""
+    page.evaluate("document.getElementById('settings').open = true")
+    page.fill("#set-max-tokens", str(tokens))
+    page.locator("#set-max-tokens").blur()
+    page.evaluate("document.getElementById('settings').open = false")
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
 def show(page: Page, view: str) -> None:
     """Bring the page to a view that has something to show."""
     if view == "chat":
-        page.evaluate("document.getElementById('settings').open = true")
-        page.fill("#set-max-tokens", "110")
-        page.locator("#set-max-tokens").blur()
-        page.evaluate("document.getElementById('settings').open = false")
-        page.fill("#prompt", "Write a Python function that reverses a string, and explain it.")
-        page.press("#prompt", "Enter")
+        ask(page, "Write a Python function that reverses a string, and explain it.", 110)
         page.wait_for_selector(".facts:not(:empty)", timeout=120_000)
         page.evaluate("document.getElementById('scroll').scrollTop = 0")
         page.mouse.move(0, 0)
@@ -78,8 +84,7 @@ def show(page: Page, view: str) -> None:
         page.fill("#inside-tokens", "24")
         page.click("#inside-start")
         page.wait_for_selector("#inside-tree svg", timeout=120_000)
-        page.locator(".node.accepted").last.hover()
-        page.locator("#inside-text").scroll_into_view_if_needed()
+        page.locator(".node.accepted").last.focus()
     elif view == "status":
         page.wait_for_selector(".card")
 
@@ -99,30 +104,23 @@ def take_all(browser: Any, url: str, folder: Path, wanted: set[str]) -> None:
             page.goto(f"{url}/#{'chat' if view == 'welcome' else view}")
             show(page, view)
             path = folder / f"page-{view}-{look}.png"
-            small(page.screenshot(full_page=view != "chat")).save(path, optimize=True)
+            small(page.screenshot(full_page=True)).save(path, optimize=True)
             print(f"{path.name}: {path.stat().st_size // 1024} KiB")
             context.close()
 
 
 def animate(browser: Any, url: str, path: Path) -> None:
-    """Film the replay of a race, at its true speed."""
-    page = browser.new_page(viewport={"width": 860, "height": 760}, color_scheme="light")
-    page.goto(f"{url}/#race")
-    page.fill("#race-tokens", str(ANIMATION_TOKENS))
-    page.click("#race-start")
-    page.wait_for_function("document.getElementById('race-state').textContent === ''", timeout=180_000)
-    page.wait_for_selector("#race-result:not([hidden])", timeout=180_000)
-    for selector in ("#race .lead", "#race-form", "#race > .small"):
-        page.evaluate("(selector) => { document.querySelector(selector).hidden = true; }", selector)
-    page.evaluate("() => { document.getElementById('race-result').style.minHeight = '3.5rem'; }")
-    page.click("#race-replay")
+    """Film an answer as it comes, at its true speed. Its blocks do not fade in: that would make the file large."""
+    page = browser.new_page(viewport=FILM, color_scheme="light", reduced_motion="reduce")
+    page.goto(url)
+    ask(page, "Write a Python class for a stack with push, pop, peek and is_empty.", FILM_TOKENS)
+    page.wait_for_selector(".assistant .block", timeout=120_000)
     frames, ends, begin = list[Image.Image](), list[float](), time.monotonic()
-    while True:
-        done = page.locator("#race-result").is_visible()
+    done = False
+    while not done:
+        done = page.locator(".facts:not(:empty)").count() > 0
         frames.append(small(page.screenshot()))
         ends.append(time.monotonic() - begin)
-        if done:
-            break
         time.sleep(max(0.0, len(frames) * FRAME_SECONDS - ends[-1]))
     starts = [0.0, *ends[:-1]]
     durations = [round(1000 * (end - start)) for start, end in zip(starts, ends, strict=True)]

@@ -87,6 +87,7 @@ def ready_line(address: str, service: Service) -> str:
     body = '{"messages": [{"role": "user", "content": "Hello"}]}'
     return (
         f"serving {service.name} at {address}/v1\n"
+        f"see it in a browser: {address}/\n"
         f"try: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     )
 

@@ -3,7 +3,7 @@
 
 import { svg } from "./dom.js";
 
-const [LEFT, PITCH, LANE, TOP, CHIP] = [70, 112, 54, 40, 30];
+const [LEFT, PITCH, LANE, TOP, CHIP] = [70, 112, 48, 40, 28];
 const LONGEST = 10; // characters of a token that are shown
 
 /** What the drawing needs to know of each node: {token, parent, depth, lane, kind, row, needed, accepted, children}. */
