@@ -22,7 +22,6 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 import lookahead
-from lookahead import LookaheadConfig
 from lookahead.serve.life import make_server
 from lookahead.serve.settings import ServeSettings
 
@@ -37,7 +36,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 VIEWS = ("welcome", "chat", "race", "inside", "status")
 KEPT = ("chat-light", "chat-dark", "chat-narrow", "race-light", "inside-light", "inside-dark", "status-light")
 """The pictures that docs/img keeps, besides the animation."""
-COLOURS = 64
+COLOURS = 96
 ANIMATION = "page-chat.gif"
 FILM = {"width": 1120, "height": 600}
 FILM_TOKENS = 120
@@ -48,7 +47,7 @@ LAST_FRAME_SECONDS = 3.0
 @contextmanager
 def served() -> Iterator[str]:
     """The address of a server with the embedded model."""
-    model = lookahead.load(config=LookaheadConfig(window=0, guesses=4, budget=16))
+    model = lookahead.load()
     server = make_server(model, ServeSettings(port=0), lambda line: None)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
@@ -84,14 +83,18 @@ def show(page: Page, view: str) -> None:
         page.fill("#inside-tokens", "24")
         page.click("#inside-start")
         page.wait_for_selector("#inside-tree svg", timeout=120_000)
-        page.locator(".node.accepted").last.focus()
+        page.wait_for_selector("#inside-tree .axis")
     elif view == "status":
         page.wait_for_selector(".card")
 
 
-def small(picture: bytes) -> Image.Image:
-    """The picture with few colours, which makes its file small."""
-    return Image.open(io.BytesIO(picture)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+def picture(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def few_colours(full: Image.Image) -> Image.Image:
+    """A picture with few colours, which makes its file small."""
+    return full.quantize(COLOURS, dither=Image.Dither.NONE)
 
 
 def take_all(browser: Any, url: str, folder: Path, wanted: set[str]) -> None:
@@ -104,7 +107,7 @@ def take_all(browser: Any, url: str, folder: Path, wanted: set[str]) -> None:
             page.goto(f"{url}/#{'chat' if view == 'welcome' else view}")
             show(page, view)
             path = folder / f"page-{view}-{look}.png"
-            small(page.screenshot(full_page=True)).save(path, optimize=True)
+            few_colours(picture(page.screenshot(full_page=True))).save(path, optimize=True)
             print(f"{path.name}: {path.stat().st_size // 1024} KiB")
             context.close()
 
@@ -119,12 +122,14 @@ def animate(browser: Any, url: str, path: Path) -> None:
     done = False
     while not done:
         done = page.locator(".facts:not(:empty)").count() > 0
-        frames.append(small(page.screenshot()))
+        frames.append(picture(page.screenshot()))
         ends.append(time.monotonic() - begin)
         time.sleep(max(0.0, len(frames) * FRAME_SECONDS - ends[-1]))
     starts = [0.0, *ends[:-1]]
     durations = [round(1000 * (end - start)) for start, end in zip(starts, ends, strict=True)]
     durations[-1] = round(1000 * LAST_FRAME_SECONDS)
+    colours = few_colours(frames[-1])  # the same for all frames, so that only what changes is stored again
+    frames = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
     print(f"{path.name}: {path.stat().st_size // 1024} KiB, {len(frames)} frames")
 

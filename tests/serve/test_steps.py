@@ -62,6 +62,8 @@ def test_plain_decoding_tells_the_same_tokens(server: Running) -> None:
 def test_a_trace_shows_each_tree_and_its_accepted_path(server: Running) -> None:
     options = {"trace": True, "window": 3, "ngram": 4, "guesses": 4, "budget": 40}
     found = steps_of(stream(server, "/v1/chat/completions", {**CHAT, "lookahead": options}))
+    plain = server.post("/v1/chat/completions", **CHAT, lookahead=False).json()
+    assert "".join(step["text"] for step in found) == plain["choices"][0]["message"]["content"]
     assert any(step["accepted"] > 1 for step in found)
     assert any(step["tree"]["window"] == {"columns": 3, "rows": 3} for step in found)
     for step in found:

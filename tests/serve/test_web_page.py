@@ -17,6 +17,7 @@ from lookahead import LookaheadConfig
 pytestmark = pytest.mark.model
 KEYS = ("plain-secret", "trace-secret")
 FRANCE = "What is the capital of France?"
+STORY = "Tell me a long story about a fox and a crow."
 SCRIPT = "Repeat: <script>window.broken = 1</script><img src=x onerror='window.broken = 2'><b>bold</b>"
 
 
@@ -134,7 +135,7 @@ def test_regenerate_edit_and_what_the_browser_keeps(page: Any) -> None:
 
 
 def test_stop_keeps_the_text_and_frees_the_server(page: Any, served: Running) -> None:
-    ask(page, "Count from one to one hundred.", 400)
+    ask(page, STORY, 400)
     page.wait_for_selector(".assistant .block")
     page.keyboard.press("Escape")
     page.wait_for_selector("text=Stopped.")
@@ -144,15 +145,14 @@ def test_stop_keeps_the_text_and_frees_the_server(page: Any, served: Running) ->
 
 
 def test_a_server_that_goes_away_leaves_the_text_and_a_way_to_try_again(page: Any, served: Running) -> None:
-    ask(page, "Count from one to ten.", 60)
+    ask(page, STORY, 60)
     page.wait_for_selector(".assistant .block")
     loop, state = served.server._loop, served.server.server_state
     assert loop is not None
     loop.call_soon_threadsafe(lambda: [one.transport.abort() for one in list(state.connections)])
     page.wait_for_selector(".problem")
-    assert "The server went away before the answer was complete. The text so far is kept." in page.inner_text(
-        ".problem"
-    )
+    message = page.inner_text(".problem")
+    assert message.startswith("The server went away before the answer was complete. The text so far is kept.")
     kept = page.locator(".assistant .body").text_content()
     assert kept
     page.reload()
@@ -160,7 +160,8 @@ def test_a_server_that_goes_away_leaves_the_text_and_a_way_to_try_again(page: An
     set_field(page, "set-max-tokens", 6)
     page.context.set_offline(True)
     page.click("text=Try again")
-    page.wait_for_selector("text=The server cannot be reached.")
+    page.wait_for_selector("text=The server cannot be reached. The text so far is kept.")
+    assert page.locator(".assistant .body").text_content() == kept
     page.context.set_offline(False)
     page.click("text=Try again")
     assert answered(page)
@@ -252,7 +253,7 @@ def test_the_race_notices_other_tokens(browser: Any, served: Running) -> None:
         page.route("**/v1/chat/completions", differ)
         page.click("#race-start")
         page.wait_for_selector("#race-result:not([hidden])")
-        assert page.locator("#race-same").text_content().startswith("The tokens differ from number 1 on.")
+        assert page.locator("#race-same").text_content().startswith("The tokens differ from number 1 on")
 
 
 def test_the_tree_of_a_step(browser: Any, served: Running) -> None:

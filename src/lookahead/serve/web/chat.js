@@ -3,7 +3,7 @@
 import { streamChat } from "./api.js";
 import { byId, count, el, say } from "./dom.js";
 import { MessageView } from "./message.js";
-import { newConversation, readConversations, readSettings, writeConversations, writeSettings } from "./store.js";
+import * as store from "./store.js";
 import { Steps } from "./steps.js";
 import { showPulse } from "./strip.js";
 
@@ -23,8 +23,8 @@ let settings = {};
 let running = null; // the AbortController of the answer that is coming
 
 export function startChat() {
-  settings = readSettings();
-  conversations = readConversations();
+  settings = store.readSettings();
+  conversations = store.readConversations();
   for (const text of EXAMPLES) {
     byId("examples").append(el("button", { type: "button", on: { click: () => send(text) } }, text));
   }
@@ -40,13 +40,17 @@ export function startChat() {
     }
   });
   byId("stop").addEventListener("click", stop);
-  byId("new-chat").addEventListener("click", () => open(newConversation()));
+  byId("new-chat").addEventListener("click", () => open(store.newConversation()));
   byId("show-shelf").addEventListener("click", () => showShelf(!byId("shelf").classList.contains("open")));
   byId("hide-shelf").addEventListener("click", () => showShelf(false));
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") stop();
   });
-  open(conversations[0] ?? newConversation());
+  addEventListener("pagehide", () => {
+    for (const view of views) view.message.steps = view.steps.compact();
+    store.writeConversations(conversations);
+  });
+  open(conversations[0] ?? store.newConversation());
 }
 
 // Conversations.
@@ -80,9 +84,9 @@ function viewOf(message) {
     },
     regenerate: () => {
       stop();
-      current.messages.length = place();
+      const [before] = current.messages.splice(place());
       showMessages();
-      answer();
+      answer(before);
     },
   });
 }
@@ -103,18 +107,22 @@ function listConversations() {
     .filter((one) => one.messages.length)
     .map((one) => {
       const chosen = one === current ? { "aria-current": "true" } : {};
-      const choose = el("button", { type: "button", class: "quiet choose", ...chosen, on: { click: () => open(one) } }, one.title);
-      const drop = () => remove(one);
-      const label = `Delete the conversation ${one.title}`;
-      return el("li", {}, choose, el("button", { type: "button", class: "quiet tiny", "aria-label": label, on: { click: drop } }, "×"));
+      const name = { "aria-label": `Delete the conversation ${one.title}` };
+      const choose = button("quiet choose", chosen, () => open(one), one.title);
+      return el("li", {}, choose, button("quiet tiny", name, () => remove(one), "×"));
     });
   byId("conversations").replaceChildren(...items);
 }
 
+function button(classes, attributes, click, label) {
+  return el("button", { type: "button", class: classes, ...attributes, on: { click } }, label);
+}
+
 function remove(conversation) {
   conversations = conversations.filter((one) => one !== conversation);
-  writeConversations(conversations);
-  if (conversation === current) open(conversations[0] ?? newConversation());
+  store.forget(conversation);
+  store.writeConversations(conversations);
+  if (conversation === current) open(conversations[0] ?? store.newConversation());
   else listConversations();
 }
 
@@ -132,6 +140,7 @@ function send(given) {
   current.title ||= text.slice(0, 60);
   append({ role: "user", text });
   listConversations();
+  store.writeConversations(conversations);
   answer();
 }
 
@@ -146,7 +155,8 @@ function append(message) {
   return view;
 }
 
-async function answer() {
+/** Get an answer to the conversation. If not a word of it comes, the text of the one `before` is shown again. */
+async function answer(before = null) {
   const conversation = current;
   const messages = history();
   const message = { role: "assistant", text: "", steps: [], state: "streaming" };
@@ -166,20 +176,25 @@ async function answer() {
   } catch (error) {
     message.state = error.name === "AbortError" ? "stopped" : "failed";
     message.error = message.state === "failed" ? error.message : null;
+    if (!message.text && before?.text) {
+      message.text = before.text;
+      view.steps = new Steps(before.steps);
+    }
   }
   message.steps = view.steps.compact();
   view.render();
   if (running === controller) running = null;
   showRunning();
   if (conversation === current) scrollToEnd();
-  writeConversations(conversations);
+  store.writeConversations(conversations);
   report(message, view);
 }
 
 function report(message, view) {
   const { tokens, steps } = view.steps.numbers();
+  const end = message.state === "stopped" ? "was stopped" : "is complete";
   if (message.state === "failed") say(`The answer failed. ${message.error}`);
-  else say(`The answer ${message.state === "stopped" ? "was stopped" : "is complete"}: ${count(tokens, "token")} in ${count(steps, "step")}.`);
+  else say(`The answer ${end}: ${count(tokens, "token")} in ${count(steps, "step")}.`);
 }
 
 /** The messages that the model reads. An answer that never began is left out. */
@@ -236,5 +251,5 @@ function takeSetting(name, input) {
     input.value = settings[name] ?? "";
   } else settings[name] = input.value.trim();
   byId("messages").classList.toggle("untinted", !settings.tint);
-  writeSettings(settings);
+  store.writeSettings(settings);
 }

@@ -57,7 +57,8 @@ async function decode() {
     state("");
   } catch (error) {
     if (error.name === "AbortError") state("Stopped.");
-    else state(error.code === "trace_not_allowed" ? `This key may not look inside. ${error.message}` : error.message, true);
+    else if (error.code === "trace_not_allowed") state(`This key may not look inside. ${error.message}`, true);
+    else state(error.message, true);
   }
   running = null;
   showRunning(false);
@@ -85,27 +86,28 @@ function choose(number) {
   byId("inside-number").textContent = `${shown.chosen} of ${raw.length}`;
   byId("inside-before").disabled = shown.chosen === 1;
   byId("inside-after").disabled = shown.chosen === raw.length;
-  for (const block of byId("inside-text").querySelectorAll(".chosen")) block.classList.remove("chosen");
-  for (const block of byId("inside-text").querySelectorAll(`[data-step="${shown.chosen}"]`)) block.classList.add("chosen");
+  for (const block of byId("inside-text").querySelectorAll("[data-step]")) {
+    block.classList.toggle("chosen", Number(block.dataset.step) === shown.chosen);
+  }
   byId("inside-sees").textContent = HINT;
   byId("inside-about").textContent = about(step, steps.list[shown.chosen - 1]);
   shown.nodes = step.tree ? nodesOf(step.tree) : [];
-  const picture = step.tree ? drawTree(shown.nodes, step.tree.target, point) : "The server shows no tree for steps this late.";
+  const none = "The server shows no tree of so late a step.";
+  const picture = step.tree ? drawTree(shown.nodes, step.tree.target, point) : none;
   for (const node of shown.nodes) node.element.setAttribute("aria-label", described(node));
   byId("inside-tree").replaceChildren(picture);
   showMask();
 }
 
 function about(step, facts) {
-  const tree = step.tree;
-  const parts = [`${tell(facts).join("; ")}.`];
-  if (tree) {
-    const { columns, rows } = tree.window;
-    parts.push(`${count(tree.tokens.length + tree.left_out, "token")} went through the model at once`);
-    parts.push(columns ? `, ${columns * rows - 1} of them in a window of ${columns} columns and ${count(rows, "row")}.` : ", without a window.");
-    if (tree.left_out) parts.push(` ${tree.left_out} are not drawn.`);
-  }
-  return parts[0] + (tree ? ` ${parts.slice(1).join("")}` : "");
+  const told = `${tell(facts).join("; ")}.`;
+  if (!step.tree) return told;
+  const { tokens, left_out, window } = step.tree;
+  const { columns, rows } = window;
+  const all = `${count(tokens.length + left_out, "token")} went through the model at once`;
+  const inWindow = `${columns * rows - 1} of them in a window of ${columns} columns and ${count(rows, "row")}`;
+  const undrawn = left_out ? ` ${left_out} are not drawn.` : "";
+  return `${told} ${all}, ${columns ? inWindow : "without a window"}.${undrawn}`;
 }
 
 /** Mark what a node sees, and say it. */
@@ -118,7 +120,11 @@ function point(node) {
 }
 
 function described(node) {
-  const kinds = { root: "the last accepted token", window: `in row ${node.row + 1} of the window`, guess: `a guess from ${node.source}` };
+  const kinds = {
+    root: "the last accepted token",
+    window: `in row ${node.row + 1} of the window`,
+    guess: `a guess from ${node.source}`,
+  };
   const above = seenBy(shown.nodes, node).slice(0, -1).map((one) => `“${spelled(one.token)}”`);
   const sees = above.length ? `${above.join(", ")} and itself` : "itself";
   const verdict = node.kind === "guess" ? (node.accepted ? ", accepted" : ", not accepted") : "";

@@ -153,13 +153,15 @@ function code(source, lines, language, emit) {
   const inner = el("code", language ? { "data-language": language } : {});
   for (const [from, to] of lines) emit(inner, from, Math.min(to + 1, source.length));
   const text = () => lines.map((line) => source.slice(...line)).join("\n");
-  return el("div", { class: "code" }, el("div", { class: "code-bar" }, language, copyButton(text)), el("pre", {}, inner));
+  const bar = el("div", { class: "code-bar" }, language, copyButton(text));
+  return el("div", { class: "code" }, bar, el("pre", {}, inner));
 }
 
 function table(source, lines, emit) {
   const rows = lines.map((line) => cells(source, line));
   const width = rows[0].length;
-  const row = (ranges, tag) => el("tr", {}, ...ranges.slice(0, width).map((one) => inline(el(tag), source, [one], emit)));
+  const cell = (range, tag) => inline(el(tag), source, [range], emit);
+  const row = (ranges, tag) => el("tr", {}, ...ranges.slice(0, width).map((one) => cell(one, tag)));
   const body = rows.slice(1).map((one) => row(one, "td"));
   const made = el("table", {}, el("thead", {}, row(rows[0], "th")), el("tbody", {}, ...body));
   return el("div", { class: "table" }, made);
@@ -269,7 +271,8 @@ function emphasisEnd(text, at, to, mark) {
   const begin = at + mark.length;
   const inWord = mark[0] === "_" && /\w/.test(text[at - 1] ?? " ");
   if (inWord || /\s/.test(text[begin] ?? " ")) return -1;
-  for (let end = text.indexOf(mark, begin + 1); end >= 0 && end + mark.length <= to; end = text.indexOf(mark, end + 1)) {
+  const find = (from) => text.indexOf(mark, from);
+  for (let end = find(begin + 1); end >= 0 && end + mark.length <= to; end = find(end + 1)) {
     const after = text[end + mark.length] ?? " ";
     if (/\s/.test(text[end - 1]) || text[end - 1] === "\\") continue;
     if (mark[0] === "_" && /\w/.test(after)) continue;

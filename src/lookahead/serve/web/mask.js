@@ -23,9 +23,10 @@ export function drawMask(nodes) {
     nodes.forEach((other, column) => put(seen.has(other) ? colour(other) : "unseen", PREFIX + column, row));
     const y = TOP + PITCH * row + 12;
     const x = LEFT + PITCH * (PREFIX + row) + 8;
-    picture.append(svg("text", { class: `label ${colour(node)}`, x: LEFT - 8, y, "text-anchor": "end" }, spelled(node.token, 9)));
+    const [word, look] = [spelled(node.token, 9), { class: `label ${colour(node)}` }];
     const turned = { transform: `rotate(-60 ${x} ${TOP - 6})` };
-    picture.append(svg("text", { class: `label ${colour(node)}`, x, y: TOP - 6, ...turned }, spelled(node.token, 9)));
+    picture.append(svg("text", { ...look, x: LEFT - 8, y, "text-anchor": "end" }, word));
+    picture.append(svg("text", { ...look, x, y: TOP - 6, ...turned }, word));
   });
   picture.append(svg("text", { class: "label prefix", x: LEFT, y: TOP - 8 }, "text"));
   for (const [name, outline] of squares) picture.append(svg("path", { class: name, d: outline }));

@@ -7,7 +7,7 @@ import { fixed, seconds, Steps } from "./steps.js";
 
 const NAMES = { user: "You", assistant: "Model" };
 
-/** Shows one message. `actions` are {edit(text), regenerate()}; a message calls them, the conversation does the work. */
+/** Shows one message. It calls `actions`, {edit(text), regenerate()}, which the conversation carries out. */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;

@@ -127,10 +127,8 @@ function finish() {
   byId("race-ratio").dataset.wins = ratio > 1;
   const place = difference(plain.tokens, ahead.tokens);
   const fewer = `${count(plain.steps.list.length, "step")} against ${ahead.steps.list.length}.`;
-  const same =
-    place < 0
-      ? `Same tokens: all ${plain.tokens.length} are equal. ${fewer}`
-      : `The tokens differ from number ${place + 1} on. In half precision two nearly equal tokens can be told apart differently.`;
+  let same = `Same tokens: all ${plain.tokens.length} are equal. ${fewer}`;
+  if (place >= 0) same = `The tokens differ from number ${place + 1} on, as near ties in half precision can make them.`;
   byId("race-same").textContent = same;
   byId("race-same").dataset.equal = place < 0;
   byId("race-result").hidden = false;

@@ -80,14 +80,17 @@ function depths(samples = []) {
 
 function card(title, figure, facts) {
   const lines = facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
-  return el("article", { class: "card" }, el("h2", {}, title), el("p", { class: "figure" }, figure), el("dl", {}, ...lines));
+  const parts = [el("h2", {}, title), el("p", { class: "figure" }, figure), el("dl", {}, ...lines)];
+  return el("article", { class: "card" }, ...parts);
 }
 
 function bars(title, samples = [], label) {
   const most = Math.max(1, ...samples.map((sample) => sample.value));
-  const lines = samples.map(({ labels, value }) =>
-    el("li", {}, el("span", {}, String(labels[label])), el("meter", { min: 0, max: most, value, "aria-label": `${labels[label]}: ${value}` }), el("span", { class: "value" }, value.toLocaleString("en"))),
-  );
+  const lines = samples.map(({ labels, value }) => {
+    const name = String(labels[label]);
+    const bar = el("meter", { min: 0, max: most, value, "aria-label": `${name}: ${value}` });
+    return el("li", {}, el("span", {}, name), bar, el("span", { class: "value" }, value.toLocaleString("en")));
+  });
   const body = lines.length ? el("ul", { class: "bars" }, ...lines) : el("p", { class: "small" }, "None yet.");
   return el("article", { class: "card" }, el("h2", {}, title), body);
 }

@@ -82,7 +82,8 @@ export function tint(tokens) {
 /** The lines that tell of a step. */
 export function tell(step) {
   const lines = [`Step ${step.number}: ${count(step.tokens, "token")}${step.tokens > 1 ? " at once" : ""}`];
-  if (step.tried) lines.push(`${step.tried} ${step.tried === 1 ? "guess" : "guesses"} tried, ${step.accepted} accepted`);
+  const guesses = step.tried === 1 ? "guess" : "guesses";
+  if (step.tried) lines.push(`${step.tried} ${guesses} tried, ${step.accepted} accepted`);
   else lines.push("no guess was tried");
   if (step.sources.length) lines.push(`guessed by ${tally(step.sources)}`);
   return lines;

@@ -14,16 +14,29 @@ export function writeSettings(settings) {
   write(SETTINGS, settings);
 }
 
-/** Conversations, the newest first: {id, title, messages: [{role, text, steps, state, error, usage}]}. */
+const forgotten = new Set(); // the ids of conversations that were deleted in this tab
+
+/** Conversations, the newest first: {id, title, messages: [{role, text, steps, state, error}]}. */
 export function readConversations() {
   const found = read(CONVERSATIONS, []);
-  return Array.isArray(found) ? found : [];
+  if (!Array.isArray(found)) return [];
+  for (const message of found.flatMap((one) => one.messages)) {
+    if (message.state === "streaming") message.state = "stopped"; // the page was closed meanwhile
+  }
+  return found;
 }
 
-/** Keep conversations. If the browser has no room for all, the oldest are dropped. */
+/** Keep conversations, and those that another tab has kept. If the browser has no room for all, the oldest go. */
 export function writeConversations(conversations) {
-  let kept = conversations.filter((one) => one.messages.length).slice(0, MOST);
+  const known = new Set([...conversations.map((one) => one.id), ...forgotten]);
+  const others = readConversations().filter((one) => !known.has(one.id));
+  let kept = [...conversations, ...others].filter((one) => one.messages.length).slice(0, MOST);
   while (!write(CONVERSATIONS, kept) && kept.length > 1) kept = kept.slice(0, Math.floor(kept.length / 2));
+}
+
+/** Do not keep this conversation any longer. */
+export function forget(conversation) {
+  forgotten.add(conversation.id);
 }
 
 export function newConversation() {

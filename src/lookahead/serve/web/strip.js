@@ -16,7 +16,7 @@ export function drawStrip(container, steps) {
     viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
     preserveAspectRatio: "none",
     role: "img",
-    "aria-label": last.length ? `Tokens of the last steps: ${last.map((step) => step.tokens).join(", ")}` : "No steps yet",
+    "aria-label": `Tokens of the last steps: ${last.map((step) => step.tokens).join(", ") || "none yet"}`,
   });
   last.forEach((step, place) => {
     const height = Math.max(4, (step.tokens / scale) * (HEIGHT - 4));

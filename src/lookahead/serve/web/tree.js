@@ -1,5 +1,5 @@
-// Draws a step's token tree, by the rules of the figure in how-it-works.md: a token stands at its position; the window's
-// rows go down from the root's line, the guesses' paths go up; a ring marks the tokens whose logits are needed.
+// Draws a step's token tree by the rules of the figure in how-it-works.md. A token stands at its position. The window's
+// rows go down from the root's line, the guesses' paths go up. A ring marks the tokens whose logits are needed.
 
 import { svg } from "./dom.js";
 
@@ -13,8 +13,9 @@ export function nodesOf(tree) {
   const nodes = tree.tokens.map((token, number) => {
     const row = number < branch && columns ? Math.floor(number / columns) : 0;
     const kind = number === 0 ? "root" : number < branch ? "window" : "guess";
-    const newest = kind === "window" && row === rows - 1;
-    return { number, token, parent: tree.parents[number], source: tree.sources[number], kind, row, needed: kind !== "window" || newest, children: [] };
+    const needed = kind !== "window" || row === rows - 1; // of the window, only the newest row
+    const [parent, source] = [tree.parents[number], tree.sources[number]];
+    return { number, token, parent, source, kind, row, needed, children: [] };
   });
   const path = new Set(tree.path);
   for (const node of nodes) {
@@ -27,7 +28,7 @@ export function nodesOf(tree) {
   return nodes;
 }
 
-/** The last node of the accepted path, after which the model's own token comes. It is the root if nothing was accepted. */
+/** The last node of the accepted path, or the root if nothing was accepted. The model's own token comes after it. */
 function endOf(nodes) {
   return nodes.findLast((node) => node.accepted) ?? nodes[0];
 }
@@ -108,12 +109,12 @@ function classOf(node) {
 
 function chip(node, [x, y]) {
   const label = spelled(node.token, LONGEST);
-  const wide = Math.max(36, label.length * 8.6 + 18);
+  const wide = widthOf(label);
   const group = svg("g", { class: `node ${classOf(node)}${node.accepted ? " accepted" : ""}`, role: "img" });
   group.dataset.node = node.number;
   group.setAttribute("tabindex", node.number === 0 ? "0" : "-1");
-  if (node.needed) group.append(svg("rect", { class: "ring", x: x - wide / 2 - 4, y: y - CHIP / 2 - 4, width: wide + 8, height: CHIP + 8, rx: 9 }));
-  group.append(svg("rect", { class: "face", x: x - wide / 2, y: y - CHIP / 2, width: wide, height: CHIP, rx: 6 }));
+  if (node.needed) group.append(box("ring", x, y, wide + 8, CHIP + 8, 9));
+  group.append(box("face", x, y, wide, CHIP, 6));
   group.append(svg("text", { class: "word", x, y: y + 5 }, label));
   node.element = group;
   return group;
@@ -121,11 +122,20 @@ function chip(node, [x, y]) {
 
 function targetChip(target, [x, y]) {
   const label = spelled(target, LONGEST);
-  const wide = Math.max(36, label.length * 8.6 + 18);
-  const face = svg("rect", { class: "face", x: x - wide / 2, y: y - CHIP / 2, width: wide, height: CHIP, rx: 6 });
-  const group = svg("g", { class: "node target", role: "img" }, face, svg("text", { class: "word", x, y: y + 5 }, label));
+  const face = box("face", x, y, widthOf(label), CHIP, 6);
+  const word = svg("text", { class: "word", x, y: y + 5 }, label);
+  const group = svg("g", { class: "node target", role: "img" }, face, word);
   group.setAttribute("aria-label", `The model's own token: ${target}`);
   return group;
+}
+
+/** A rounded box around a point. */
+function box(name, x, y, width, height, rx) {
+  return svg("rect", { class: name, x: x - width / 2, y: y - height / 2, width, height, rx });
+}
+
+function widthOf(label) {
+  return Math.max(36, label.length * 8.6 + 18);
 }
 
 /** Pointer and arrow keys: left to the parent, right to the first child, up and down along a position. */
