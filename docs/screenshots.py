@@ -1,6 +1,8 @@
 """Take the pictures of the web page: `python docs/screenshots.py`, or `--all FOLDER` for every view in every look.
 
-A real server with the embedded model answers, so the texts and the numbers in the pictures are what this machine gave.
+A real server with the embedded model answers, so the texts and the numbers in the pictures are what this machine gave:
+take them while it is idle. The server learns from each picture's answer, as it does from a user's.
+
 Needs playwright, Pillow and a Chromium.
 """
 
@@ -36,11 +38,11 @@ LOOKS: dict[str, dict[str, Any]] = {
 VIEWS = ("welcome", "chat", "race", "inside", "status")
 KEPT = ("chat-light", "chat-dark", "chat-narrow", "race-light", "inside-light", "inside-dark", "status-light")
 """The pictures that docs/img keeps, besides the animation."""
-COLOURS = 96
+COLOURS = 64
 ANIMATION = "page-chat.gif"
-FILM = {"width": 1120, "height": 600}
-FILM_TOKENS = 120
-FRAME_SECONDS = 0.15
+FILM = {"width": 860, "height": 540}
+FILM_TOKENS = 170
+FRAME_SECONDS = 0.25
 LAST_FRAME_SECONDS = 3.0
 
 
@@ -71,12 +73,11 @@ def ask(page: Page, text: str, tokens: int) -> None:
 def show(page: Page, view: str) -> None:
     """Bring the page to a view that has something to show."""
     if view == "chat":
-        ask(page, "Write a Python function that reverses a string, and explain it.", 110)
+        ask(page, "Write a Python class for a queue with enqueue, dequeue, peek and is_empty.", 150)
         page.wait_for_selector(".facts:not(:empty)", timeout=120_000)
         page.evaluate("document.getElementById('scroll').scrollTop = 0")
         page.mouse.move(0, 0)
     elif view == "race":
-        page.fill("#race-tokens", "64")
         page.click("#race-start")
         page.wait_for_selector("#race-result:not([hidden])", timeout=120_000)
     elif view == "inside":

@@ -36,6 +36,11 @@ def test_the_page_and_its_files_need_no_key_and_have_a_policy(guarded: Running) 
     assert answers[0].headers["Content-Type"] == "text/html; charset=utf-8"
 
 
+def test_only_reading_is_open(guarded: Running) -> None:
+    for path in ("/", "/web/main.js", "/health"):
+        assert guarded.client.post(path, content=b"x").status_code == 401
+
+
 def test_a_file_is_sent_once(guarded: Running) -> None:
     first = guarded.client.get("/web/main.js")
     again = guarded.client.get("/web/main.js", headers={"If-None-Match": first.headers["ETag"]})

@@ -18,7 +18,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/")
 OPEN_FOLDER = "/web/"
-"""What needs no key: the web page and its files hold nothing secret."""
+"""What needs no key to be read: the web page and its files hold nothing secret."""
 PATIENCE = 60
 """The most seconds that a client is told to wait before it asks again."""
 
@@ -61,9 +61,9 @@ class Queue:
         return max(1, min(PATIENCE, math.ceil(mean / self._running)))
 
 
-def is_open(path: str) -> bool:
-    """Whether a path needs no key."""
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+def is_open(method: str, path: str) -> bool:
+    """Whether this needs no key."""
+    return method == "OPTIONS" or (method == "GET" and (path in OPEN_PATHS or path.startswith(OPEN_FOLDER)))
 
 
 class Gate:
@@ -78,7 +78,7 @@ class Gate:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
-            if not is_open(scope["path"]) and scope["method"] != "OPTIONS":
+            if not is_open(scope["method"], scope["path"]):
                 authorization = headers.get(b"authorization")
                 owner = self.keys.owner(None if authorization is None else authorization.decode("latin-1"))
                 scope.setdefault("state", {})["owner"] = owner

@@ -5,7 +5,7 @@ import { explain, paint } from "./blocks.js";
 import { byId, count, say, wantsCalm } from "./dom.js";
 import { fixed, seconds, Steps } from "./steps.js";
 
-const PROMPT = "Write a Python class for a bank account with deposit, withdraw and balance.";
+const PROMPT = "Write an HTML table with the planets of the solar system and their distance from the sun.";
 const PLAIN = { sources: [] }; // nothing guesses: one token per step
 const SEED = 7; // for temperatures above 0: with the same seed both ways draw the same tokens
 
