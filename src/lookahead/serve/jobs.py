@@ -101,7 +101,9 @@ class Job:
             if self.ask.tells_steps:
                 self.told += 1
                 steps.append(Step(self.told, self._take(reason), event))
-        text = "".join(step.text for step in steps) + self._take(reason)
+        text = self._take(reason)
+        if steps:
+            text = "".join(step.text for step in steps) + text
         return Piece(self, text, tokens, logprobs, REASONS.get(reason) if reason else None, steps)
 
     def _take(self, reason: str | None) -> str:
