@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all browser lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,12 +17,22 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 	$(BIN)/lookahead generate -p "Write a Python class for a stack with push, pop, peek and is_empty." \
 	  --max-tokens 128 --compare-stock
 	@echo "Code repeats itself, so guesses pay. Expect less on chat and prose, and more on copying: see docs/cpu.md."
+	@echo "To see it in a browser: $(BIN)/lookahead serve, then open http://127.0.0.1:8000/"
 
-test: lint ## lint, then run the tests but the slow sweeps
+test: lint browser ## lint, then run the tests but the slow sweeps
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --hypothesis-profile=quick
 
-test-all: lint ## lint, then run all tests: every model class, kernels at every size
+test-all: lint browser ## lint, then run all tests: every model class, kernels at every size
 	$(BIN)/pytest -n auto --dist loadfile
+
+browser: ## install Chromium for the tests of the web page, if there is none and this is root on Debian
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing Chromium for the tests of the web page"; \
+	    { timeout 60 apt-get -qq update && DEBIAN_FRONTEND=noninteractive timeout 240 \
+	      apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1; \
+	  fi; \
+	  command -v chromium >/dev/null || echo "there is no Chromium: the tests of the web page are skipped"
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, import-linter, figures
 	$(BIN)/ruff check .
@@ -42,7 +52,7 @@ clean: ## remove .venv, caches and build output
 
 # The stamps: an install is repeated only when what it was made from has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[cpu]'
+	$(PIP) install -q -c constraints.txt -e '.[cpu,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python

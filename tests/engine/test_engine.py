@@ -58,6 +58,29 @@ def test_events_carry_every_accepted_token_and_the_end() -> None:
         assert 0 < stats.first_token_seconds <= stats.seconds
 
 
+def test_only_a_request_that_asks_is_told_of_its_steps() -> None:
+    engine = Engine(ToyBackend())
+    asking, other = (Request(sequence_of(PROMPTS[0], 20)) for _ in range(2))
+    asking.tells_steps, asking.trees = True, 3
+    engine.submit(asking)
+    engine.submit(other)
+    told, untold = [], []
+    while engine.running:
+        for event in engine.step():
+            (told if event.request is asking else untold).append(event)
+    assert asking.sequence.output == other.sequence.output
+    assert all(event.tree is None and not event.sources and not event.seconds for event in untold)
+    assert [event.tree is not None for event in told] == [number < 3 for number in range(len(told))]
+    assert [len(event.sources) for event in told] == [len(event.path) for event in told]
+    counted = asking.sequence.stats.accepted_by_source
+    named = [source for event in told for source in event.sources]
+    assert {source: named.count(source) for source in set(named)} == counted
+    assert told[-1].seconds == asking.sequence.stats.seconds > 0
+    for event in told[:3]:
+        assert event.tree is not None
+        assert [event.tree.tokens[node] for node in event.path] == event.tokens[: len(event.path)]
+
+
 def test_the_engine_lives_on_and_ids_are_never_used_twice() -> None:
     backend = ToyBackend()
     engine = Engine(backend)

@@ -105,6 +105,8 @@ def test_rights_belong_to_keys(loaded: Any) -> None:
     ring = KeyRing((KEYS[0], "other-secret name=web rights=metrics+trace"), SharedMemory())
     assert [(owner.name, owner.rights) for owner in ring.owners] == [("key-1", set()), ("web", {"metrics", "trace"})]
     assert KeyRing((), SharedMemory()).owners[0].rights == {"metrics", "trace"}
+    assert KeyRing((), SharedMemory(), public=True).owners[0].rights == {"metrics"}
+    assert KeyRing(KEYS[:1], SharedMemory(), public=True).owners[0].rights == {"metrics", "trace"}
 
 
 def test_share_memory_shares(make_paged: Callable[[], Any]) -> None:
@@ -135,6 +137,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         ("", "has no key"),
         ("short", "at least 8"),
         ("with a space", "no spaces"),
+        ("some-secret trace", "no spaces; after it may stand name=NAME"),
         ("same-same\nsame-same name=x", "a key twice"),
         ("some-secret rights=metric", "unknown rights; there are metrics, trace"),
         ("some-secret rights=", "unknown rights"),

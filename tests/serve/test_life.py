@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ import httpx2 as httpx
 import pytest
 from http_server import Running, running, soon
 
+from lookahead.serve import life
 from lookahead.serve.reply import Reply
+from lookahead.serve.settings import ServeSettings
 
 LONG: dict[str, Any] = {"prompt": "the", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "lookahead": False}
 
@@ -292,3 +295,16 @@ def test_a_killed_server_starts_again_beside_half_written_files(folder: Path, tm
             second.process.send_signal(signal.SIGTERM)
             second.process.send_signal(signal.SIGINT)
             assert second.process.wait(5) in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def test_only_the_command_freezes_what_is_loaded(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server inside of somebody's own process leaves the collector as it is."""
+    done: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: done.append("unfreeze"))
+    monkeypatch.setattr(life.Server, "run", lambda server: done.append("run"))
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    with running(loaded):
+        assert done == []
+    life.serve(loaded, ServeSettings(), done.append)
+    assert done == ["freeze", "run", "unfreeze"]

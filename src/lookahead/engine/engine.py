@@ -312,6 +312,8 @@ class Engine:
         event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
         if request.sequence.sampling.logprobs is not None:
             event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
+        if request.tells_steps:
+            event.tell_step(tree)
         return event
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import source_of
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
@@ -27,7 +28,8 @@ class Request:
     tokens in place of the sequence's uniforms. `mask` says which tokens may be chosen, for grammars. `finished` is
     called when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts.
     Only requests with the same `salt` share the K/V of a common beginning: `cached` tokens were there when the request
-    was last admitted.
+    was last admitted. With `tells_steps` its events say when their step ended and which sources were right, and those
+    of its next `trees` steps carry the step's tree.
     """
 
     sequence: DecodingSequence
@@ -42,6 +44,8 @@ class Request:
     queued: float = 0.0
     keeps_slot: bool = False
     cached: int = 0
+    tells_steps: bool = False
+    trees: int = 0
 
 
 @dataclass(slots=True)
@@ -102,7 +106,8 @@ class Event:
     """What a step gave one request: the accepted tokens, the nodes of the accepted guesses, and how many were tried.
 
     `finish_reason` is None while the request continues. It is "error" if proposing or verifying raised `error`.
-    `logprobs` has one item per token if the request's sampling asks for log-probabilities, and else is None.
+    `logprobs` has one item per token if the request's sampling asks for log-probabilities, and else is None. `seconds`
+    (since the request's begin), `sources` (of the accepted guesses) and `tree` are only there if the request asks.
     """
 
     request: Request
@@ -112,11 +117,23 @@ class Event:
     tried: int = 0
     error: Exception | None = None
     logprobs: list[TokenLogprobs] | None = None
+    seconds: float = 0.0
+    sources: Sequence[str] = ()
+    tree: TokenTree | None = None
 
     @property
     def accepted(self) -> int:
         """How many of the tried guesses were accepted."""
         return len(self.path)
+
+    def tell_step(self, tree: TokenTree) -> None:
+        """Add what a request with `tells_steps` wants to know of its step."""
+        request = self.request
+        self.seconds = request.sequence.stats.seconds
+        self.sources = [source_of(tree.origins[node - tree.branch]) for node in self.path]
+        if request.trees > 0:
+            request.trees -= 1
+            self.tree = tree
 
 
 def raise_errors(events: Sequence[Event]) -> Sequence[Event]:

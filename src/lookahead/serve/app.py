@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from lookahead.generate import LookaheadModel
-from lookahead.serve import chat, completions, errors, responses, tokens
+from lookahead.serve import chat, completions, errors, pages, responses, tokens
 from lookahead.serve.limits import Gate
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
@@ -33,7 +33,8 @@ def make_app(model: LookaheadModel, settings: ServeSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    for part in (tokens, completions, chat, responses):
+    pages.web_files()  # read now: a file that is missing shows at once
+    for part in (pages, tokens, completions, chat, responses):
         app.include_router(part.router)
     errors.install(app, service.metrics.refused)
     app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)

@@ -20,7 +20,7 @@ def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> 
         return model.default_config
     if wanted is False:
         return LookaheadConfig.autoregressive()
-    given = wanted.model_dump(exclude_none=True)
+    given = wanted.model_dump(exclude_none=True, exclude={"steps", "trace"})
     if "sources" in given:
         given["sources"] = tuple(given["sources"])
     try:

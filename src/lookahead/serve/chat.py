@@ -17,6 +17,7 @@ from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
+from lookahead.serve.steps import check_trace, told, trees_of
 from lookahead.serve.stream import DONE, EventStream, Template, event, whole
 from lookahead.serve.tools import Call, CallReader, Toolbox, spoken, toolbox
 
@@ -39,6 +40,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
     """Prepare a chat and hand it to the engine. A grammar takes long to compile, so it never is on the event loop."""
     owner = request.state.owner
+    check_trace(body, owner)
     size = len(await request.body())
     grammar = grammar_of(body, box)
     if grammar is not None:
@@ -80,6 +82,7 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
         predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])
     stops = stops_of(body)
     samplings = sampling_of(body, model, (body.top_logprobs or 0) if body.logprobs else None)
+    trees = trees_of(body, len(samplings))
     return [
         Ask(
             prompt,
@@ -91,6 +94,8 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
             mask=None if grammar is None else service.grammars.mask(grammar, least),
             prediction=predicted,
             unsearched=body.min_tokens or 0,
+            tells_steps=body.tells_steps,
+            trees=trees,
         )
         for sampling in samplings
     ]
@@ -109,7 +114,7 @@ class Format:
             "model": service.name,
         }
         self._plain: dict[int, Template] = {}  # of choices in whose chunks only the text changes
-        if body.stream and not box.tools and not body.logprobs:
+        if body.stream and not (box.tools or body.logprobs or body.tells_steps):
             for job in reply.jobs:
                 self._plain[job.index] = Template(partial(self._text_chunk, job.index))
 
@@ -141,7 +146,11 @@ class Format:
         plain = self._plain.get(index)
         if plain is not None and piece.finish_reason is None:
             return plain(piece.text) if piece.text else b""
-        return b"".join([event(self._chunk(choice)) for choice in self._chunks(piece)])
+        chunks = [self._chunk(choice) for choice in self._chunks(piece)]
+        if piece.steps:  # a step that gave no text yet is told, too
+            chunks = chunks or [self._chunk(_chunk(index, {}))]
+            chunks[0].update(told(piece, self.service.spelling))
+        return b"".join([event(chunk) for chunk in chunks])
 
     def last(self) -> bytes:
         options = self.body.stream_options

@@ -17,6 +17,7 @@ from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.scoring import SCORING, scores_of, scoring_ask
 from lookahead.serve.service import Service
+from lookahead.serve.steps import check_trace, told, trees_of
 from lookahead.serve.stream import DONE, EventStream, Template, event, whole
 
 router = APIRouter()
@@ -31,6 +32,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     owner, size = request.state.owner, len(await request.body())
+    check_trace(body, owner)
     scored: list[Scored] = []
     if body.echo and body.logprobs is not None:
         scored = await score(body, service, request)
@@ -48,11 +50,26 @@ def asks_of(body: CompletionBody, service: Service, owner: Any) -> list[Ask]:
     model = service.model
     config, stops = config_of(body.lookahead, model), stops_of(body)
     asks = []
-    for ids in prompts_of(body, service):
+    prompts = prompts_of(body, service)
+    trees = trees_of(body, len(prompts) * (body.n or 1))
+    for ids in prompts:
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         rules = rules_of(ids, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
         samplings = sampling_of(body, model, body.logprobs)
-        asks += [Ask(ids, config, sampling, rules, owner, stops, unsearched=rules.min_tokens) for sampling in samplings]
+        asks += [
+            Ask(
+                ids,
+                config,
+                sampling,
+                rules,
+                owner,
+                stops,
+                unsearched=rules.min_tokens,
+                tells_steps=body.tells_steps,
+                trees=trees,
+            )
+            for sampling in samplings
+        ]
     return asks
 
 
@@ -142,12 +159,13 @@ class Format:
             return self._plain[index](piece.text) if piece.text else b""
         begins = index not in self._begun
         self._begun.add(index)
-        if self.body.logprobs is None:  # from now on only the text changes
+        if self.body.logprobs is None and not self.body.tells_steps:  # from now on only the text changes
             self._plain[index] = Template(lambda text: self._chunk(_record(index, text)))
-        told = piece.text or piece.finish_reason or (begins and self.body.echo)
-        if not told and (self.body.logprobs is None or not piece.tokens):
+        has_text = piece.text or piece.finish_reason or (begins and self.body.echo)
+        has_logprobs = self.body.logprobs is not None and piece.tokens
+        if not (has_text or has_logprobs or piece.steps):
             return b""
-        return event(self._chunk(self._choice(piece, begins)))
+        return event({**self._chunk(self._choice(piece, begins)), **told(piece, self.service.spelling)})
 
     def last(self) -> bytes:
         options = self.body.stream_options

@@ -18,7 +18,10 @@ from lookahead.serve.keys import Owner
 @dataclass
 class Ask:
     """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble. The
-    text of the first `unsearched` tokens is not searched for stop strings."""
+    text of the first `unsearched` tokens is not searched for stop strings.
+
+    With `tells_steps` its pieces say what each step did, and the first `trees` steps show their tree.
+    """
 
     prompt: list[int]
     config: LookaheadConfig
@@ -29,6 +32,17 @@ class Ask:
     mask: TokenMask | None = None
     prediction: Sequence[int] = ()
     unsearched: int = 0
+    tells_steps: bool = False
+    trees: int = 0
+
+
+@dataclass
+class Step:
+    """One step of a job that tells its steps: the text that became ready with it, and what the engine said."""
+
+    number: int
+    text: str
+    event: Event
 
 
 @dataclass
@@ -40,6 +54,7 @@ class Piece:
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     finish_reason: str | None
+    steps: Sequence[Step] = ()
 
 
 class Job:
@@ -60,18 +75,21 @@ class Job:
         )
         verifier = model.verifier(self.sequence)
         self.request = Request(self.sequence, verifier, mask=ask.mask, salt=ask.owner.salt)
+        self.request.tells_steps, self.request.trees = ask.tells_steps, ask.trees
         self.text = TextStream(tokenizer, stops, least)
         self.ticket: Ticket | None = None
         self.begin = perf_counter()
         self.last_news = 0.0  # when the last token came
         self.counted = 0  # tokens that the metrics have counted
         self.tried = 0
+        self.told = 0  # steps that were told
         self.over = False
 
     def read(self, events: Sequence[Event]) -> Piece:
         """Take what steps have given, in the event loop's thread. An EOS is no text."""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        steps: list[Step] = []
         reason = None
         for event in events:
             reason = event.finish_reason
@@ -80,8 +98,17 @@ class Job:
             tokens += kept
             logprobs += (event.logprobs or [])[: len(kept)]
             self.tried += event.tried
-        text = self.text.take() if reason is None else self.text.finish()
-        return Piece(self, text, tokens, logprobs, REASONS.get(reason) if reason else None)
+            if self.ask.tells_steps:
+                self.told += 1
+                steps.append(Step(self.told, self._take(reason), event))
+        text = self._take(reason)
+        if steps:
+            text = "".join(step.text for step in steps) + text
+        return Piece(self, text, tokens, logprobs, REASONS.get(reason) if reason else None, steps)
+
+    def _take(self, reason: str | None) -> str:
+        """The text that is ready, or all that is left if there is a reason to end."""
+        return self.text.take() if reason is None else self.text.finish()
 
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}

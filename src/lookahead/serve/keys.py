@@ -58,7 +58,7 @@ class Key:
 class Owner:
     """One key's part of the server. Requests share K/V and recycled successors only with those of the same owner.
 
-    `name` is safe to log. `file` names the owner's memory on disk.
+    `name` is safe to log. `file` names the owner's memory on disk. `rights` are those of its key.
     """
 
     name: str
@@ -67,13 +67,14 @@ class Owner:
     file: str
     rights: frozenset[str] = frozenset()
 
-    def check(self, right: str, what: str) -> None:
-        """Raise a 403 unless the owner's key has this right, which `what` needs."""
+    def check(self, right: str, what: str, param: str | None = None) -> None:
+        """Raise a 403 unless the owner has this right, which `what` needs. `param` is the field that asked for it."""
         if right not in self.rights:
             raise ApiError(
                 403,
                 f"{what} needs a key with the right {right!r}; write rights={right} after the key in the server's key "
                 "file",
+                param=param,
                 code="no_right",
             )
 
@@ -81,18 +82,20 @@ class Owner:
 class KeyRing:
     """The keys that may ask, each as a line of a key file. Without any, everybody may, and all are one owner.
 
-    A key that is alone has all rights, unless its line names some: there is nobody to be kept apart from. With `share`
-    all owners have the same memory and salt.
+    A key that is alone has all rights, unless its line names some: there is nobody to be kept apart from. Without keys
+    everybody has all rights; but on a `public` server nobody may trace, because the guesses in a tree come from what
+    strangers have asked. With `share` all owners have the same memory and salt.
 
     Only hashes of the keys are kept. A key is compared with all of them, each in constant time, so that the time of the
     answer tells nothing about them.
     """
 
-    def __init__(self, lines: Sequence[str], memory: SharedMemory, share: bool = False) -> None:
+    def __init__(self, lines: Sequence[str], memory: SharedMemory, share: bool = False, public: bool = False) -> None:
         keys = [Key.parse(line) for line in lines]
         unnamed = RIGHTS if len(keys) == 1 else frozenset[str]()
         self._hashes = [_hash(key.secret) for key in keys]
-        self.owners = [] if keys else [Owner("everybody", "", memory, "shared", RIGHTS)]
+        everybody = Owner("everybody", "", memory, "shared", RIGHTS - {"trace"} if public else RIGHTS)
+        self.owners = [] if keys else [everybody]
         for number, (key, hashed) in enumerate(zip(keys, self._hashes, strict=True), start=1):
             owner = Owner(key.name or f"key-{number}", "", memory, "shared", unnamed)
             if key.rights is not None:
@@ -120,7 +123,7 @@ class KeyRing:
 
 
 def read_keys(path: Path | None, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys of a file, one per line with # for comments, or those of the variable, with commas between them."""
+    """The lines of a file that have a key, with # for comments, or those of the variable, with commas between them."""
     if path is not None:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

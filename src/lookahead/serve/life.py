@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -87,6 +88,7 @@ def ready_line(address: str, service: Service) -> str:
     body = '{"messages": [{"role": "user", "content": "Hello"}]}'
     return (
         f"serving {service.name} at {address}/v1\n"
+        f"see it in a browser: {address}/\n"
         f"try: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     )
 
@@ -112,7 +114,14 @@ def serve(model: LookaheadModel, settings: ServeSettings, say: Callable[[str], N
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     log.setLevel(logging.INFO)
     try:
-        make_server(model, settings, say).run()
+        server = make_server(model, settings, say)
+        # The collector leaves alone what was imported and loaded: a full collection of these 440,000 objects takes 0.2
+        # to 0.3 s, in which no step runs.
+        gc.collect()
+        gc.freeze()
+        server.run()
     except SystemExit as error:
         if error.code:
             raise ValueError(f"cannot listen on {settings.host}:{settings.port}; is the port in use?") from error
+    finally:
+        gc.unfreeze()  # so that it all goes when Python ends: triton complains of what stays

@@ -16,8 +16,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health",)
-"""What needs no key."""
+OPEN_PATHS = ("/health", "/")
+OPEN_FOLDER = "/web/"
+"""What needs no key to be read: the web page and its files hold nothing secret."""
 DIRECT_SEND = "lookahead.send"
 """Where a request's scope holds the `send` that the gate was given. Between the gate and the routes stand layers that
 each wrap `send` to see whether a reply has begun: a stream has no use for them after its beginning."""
@@ -63,6 +64,11 @@ class Queue:
         return max(1, min(PATIENCE, math.ceil(mean / self._running)))
 
 
+def is_open(method: str, path: str) -> bool:
+    """Whether this needs no key."""
+    return method == "OPTIONS" or (method == "GET" and (path in OPEN_PATHS or path.startswith(OPEN_FOLDER)))
+
+
 class Gate:
     """Middleware in front of all routes: who asks, and whether the body may come in."""
 
@@ -75,7 +81,7 @@ class Gate:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
-            if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            if not is_open(scope["method"], scope["path"]):
                 authorization = headers.get(b"authorization")
                 owner = self.keys.owner(None if authorization is None else authorization.decode("latin-1"))
                 scope.setdefault("state", {})["owner"] = owner

@@ -23,7 +23,14 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
-ONLY_OURS = {"compression", "accepted_tokens_by_source", "step_time_seconds", "steps", "requests_refused"}
+ONLY_OURS = {
+    "compression",
+    "accepted_tokens_by_source",
+    "step_time_seconds",
+    "steps",
+    "requests_refused",
+    "server_info",
+}
 """What vLLM has no name for."""
 
 
@@ -131,6 +138,7 @@ class Metrics:
         }
         for name, (what, value) in gauges.items():
             yield self._one(GaugeMetricFamily, prefix, name, what, value)
+        yield self._info(prefix, model)
         counters = {
             "num_preemptions": ("Sequences that had to make room.", engine.preemptions),
             "prompt_tokens": ("Prompt tokens of requests that ran.", totals["prompt_tokens"]),
@@ -158,6 +166,13 @@ class Metrics:
     def _one(self, kind: type[Any], prefix: str, name: str, what: str, value: float) -> Metric:
         family = kind(f"{prefix}:{name}", what, labels=["model_name"])
         family.add_metric([self.model], value)
+        return family
+
+    def _info(self, prefix: str, model: LookaheadModel) -> Metric:
+        """What is served and on what, as the labels of a metric that is always 1."""
+        facts = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+        family = GaugeMetricFamily(f"{prefix}:server_info", "What is served.", labels=["model_name", *facts])
+        family.add_metric([self.model, *facts.values()], 1)
         return family
 
     def _many(self, prefix: str, name: str, what: str, label: str, counts: Counter[Any]) -> Metric:

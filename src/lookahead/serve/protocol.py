@@ -55,6 +55,13 @@ class LookaheadOptions(Body):
     sources: list[str] | None = None
 
 
+class StreamedLookahead(LookaheadOptions):
+    """Besides, what a stream tells of each step: facts with `steps`, and with `trace` also its token tree."""
+
+    steps: bool | None = None
+    trace: bool | None = None
+
+
 class TextPart(Body):
     """A part of a content that is text. Pictures, sounds and files are not supported."""
 
@@ -89,7 +96,7 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    lookahead: bool | LookaheadOptions | None = None
+    lookahead: bool | StreamedLookahead | None = None
     store: bool | None = None
     service_tier: str | None = None
 
@@ -104,7 +111,19 @@ class Generation(Body):
     def _options(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belongs to stream=true; leave it out")
+        if self.tells_steps and not self.stream:
+            raise ValueError("lookahead.steps and lookahead.trace belong to stream=true; leave them out")
         return self
+
+    @property
+    def tells_steps(self) -> bool:
+        """Whether the stream tells of each step."""
+        return isinstance(self.lookahead, StreamedLookahead) and bool(self.lookahead.steps or self.lookahead.trace)
+
+    @property
+    def traced(self) -> bool:
+        """Whether it also shows the steps' token trees."""
+        return isinstance(self.lookahead, StreamedLookahead) and bool(self.lookahead.trace)
 
 
 class CompletionBody(Generation):

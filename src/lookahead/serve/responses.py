@@ -57,8 +57,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if body.text is None else body.text.as_chat(),
     }
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "lookahead"):
-        fields[name] = getattr(body, name)
+    fields |= body.model_dump(include={"temperature", "top_p", "top_k", "min_p", "seed", "lookahead"})
     try:
         return ChatBody.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:

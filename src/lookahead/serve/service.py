@@ -42,7 +42,7 @@ class Service:
     def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
         self.model, self.settings = model, settings
         self.name = settings.model_name or model.name.rstrip("/").rsplit("/", 1)[-1]
-        self.keys = KeyRing(settings.keys, model.memory, settings.share_memory)
+        self.keys = KeyRing(settings.keys, model.memory, settings.share_memory, settings.public)
         self.queue = Queue(settings.max_concurrency, settings.max_queue)
         self.metrics = Metrics(self.name)
         self.grammars = Grammars(model)

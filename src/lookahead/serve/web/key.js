@@ -1,0 +1,62 @@
+// The API key: asked for once when the server wants one, and kept until the tab is closed.
+
+import { byId } from "./dom.js";
+
+const PLACE = "lookahead.key";
+let waiting = null; // the promise of the dialog that is open
+
+export function currentKey() {
+  try {
+    return sessionStorage.getItem(PLACE) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+export function forgetKey() {
+  try {
+    sessionStorage.removeItem(PLACE);
+  } catch {
+    // Then there is none.
+  }
+  byId("forget-key").hidden = true;
+}
+
+/** Ask for a key, and say why. Resolves to whether there is a new one. Who asks meanwhile waits for the same answer. */
+export function askForKey(why) {
+  waiting ??= open(why).finally(() => {
+    waiting = null;
+  });
+  return waiting;
+}
+
+function open(why) {
+  const dialog = byId("key-dialog");
+  const input = byId("key-input");
+  byId("key-why").textContent = why;
+  input.value = "";
+  dialog.showModal();
+  input.focus();
+  return new Promise((resolve) => {
+    byId("key-cancel").onclick = () => dialog.close();
+    byId("key-form").onsubmit = (event) => {
+      event.preventDefault();
+      dialog.close(input.value.trim());
+    };
+    dialog.onclose = () => {
+      const key = dialog.returnValue;
+      dialog.returnValue = "";
+      if (key) keep(key);
+      resolve(Boolean(key));
+    };
+  });
+}
+
+function keep(key) {
+  try {
+    sessionStorage.setItem(PLACE, key);
+  } catch {
+    // It cannot be kept, and will be asked for again.
+  }
+  byId("forget-key").hidden = false;
+}

@@ -1,0 +1,46 @@
+// The live strip: one bar for each of the last 60 steps, as high as the step gave tokens, and the numbers beside it.
+
+import { hideTip, showTip } from "./blocks.js";
+import { byId, svg } from "./dom.js";
+import { fixed, seconds, tell, tint } from "./steps.js";
+
+const MOST = 60;
+const LEAST_SCALE = 6; // tokens that fill the strip's height; more, if a step gave more
+const [WIDTH, HEIGHT, PITCH] = [600, 96, 10];
+
+/** Draws the last steps of an answer into a container. */
+export function drawStrip(container, steps) {
+  const last = steps.list.slice(-MOST);
+  const scale = Math.max(LEAST_SCALE, ...last.map((step) => step.tokens));
+  const picture = svg("svg", {
+    viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+    preserveAspectRatio: "none",
+    role: "img",
+    "aria-label": `Tokens of the last steps: ${last.map((step) => step.tokens).join(", ") || "none yet"}`,
+  });
+  last.forEach((step, place) => {
+    const height = Math.max(4, (step.tokens / scale) * (HEIGHT - 4));
+    const bar = svg("rect", {
+      class: `bar ${tint(step.tokens)}`,
+      x: place * PITCH + 1,
+      y: HEIGHT - height,
+      width: PITCH - 2,
+      height,
+      rx: 1.5,
+    });
+    bar.addEventListener("pointerenter", () => showTip(tell(step), bar.getBoundingClientRect()));
+    bar.addEventListener("pointerleave", hideTip);
+    picture.append(bar);
+  });
+  container.replaceChildren(picture);
+}
+
+/** Shows an answer's strip and its numbers in the chat's side panel. */
+export function showPulse(steps) {
+  drawStrip(byId("strip"), steps);
+  const { compression, speed, first, tokens, steps: number } = steps.numbers();
+  byId("pulse-s").textContent = fixed(compression, 2);
+  byId("pulse-speed").textContent = fixed(speed, 1);
+  byId("pulse-first").textContent = seconds(first);
+  byId("pulse-steps").textContent = number ? `${tokens} / ${number}` : "–";
+}
