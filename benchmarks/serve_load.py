@@ -1,14 +1,17 @@
 """`lookahead serve` under load: `python benchmarks/serve_load.py --model NAME [--inflate 7b] --out FOLDER`.
 
-Measures, with guesses and without in turn, so that a busy machine slows both:
+Measures on one server, with guesses and without in turn (by the body's `lookahead`), so that a busy machine slows both:
 
     closed   1 to 64 clients that ask one after the other: tokens per second, S, time to the first token, time between
              the events of a stream (p50 and p99)
-    open     clients that come at random times at given rates, whatever has become of those before them
-    engine   the same number of sequences without HTTP: what HTTP and events cost
+    engine   the same requests without HTTP, at `--engine` streams: what HTTP and events cost
+    open     clients that come at random times at given `--rates`, whatever has become of those before them
+    --crosstalk   64 mixed requests at once in a tiny page pool, against the same requests alone
 
-The clients run in a process of their own (`load_client.py`). Without fastapi and uvicorn only `engine` is measured.
-Every answer has the same length, so that both ways make the same tokens.
+A cell sends new requests for `--seconds`, and ends with the last answer. The clients run in a process of their own
+(`load_client.py`). Every answer has the same length, so that both ways make the same tokens. Needs torch, transformers
+and what `lookahead serve` needs (without that only `engine` is measured). `python benchmarks/serve_load.py --report
+FOLDER/serve-load.json --page FILE.md` writes the table, and with matplotlib the plot, anywhere.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+from serve_crosstalk import crosstalk, shrink
+from serve_report import report, table
+
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.bench.run import prompts
+from lookahead.bench.run.about import about
 from lookahead.bench.run.models import in_shape
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.front import Ticket
@@ -53,12 +60,13 @@ def bodies(model: LookaheadModel, texts: Sequence[str], tokens: int) -> list[dic
 class Served:
     """A server in this process, and clients in another."""
 
-    def __init__(self, model: LookaheadModel, concurrency: int) -> None:
+    def __init__(self, model: LookaheadModel, concurrency: int, path: str = "completions") -> None:
         from lookahead.serve.life import SWITCH_SECONDS, make_server
         from lookahead.serve.settings import ServeSettings
 
         sys.setswitchinterval(SWITCH_SECONDS)
         settings = ServeSettings(port=0, max_concurrency=concurrency, max_queue=4096)
+        self.path = path
         self.server = make_server(model, settings, lambda line: None)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
         self.thread.start()
@@ -66,9 +74,9 @@ class Served:
             sleep(0.01)
 
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
-        order["url"] = f"{self.server.address}/v1/completions"
+        order["url"] = f"{self.server.address}/v1/{self.path}"
         command = [sys.executable, str(HERE / "load_client.py")]
-        done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, check=True)
+        done = subprocess.run(command, input=json.dumps(order), stdout=subprocess.PIPE, text=True, check=True)
         return json.loads(done.stdout)
 
     def close(self) -> None:
@@ -139,80 +147,78 @@ def through_engine(
 # All of it.
 
 
-def measure(args: argparse.Namespace, model: LookaheadModel) -> list[dict[str, Any]]:
-    asked, records = (
-        bodies(model, [prompt.turns[0] for prompt in prompts.load("builtin")], args.tokens),
-        list[dict[str, Any]](),
-    )
+class Book:
+    """The figures of a run, written to disk after each."""
+
+    def __init__(self, about: dict[str, Any], tokens: int, out: Path | None) -> None:
+        self.found: dict[str, Any] = {"about": about, "tokens": tokens, "records": [], "crosstalk": []}
+        self.path = None if out is None else out / "serve-load.json"
+
+    def note(self, record: dict[str, Any], part: str = "records") -> None:
+        self.found[part].append(record)
+        print(json.dumps(record), flush=True)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace, model: LookaheadModel) -> dict[str, Any]:
+    texts = [prompt.turns[0] for prompt in prompts.load(args.prompts, args.data_dir, args.limit)]
+    asked = bodies(model, texts, args.tokens)
     served = Served(model, max(args.streams)) if WEB else None
     if served is None:
         print("no fastapi, uvicorn, prometheus-client or llguidance here: only the engine is measured", flush=True)
     model.engine.limit(max(args.streams))
-
-    def note(record: dict[str, Any]) -> None:
-        records.append(record)
-        print(json.dumps(record), flush=True)
-        if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "serve-load.json").write_text(json.dumps(records, indent=1) + "\n")
-
-    for way in WAYS.values():  # everything is captured and compiled before it is timed
-        through_engine(model, asked, max(args.streams), way, args.warm)
+    book, begin = Book(about(model), args.tokens, args.out), perf_counter()
+    warm(model, asked, args)
+    print(f"-- warm after {perf_counter() - begin:.0f} s", flush=True)
     for turn in range(args.turns):
         for streams in args.streams:
             for name, way in WAYS.items():
-                about = {"turn": turn, "streams": streams, "way": name}
-                found = through_engine(model, asked, streams, way, args.seconds)
-                note({"kind": "engine", **about, **found})
-                if served is not None:
-                    order = {"bodies": with_way(asked, way), "at": None, "streams": streams, "seconds": args.seconds}
-                    note({"kind": "closed", **about, **summary(served.run(order))})
+                cell = {"turn": turn, "streams": streams, "way": name}
+                for _ in range(args.repeats if streams in args.engine else 1):
+                    if streams in args.engine or served is None:
+                        found = through_engine(model, asked, streams, way, args.seconds)
+                        book.note({"kind": "engine", **cell, **found})
+                    if served is not None:
+                        order = {"bodies": with_way(asked, way), "streams": streams, "seconds": args.seconds}
+                        book.note({"kind": "closed", **cell, **summary(served.run(order))})
         for rate in args.rates if served is not None else ():
             for name, way in WAYS.items():
-                rng, at, time = random.Random(turn), list[float](), 0.0
-                while time < args.seconds:
-                    at.append(time)
-                    time += rng.expovariate(rate)
-                order = {"bodies": with_way(asked, way), "at": at, "streams": 0, "seconds": args.seconds}
-                note({"kind": "open", "turn": turn, "rate": rate, "way": name, **summary(served.run(order))})
+                order = {"bodies": with_way(asked, way), "at": times(rate, args.seconds, turn)}
+                book.note({"kind": "open", "turn": turn, "rate": rate, "way": name, **summary(served.run(order))})
     if served is not None:
         served.close()
-    return records
+    print(f"-- measured in {perf_counter() - begin:.0f} s", flush=True)
+    if args.crosstalk and WEB:
+        small = shrink(model, args.pages)
+        served = Served(small, 32)
+        book.note(crosstalk(served, small, args.crosstalk), "crosstalk")
+        served.close()
+        print(f"-- all after {perf_counter() - begin:.0f} s", flush=True)
+    return book.found
+
+
+def warm(model: LookaheadModel, asked: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Run every number of streams both ways for a moment: all is captured, compiled and learnt before it is timed."""
+    short = [{**body, "max_tokens": min(24, body["max_tokens"])} for body in asked]
+    for streams in sorted({*args.streams, *args.engine}):
+        for way in WAYS.values():
+            through_engine(model, short, streams, way, args.warm)
+    through_engine(model, asked, max(args.streams), True, args.warm)
+
+
+def times(rate: float, seconds: float, seed: int) -> list[float]:
+    """Random times of requests, so many a second."""
+    rng, found, time = random.Random(seed), list[float](), 0.0
+    while time < seconds:
+        found.append(time)
+        time += rng.expovariate(rate)
+    return found
 
 
 def with_way(asked: Sequence[dict[str, Any]], way: bool) -> list[dict[str, Any]]:
     return [{**body, "lookahead": way} for body in asked]
-
-
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Medians over the turns, as a table. The times are those with guesses."""
-    lines = [
-        "| load | plain tok/s | lookahead tok/s | ratio | S | TTFT p50, p99 ms | gap p50, p99 ms | HTTP costs |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    groups: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
-    for record in records:
-        load_of = record["rate"] if record["kind"] == "open" else record["streams"]
-        groups.setdefault((record["kind"], load_of), {}).setdefault(record["way"], []).append(record)
-    for (kind, size), ways in sorted(groups.items()):
-        if kind == "engine" and any(other == "closed" for other, _ in groups):
-            continue
-        plain, ours = (statistics.median(one["tokens_per_second"] for one in ways[way]) for way in WAYS)
-        cells = [f"{size:g} a second" if kind == "open" else f"{size:g} streams", f"{plain:g}", f"{ours:g}"]
-        cells.append(f"{ours / plain:.2f}")
-        if kind == "engine":
-            cells += ["", "", "", ""]
-        else:
-            cells.append(f"{statistics.median(one['compression'] for one in ways['lookahead']):.2f}")
-            for what in ("ttft_ms", "gap_ms"):
-                pairs = zip(*(one[what] for one in ways["lookahead"]), strict=True)
-                cells.append(", ".join(f"{statistics.median(values):.1f}" for values in pairs))
-            cells.append("")
-        if kind == "closed":
-            bare = statistics.median(one["tokens_per_second"] for one in groups["engine", size]["lookahead"])
-            cells[-1] = f"{100 * (1 - ours / bare):.1f}%"
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def numbers(text: str) -> list[float]:
@@ -220,28 +226,38 @@ def numbers(text: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="as for lookahead.load; the embedded model without it")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--inflate", help="the same function in this shape, such as 7b")
+    parser.add_argument("--prompts", default="builtin", help="a set of prompts; others than builtin need --data-dir")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--limit", type=int, help="the most prompts of the set")
     parser.add_argument("--streams", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--engine", type=numbers, default=[32], help="streams that are measured without HTTP, too")
+    parser.add_argument("--repeats", type=int, default=3, help="how often those are measured, in turn")
     parser.add_argument("--rates", type=numbers, default=[], help="requests per second of the open loop")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for which new requests are sent")
-    parser.add_argument("--warm", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which a cell sends new requests")
+    parser.add_argument("--warm", type=float, default=0.3, help="the same, before anything is measured")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument(
+        "--crosstalk", type=int, nargs="?", const=64, default=0, help="requests at once; 64 without one"
+    )
+    parser.add_argument("--pages", type=int, default=48, help="K/V pages for --crosstalk")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", type=Path, help="write the page of this JSON, and measure nothing")
+    parser.add_argument("--page", type=Path, default=HERE / "results" / "serve.md")
     args = parser.parse_args()
+    if args.report is not None:
+        print(report(args.report, args.page))
+        return
     model = load(args.model, dtype=args.dtype, backend=args.backend, log=print)
     if args.inflate:
         model = in_shape(model, args.inflate, args.backend, print)
-        model.engine.cost = batch_cost(model.backend, print)
-    records = measure(args, model)
-    text = table(records)
-    print(text)
-    if args.out is not None:
-        (args.out / "serve-load.md").write_text(text)
+        model.engine.cost = batch_cost(model.backend, model.default_config, print)
+    print(table(measure(args, model)["records"]))
 
 
 if __name__ == "__main__":

@@ -21,18 +21,27 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_a_short_load(script: ModuleType, model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:
-    loaded = lookahead.load((model, tokenizer), config=settings)
-    order = {"streams": [2], "rates": [20], "tokens": 6, "seconds": 0.2, "warm": 0.1, "turns": 1}
-    records = script.measure(Namespace(**order, out=tmp_path), loaded)
-    assert {(one["kind"], one["way"]) for one in records} == {
-        (kind, way) for kind in ("engine", "closed", "open") for way in ("plain", "lookahead")
-    }
+    loaded = lookahead.load((model, tokenizer), config=settings, backend="graph")
+    order: dict[str, Any] = {"streams": [1, 2], "engine": [2], "repeats": 1, "rates": [20], "tokens": 6, "turns": 1}
+    order |= {"seconds": 0.2, "warm": 0.05, "crosstalk": 8, "pages": 12, "prompts": "builtin", "limit": 4}
+    found = script.measure(Namespace(**order, data_dir=None, out=tmp_path), loaded)
+    records = found["records"]
+    cells = {(one["kind"], one["way"], one.get("streams")) for one in records}
+    kinds = {("engine", 2), ("closed", 1), ("closed", 2), ("open", None)}
+    assert cells == {(kind, way, streams) for kind, streams in kinds for way in ("plain", "lookahead")}
     for one in records:
         assert one["tokens_per_second"] > 0
         if one["kind"] != "engine":
             assert one["refused"] == 0
             assert one["compression"] == 1 or one["way"] == "lookahead"
-    assert (tmp_path / "serve-load.json").exists()
-    lines = script.table(records).splitlines()
-    assert lines[2].startswith("| 2 streams |")
-    assert lines[3].startswith("| 20 a second |")
+    (talk,) = found["crosstalk"]
+    assert talk["equal"] == talk["requests"] == 8
+    assert talk["apart"] < 1e-4
+    assert talk["left_in_use"] == 0
+    written = script.report(tmp_path / "serve-load.json", tmp_path / "page" / "serve.md")
+    rows = [line for line in written.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[1:]] == ["| 1 streams", "| 2 streams", "| 20 a second"]
+    assert "%" in rows[2]
+    assert "%" not in rows[1] + rows[3]
+    assert "8 replies equal" in written
+    assert (tmp_path / "page" / "serve.png").exists()

@@ -15,6 +15,7 @@ from marks import examples
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from lookahead.engine.byte_text import ByteDetokenizer
 from lookahead.engine.text import CONTEXT, Detokenizer, SharedTokenizer, StopStrings, TextStream
 
 FFFD = "\ufffd"
@@ -484,3 +485,35 @@ def test_pending_is_the_longest_unfinished_stop(stops: list[str], text: str) -> 
     assert (found[0] if found else None) == min(starts, default=None)
     if not found:
         assert StopStrings(stops).pending(text) == could_become(text, stops)
+
+
+# --- tokens that are bytes ---
+
+
+@EVERY
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_text_without_stop_strings_is_the_full_decode(name: str, data: st.DataObject) -> None:
+    """Byte-level vocabularies have a faster detokeniser; text that was taken stays, whatever comes."""
+    ids = data.draw(token_lists(name, 90))
+    stream, taken = TextStream(SHARED[name]), ""
+    assert isinstance(stream._detokenizer, ByteDetokenizer) == (name == "byte-level")
+    for block in blocks(ids, data.draw(SIZES)):
+        stream.push_tokens(block)
+        taken += stream.take()
+    assert taken + stream.finish() == full(name, ids)
+
+
+def test_a_searched_text_has_the_general_detokeniser() -> None:
+    assert isinstance(TextStream(SHARED["byte-level"], ["stop"])._detokenizer, Detokenizer)
+    assert isinstance(TextStream(TOKENIZERS["byte-level"])._detokenizer, Detokenizer)
+
+
+def test_an_added_token_is_spelled_as_it_is() -> None:
+    added = wrap(["a", "b"], decoders.ByteLevel())
+    added.add_tokens(["<tool call>"])
+    ids = [*added.convert_tokens_to_ids(["a", "<tool call>", "<s>", "b"])]
+    stream = TextStream(SharedTokenizer(added))
+    stream.push_tokens(ids)
+    assert isinstance(stream._detokenizer, ByteDetokenizer)
+    assert stream.finish() == added.decode(ids, skip_special_tokens=True) == "a<tool call>b"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from http_server import Running, running
 
+from lookahead.serve.grammar import closed
 from lookahead.serve.protocol import Tool
 from lookahead.serve.tools import Toolbox, style_of
 
@@ -179,6 +180,92 @@ def test_strict_tools_hold_once_a_call_has_begun(json_server: Running) -> None:
     assert chat(json_server, **body)["choices"] == chat(json_server, **body, lookahead=False)["choices"]
 
 
+@pytest.mark.parametrize(
+    ("schema", "shut"),
+    [
+        ({"type": "object", "properties": {"a": {}}}, True),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, False),
+        ({"type": "object", "properties": {"a": {}}, "required": ["b"]}, False),
+        ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["b"]}]}, False),
+        ({"type": "object"}, False),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, False),
+        ({"const": {"properties": {"a": 1}}}, False),
+    ],
+)
+def test_objects_are_closed_unless_their_schema_says_otherwise(schema: dict[str, Any], shut: bool) -> None:
+    inner = {"type": "array", "items": schema}
+    found = closed({"type": "object", "properties": {"properties": inner}})
+    assert found["properties"].keys() == {"properties"}  # that is this property's name
+    assert found["properties"]["properties"]["items"] == ({**schema, "additionalProperties": False} if shut else schema)
+    assert found.get("additionalProperties") == (None if "allOf" in schema else False)
+
+
+def test_a_model_that_must_call_invents_no_arguments(json_server: Running) -> None:
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}}}
+    body = {"tools": [{"type": "function", "function": function}], "tool_choice": "required", "max_tokens": 200}
+    for seed in range(2):
+        reply = chat(json_server, **body, parallel_tool_calls=False, temperature=1.5, seed=seed)
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) in ({}, {"a": 1}, {"a": 2})
+
+
+PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_tools_beside_a_response_format(json_server: Running, calls: bool) -> None:
+    """The reply is a call, or an answer that follows the schema. A bias makes the model's choice: for or against "<",
+    which begins a call."""
+    vocabulary = json_server.model.tokenizer.get_vocab().items()
+    bias = {str(token): 20 if calls else -100 for piece, token in vocabulary if "<" in piece}
+    body = {"tools": [ADD], "response_format": PERSON_FORMAT, "max_tokens": 150, "temperature": 1.5, "logit_bias": bias}
+    for seed in range(2):
+        message, plain = (
+            chat(json_server, **body, seed=seed, lookahead=way)["choices"][0]["message"] for way in (True, False)
+        )
+        assert ("tool_calls" in message) == calls
+        if calls:
+            found, expected = ([call["function"] for call in one["tool_calls"]] for one in (message, plain))
+            assert found == expected
+            assert all(json.loads(call["arguments"])["b"] in (1, 22) for call in found)
+        else:
+            assert message == plain
+            assert json.loads(message["content"])["name"] in ("ann", "bob")
+
+
+def test_calls_without_tags_do_not_go_with_a_response_format(make_json_model: Callable[[str], Any]) -> None:
+    with running(make_json_model(LLAMA + BARE)) as server:
+        body = {"messages": MESSAGES, "tools": [ADD], "response_format": PERSON_FORMAT, "max_tokens": 60}
+        answer = server.post("/v1/chat/completions", **body)
+        assert answer.status_code == 400
+        assert "calls of this model have no tags" in answer.json()["error"]["message"]
+        assert chat(server, **body, tool_choice="required")["choices"][0]["message"]["tool_calls"]
+        assert "content" in chat(server, **body, tool_choice="none")["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("field", [{"min_tokens": 25}, {"ignore_eos": True}])
+def test_a_grammar_goes_on_as_long_as_it_can(json_server: Running, field: dict[str, Any]) -> None:
+    """Digits for ever: the end is always allowed, and the field keeps it away. A text that is complete ends."""
+    digits = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    end = str(json_server.model.tokenizer.eos_token_id)
+    schema = {"type": "object", "properties": {"d": digits}, "required": ["d"], "additionalProperties": False}
+    format = {"type": "json_schema", "json_schema": {"name": "digits", "schema": schema}}
+    for seed in range(3):
+        body = {"response_format": format, "max_tokens": 30, "temperature": 1.0, "seed": seed, "logit_bias": {end: 9}}
+        reply = chat(json_server, **body, **field)
+        assert reply["choices"] == chat(json_server, **body, **field, lookahead=False)["choices"]
+    reply = chat(json_server, response_format=PERSON_FORMAT, max_tokens=100, min_tokens=90)
+    assert json.loads(reply["choices"][0]["message"]["content"])["name"] in ("ann", "bob")
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    # A tool that may be called, or not: there the end is allowed in every place.
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    body = {"tools": [strict], "max_tokens": 30, "temperature": 1.0, "seed": 1, "logit_bias": {end: 100}}
+    assert chat(json_server, **body)["usage"]["completion_tokens"] == 1
+    reply = chat(json_server, **body, **field)
+    assert reply["usage"]["completion_tokens"] == (30 if "ignore_eos" in field else 26)
+    assert reply["choices"] == chat(json_server, **body, **field, lookahead=False)["choices"]
+
+
 def box(style: str = "hermes", single: bool = False) -> Toolbox:
     return Toolbox((Tool.model_validate(ADD),), style, True, single=single)
 
@@ -223,7 +310,6 @@ def test_a_choice_without_its_tool_is_refused(json_server: Running) -> None:
     for body, says in (
         ({"tools": [ADD], "tool_choice": named}, "no tool 'sub'; there is add"),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"tools": [ADD], "response_format": {"type": "json_object"}}, "do not go together"),
     ):
         answer = json_server.post("/v1/chat/completions", messages=MESSAGES, **body)
         assert answer.status_code == 400

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import torch
 from http_server import Running
 
 PROMPT = "the quick brown fox jumps over the lazy dog and then the"
@@ -124,3 +126,59 @@ def test_the_lookahead_field_sets_the_config(server: Running) -> None:
     answer = server.post("/v1/completions", **body, lookahead={"sources": ["magic"]})
     assert answer.status_code == 400
     assert "unknown source 'magic'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_gives_the_prompts_logprobs(server: Running, stream: bool) -> None:
+    """They are the model's own, which one forward pass over the prompt gives; those of the answer follow them."""
+    model = server.model
+    prompts = [model.encode(text, raw=True) for text in (PROMPT * 4, "the")]
+    prompts.append(prompts[0][:1])
+    body: dict[str, Any] = {"prompt": prompts, "max_tokens": 5, "temperature": 0, "logprobs": 2, "n": 2}
+    plain = server.complete(**body)["choices"]
+    if stream:
+        found = joined(server, {**body, "echo": True})
+    else:
+        found = [one["logprobs"] for one in server.complete(**body, echo=True)["choices"]]
+    for place, logprobs in enumerate(found):
+        prompt = prompts[place // 2]
+        with torch.no_grad():
+            logits = model.model(torch.tensor([prompt])).logits[0, :-1].float()
+        expected = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]].tolist()
+        own = logprobs["token_logprobs"]
+        assert own[0] is None
+        assert own[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+        assert own[len(prompt) :] == plain[place]["logprobs"]["token_logprobs"]
+        assert logprobs["top_logprobs"][0] is None
+        for best, row in zip(logprobs["top_logprobs"][1:], logits.log_softmax(-1), strict=False):
+            assert max(best.values()) == pytest.approx(row.max().item(), abs=1e-4)
+        assert logprobs["tokens"][len(prompt) :] == plain[place]["logprobs"]["tokens"]
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+
+
+def joined(server: Running, body: dict[str, Any]) -> list[dict[str, list[Any]]]:
+    """The log-probabilities of a stream's choices, each put together."""
+    found: dict[int, dict[str, list[Any]]] = {}
+    with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    for name, values in choice["logprobs"].items():
+                        found.setdefault(choice["index"], {}).setdefault(name, []).extend(values)
+    return [found[index] for index in sorted(found)]
+
+
+def test_a_prompt_can_be_scored_alone(server: Running) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, "echo": True, "logprobs": 1, "temperature": 0}
+    alone = server.complete(**body, max_tokens=0)
+    longer = server.complete(**body, max_tokens=1)["choices"][0]["logprobs"]
+    (choice,) = alone["choices"]
+    assert choice["text"] == PROMPT
+    assert choice["logprobs"] == {name: values[:-1] for name, values in longer.items()}
+    assert alone["usage"] == {"prompt_tokens": len(choice["logprobs"]["tokens"]), "completion_tokens": 0} | {
+        "total_tokens": len(choice["logprobs"]["tokens"])
+    }
+    for wrong in ({"echo": False}, {"logprobs": None}, {"stream": True}):
+        answer = server.post("/v1/completions", **{**body, "max_tokens": 0, **wrong})
+        assert answer.status_code == 400
+        assert "max_tokens=0 is for echo with logprobs" in answer.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lookahead.serve.keys import KeyRing, read_keys
 from lookahead.serve.settings import ServeSettings
 
 KEYS = ("first-secret", "second-secret")
+WATCHER = "third-secret name=watcher rights=metrics"
 PROMPT = "the quick brown fox jumps over the lazy dog " * 8
 
 
@@ -31,7 +33,7 @@ def make_paged(model: Any, tokenizer: Any, settings: Any) -> Callable[[], Any]:
 
 @pytest.fixture(scope="module")
 def guarded(make_paged: Callable[[], Any]) -> Iterator[Running]:
-    with running(make_paged(), keys=KEYS) as server:
+    with running(make_paged(), keys=(*KEYS, WATCHER)) as server:
         yield server
 
 
@@ -44,7 +46,7 @@ def test_everything_but_health_needs_a_key(guarded: Running, caplog: pytest.LogC
             assert answer.status_code == 401, path
             assert answer.json()["error"]["type"] == "authentication_error"
         expected = 404 if path == "/nothing" else 200
-        assert guarded.client.get(path, headers=bearer(KEYS[1])).status_code == expected
+        assert guarded.client.get(path, headers=bearer(WATCHER.split()[0])).status_code == expected
     answer = guarded.client.post("/v1/completions", content=b"x" * 1000)
     assert answer.status_code == 401  # the body is not even read
     assert not any(secret in caplog.text for secret in (*KEYS, "wrong-secret"))
@@ -72,7 +74,37 @@ def test_a_second_key_finds_nothing_of_the_first(guarded: Running) -> None:
     assert other["usage"]["lookahead"] == first["usage"]["lookahead"]
     owners = guarded.service.keys.owners
     assert owners[0].memory is not owners[1].memory
-    assert len({owner.salt for owner in owners}) == 2
+    assert len({owner.salt for owner in owners}) == 3
+
+
+def test_metrics_tell_no_key_of_anothers_hits(guarded: Running) -> None:
+    """They are sums over all keys, cache hits among them, so that they are for keys with the right alone."""
+    for _ in range(2):
+        ask(guarded, KEYS[0])  # the second time it hits
+    for key in KEYS:
+        answer = guarded.client.get("/metrics", headers=bearer(key))
+        assert answer.status_code == 403
+        assert "rights=metrics" in answer.json()["error"]["message"]
+        assert "prefix_cache" not in answer.text
+    (right,) = re.findall(r"prefix_cache_hits_total{\S*} (\S+)", metrics(guarded, WATCHER).text)
+    assert float(right) >= 64
+
+
+def metrics(server: Running, key: str) -> Any:
+    return server.client.get("/metrics", headers=bearer(key.split()[0]))
+
+
+def test_rights_belong_to_keys(loaded: Any) -> None:
+    with running(loaded, keys=("lonely-secret",)) as server:
+        assert metrics(server, "lonely-secret").status_code == 200
+    with running(loaded, keys=("lonely-secret rights=trace",)) as server:
+        assert metrics(server, "lonely-secret").status_code == 403
+    with running(loaded, keys=(KEYS[0], WATCHER), share_memory=True) as server:
+        assert metrics(server, KEYS[0]).status_code == 403
+        assert metrics(server, WATCHER).status_code == 200
+    ring = KeyRing((KEYS[0], "other-secret name=web rights=metrics+trace"), SharedMemory())
+    assert [(owner.name, owner.rights) for owner in ring.owners] == [("key-1", set()), ("web", {"metrics", "trace"})]
+    assert KeyRing((), SharedMemory()).owners[0].rights == {"metrics", "trace"}
 
 
 def test_share_memory_shares(make_paged: Callable[[], Any]) -> None:
@@ -98,11 +130,17 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     assert read_keys(path, {}) == KEYS
     assert read_keys(None, {"LOOKAHEAD_API_KEYS": "first-secret, second-secret"}) == KEYS
     assert read_keys(None, {}) == ()
+    assert read_keys(None, {"LOOKAHEAD_API_KEYS": f"first-secret,{WATCHER}"}) == ("first-secret", WATCHER)
     for text, says in (
         ("", "has no key"),
         ("short", "at least 8"),
         ("with a space", "no spaces"),
-        ("same-same\nsame-same", "a key twice"),
+        ("same-same\nsame-same name=x", "a key twice"),
+        ("some-secret rights=metric", "unknown rights; there are metrics, trace"),
+        ("some-secret rights=", "unknown rights"),
+        ("some-secret rights=trace rights=metrics", "no spaces; after it may stand name=NAME"),
+        ("some-secret name=a/b", "a name that is not"),
+        ("some-secret name=a\nother-secret name=a", "a name twice"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=says) as raised:

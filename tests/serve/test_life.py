@@ -69,13 +69,14 @@ def test_a_slow_reader_gets_everything_in_fewer_chunks(server: Running) -> None:
 
 def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
     class Ended:
-        done, error = True, None
+        error = None
 
         def __init__(self) -> None:
-            self.events = [SimpleNamespace(finish_reason="length")]
+            self.events = [SimpleNamespace(finish_reason="length", error=None)]
+            self.done = False  # as if the engine's thread had been stopped between its event and the end
 
         def take(self) -> list[Any]:
-            events, self.events = self.events, []
+            events, self.events, self.done = self.events, [], True
             return events
 
     def job() -> Any:
@@ -88,9 +89,9 @@ def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
         jobs = [job(), job()]
         reply = Reply(jobs, 5.0, lambda reply: None)
         reply.wake(jobs[0])
-        found, again = [], True
-        async for piece in reply.pieces():
-            found.append(piece)
+        found, again = list[Any](), True
+        while (pieces := await reply.next()) is not None:
+            found += pieces
             if again:
                 again = False
                 reply.wake(jobs[0])

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
+from lookahead.engine.byte_text import ByteDetokenizer, TokenBytes, token_bytes
+
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that do not (yet) make a character
 INCOMPLETE = 3  # an unfinished UTF-8 character has at most 3 bytes, so at most 3 trailing U+FFFD can change
 CONTEXT = 16  # tokens kept left of new ones: at least 4 characters, even where each token is a single byte
@@ -29,12 +31,14 @@ class SharedTokenizer:
     """A tokenizer for many texts, which share what they find out about its tokens.
 
     A transformers tokenizer prepares every `decode` for far more than ids. Where the `tokenizers` object inside gives
-    the same text, which is tried on a sample, that one decodes: in a third of the time.
+    the same text, which is tried on a sample, that one decodes: in a third of the time. `token_bytes` are there if its
+    tokens are bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.traces: dict[int, bool] = {}
         self.bytes: dict[int, bool] = {}
+        self.token_bytes: TokenBytes | None = None
         self.id_to_token = _piece_lookup(tokenizer)
         options = _decode_options(tokenizer)
         self.decode: Callable[..., str] = partial(tokenizer.decode, **options)
@@ -45,6 +49,7 @@ class SharedTokenizer:
             samples = [ids, *([token] for token in ids[::5])]
             if all(inner.decode(one, skip_special_tokens=True) == self._text(one) for one in samples):
                 self.decode = inner.decode
+                self.token_bytes = token_bytes(inner)
 
     def _text(self, ids: list[int]) -> str:
         return self.decode(ids, skip_special_tokens=True)
@@ -193,7 +198,7 @@ class TextStream:
     def __init__(self, tokenizer: TokenizerLike, stops: StopStrings | Sequence[str] = (), min_tokens: int = 0) -> None:
         self._unsearched = min_tokens  # how many more tokens are not searched
         self._stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = _detokenizer(tokenizer, bool(self._stops.stops))
         self._queue: list[int] = []  # tokens to detokenise in `take`; used only without stop strings
         self._held = ""  # stable text that may be the start of a stop string
         self._released: list[str] = []
@@ -227,6 +232,14 @@ class TextStream:
         self._released.append(self._held[:ready])
         self._held = self._held[ready:]
         return False
+
+    def push_tokens(self, tokens: Sequence[int]) -> None:
+        """Add several tokens."""
+        if self._stops.stops or self._finished:
+            for token in tokens:
+                self.push_token(token)
+        else:
+            self._queue += tokens
 
     def take(self) -> str:
         """The text that became ready since the last `take`."""
@@ -262,6 +275,13 @@ class TextStream:
         self._released.append(text[:start])
         self._finished = True
         return True
+
+
+def _detokenizer(tokenizer: TokenizerLike, searched: bool) -> Detokenizer | ByteDetokenizer:
+    """The fastest for the tokenizer. A text that is searched for stop strings has the general one everywhere: the two
+    show text at different tokens where bytes make no character."""
+    known = tokenizer.token_bytes if isinstance(tokenizer, SharedTokenizer) else None
+    return Detokenizer(tokenizer) if searched or known is None else ByteDetokenizer(known)
 
 
 def _decode_options(tokenizer: TokenizerLike) -> dict[str, Any]:

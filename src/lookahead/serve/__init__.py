@@ -7,6 +7,7 @@ One process: one thread steps the engine, and asyncio speaks HTTP. The parts, fr
     chat, completions, responses, tokens    one file per endpoint
     protocol     the bodies that clients send; replies: what they get
     stream       a reply as server-sent events
+    scoring      log-probabilities of prompts
     asks         a body's fields become what the engine takes
     service      jobs go to the engine, and its events come back to asyncio; jobs, reply: what is on its way
     grammar, tools    structured output

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.errors import bad_request
+from lookahead.serve.errors import ApiError, bad_request
 from lookahead.serve.grammar import ANY_OBJECT, json_grammar
 from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
-from lookahead.serve.stream import COMMENT, EventStream, event, guarded, whole
+from lookahead.serve.stream import DONE, EventStream, Template, event, whole
 from lookahead.serve.tools import Call, CallReader, Toolbox, spoken, toolbox
 
 router = APIRouter()
@@ -31,7 +32,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     reply = await open_chat(body, box, service, request)
     format = Format(service, body, box, reply)
     if body.stream:
-        return EventStream(reply, guarded(format.events()))
+        return EventStream(reply, format, service.settings.keep_alive)
     return JSONResponse(format.whole(await whole(reply, request)))
 
 
@@ -47,16 +48,10 @@ async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Req
 
 def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
     """The grammar that the reply must follow, if any."""
-    grammar = box.grammar()
     asked = None if body.response_format is None else schema_of(body.response_format)
-    if asked is not None and box.tools:
-        raise bad_request("response_format and tools do not go together; drop one", "response_format")
-    if asked is not None:
-        grammar = json_grammar(asked)
-    for name in ("ignore_eos", "min_tokens"):
-        if grammar is not None and getattr(body, name):
-            raise bad_request(f"{name} does not go with a grammar, which says itself where the text ends", name)
-    return grammar
+    if box.tools:
+        return box.grammar(asked)
+    return None if asked is None else json_grammar(asked)
 
 
 def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
@@ -76,7 +71,10 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
         raise bad_request(f"messages: {error}", "messages") from error
     config = config_of(body.lookahead, model)
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    rules = rules_of(prompt, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
+    ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
+    rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least)
+    if grammar is not None:  # its mask keeps the end away, as long as the grammar can go on
+        rules, least = replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
     predicted: list[int] = []
     if body.prediction is not None:
         predicted = list(model.tokenizer(text_of(body.prediction.content), add_special_tokens=False)["input_ids"])
@@ -90,8 +88,9 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
             rules,
             owner,
             stops,
-            mask=None if grammar is None else service.grammars.mask(grammar),
+            mask=None if grammar is None else service.grammars.mask(grammar, least),
             prediction=predicted,
+            unsearched=body.min_tokens or 0,
         )
         for sampling in samplings
     ]
@@ -103,7 +102,16 @@ class Format:
     def __init__(self, service: Service, body: ChatBody, box: Toolbox, reply: Reply) -> None:
         self.service, self.body, self.reply = service, body, reply
         self.readers: list[CallReader] = [box.reader() for _ in reply.jobs]
-        self.id, self.created = new_id("chatcmpl"), now()
+        self.head = {
+            "id": new_id("chatcmpl"),
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": now(),
+            "model": service.name,
+        }
+        self._plain: dict[int, Template] = {}  # of choices in whose chunks only the text changes
+        if body.stream and not box.tools and not body.logprobs:
+            for job in reply.jobs:
+                self._plain[job.index] = Template(partial(self._text_chunk, job.index))
 
     def whole(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         choices = []
@@ -122,21 +130,33 @@ class Format:
             logprobs = {"content": self.service.spelling.chat(*joined), "refusal": None} if self.body.logprobs else None
             reason = self._reason(parts[-1], reader)
             choices.append({"index": job.index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_of(self.reply.jobs)}
+        return {**self.head, "choices": choices, "usage": usage_of(self.reply.jobs)}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        head = self._head("chat.completion.chunk")
-        for job in self.reply.jobs:
-            yield event({**head, "choices": [_chunk(job.index, {"role": "assistant", "content": ""})]})
-        async for piece in self.reply.pieces(self.service.settings.keep_alive):
-            if piece is None:
-                yield COMMENT
-                continue
-            for choice in self._chunks(piece):
-                yield event({**head, "choices": [choice]})
+    def first(self) -> bytes:
+        begins = [_chunk(job.index, {"role": "assistant", "content": ""}) for job in self.reply.jobs]
+        return b"".join([event(self._chunk(choice)) for choice in begins])
+
+    def news(self, piece: Piece) -> bytes:
+        index = piece.job.index
+        plain = self._plain.get(index)
+        if plain is not None and piece.finish_reason is None:
+            return plain(piece.text) if piece.text else b""
+        return b"".join([event(self._chunk(choice)) for choice in self._chunks(piece)])
+
+    def last(self) -> bytes:
         options = self.body.stream_options
-        if options is not None and options.include_usage:
-            yield event({**head, "choices": [], "usage": usage_of(self.reply.jobs)})
+        if options is None or not options.include_usage:
+            return DONE
+        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self.head, "choices": [choice]}
+
+    def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(_chunk(index, {"content": text}))
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The chunks of one piece: its text, its calls, and its end."""
@@ -163,9 +183,6 @@ class Format:
 
     def _reason(self, last: Piece, reader: CallReader) -> str | None:
         return "tool_calls" if reader.calls and last.finish_reason == "stop" else last.finish_reason
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:

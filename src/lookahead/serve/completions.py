@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from lookahead.engine.request import TokenLogprobs
 from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.errors import bad_request
+from lookahead.serve.errors import ApiError, bad_request
 from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.protocol import CompletionBody
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
+from lookahead.serve.scoring import SCORING, scores_of, scoring_ask
 from lookahead.serve.service import Service
-from lookahead.serve.stream import COMMENT, EventStream, event, guarded, whole
+from lookahead.serve.stream import DONE, EventStream, Template, event, whole
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
@@ -28,13 +30,16 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several."""
     service: Service = request.app.state.service
     service.check_model(body.model)
+    owner, size = request.state.owner, len(await request.body())
+    scored: list[Scored] = []
     if body.echo and body.logprobs is not None:
-        raise bad_request("echo with logprobs is not supported: there are none of the prompt; drop one", "echo")
-    owner = request.state.owner
-    reply = await service.open(lambda: asks_of(body, service, owner), len(await request.body()))
-    format = Format(service, body, reply)
+        scored = await score(body, service, request)
+        if body.max_tokens == 0:
+            return JSONResponse(only_scores(body, service, scored))
+    reply = await service.open(lambda: asks_of(body, service, owner), size)
+    format = Format(service, body, reply, scored)
     if body.stream:
-        return EventStream(reply, guarded(format.events()))
+        return EventStream(reply, format, service.settings.keep_alive)
     return JSONResponse(format.whole(await whole(reply, request)))
 
 
@@ -47,7 +52,7 @@ def asks_of(body: CompletionBody, service: Service, owner: Any) -> list[Ask]:
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         rules = rules_of(ids, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
         samplings = sampling_of(body, model, body.logprobs)
-        asks += [Ask(ids, config, sampling, rules, owner, stops) for sampling in samplings]
+        asks += [Ask(ids, config, sampling, rules, owner, stops, unsearched=rules.min_tokens) for sampling in samplings]
     return asks
 
 
@@ -65,13 +70,55 @@ def prompts_of(body: CompletionBody, service: Service) -> list[list[int]]:
         raise bad_request(f"prompt: {error}", "prompt") from error
 
 
-class Format:
-    """The replies to one request, as OpenAI writes them."""
+class Scored(NamedTuple):
+    """A prompt, and the log-probabilities of all its tokens but the first."""
 
-    def __init__(self, service: Service, body: CompletionBody, reply: Reply) -> None:
-        self.service, self.body, self.reply = service, body, reply
-        self.head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": service.name}
+    prompt: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+async def score(body: CompletionBody, service: Service, request: Request) -> list[Scored]:
+    """The log-probabilities of every prompt's tokens."""
+    size = len(await request.body())
+    prompts = await service.in_worker(lambda: prompts_of(body, service), size)
+    owner, count = request.state.owner, body.logprobs or 0
+    for prompt in prompts:
+        rules_of(prompt, None, service.model, SCORING)  # a prompt that leaves no room is refused
+    asks = [scoring_ask(prompt, count, owner, service) for prompt in prompts if len(prompt) > 1]
+    found = iter(await whole(await service.open(lambda: asks, size), request) if asks else ())
+    return [Scored(prompt, scores_of(next(found)) if len(prompt) > 1 else []) for prompt in prompts]
+
+
+def only_scores(body: CompletionBody, service: Service, scored: Sequence[Scored]) -> dict[str, Any]:
+    """The reply to a request for no new tokens: the prompts with their log-probabilities."""
+    choices = []
+    for index in range(len(scored) * (body.n or 1)):
+        prompt, found = scored[index // (body.n or 1)]
+        logprobs = service.spelling.completion(prompt, [None, *found], 0)
+        choices.append(_record(index, echoed(body, service, prompt), logprobs, "length"))
+    tokens = sum(len(one.prompt) for one in scored)
+    usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+    return {**head(service), "choices": choices, "usage": usage}
+
+
+def echoed(body: CompletionBody, service: Service, prompt: list[int]) -> str:
+    return body.prompt if isinstance(body.prompt, str) else service.decode(prompt)
+
+
+def head(service: Service) -> dict[str, Any]:
+    return {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": service.name}
+
+
+class Format:
+    """The replies to one request, as OpenAI writes them. `scored` are the prompts, if they are echoed with their
+    log-probabilities."""
+
+    def __init__(self, service: Service, body: CompletionBody, reply: Reply, scored: Sequence[Scored] = ()) -> None:
+        self.service, self.body, self.reply, self.scored = service, body, reply, scored
+        self.head = head(service)
         self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._plain: dict[int, Template] = {}
 
     def whole(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         choices = []
@@ -86,29 +133,48 @@ class Format:
             choices.append(self._choice(joined, first=True))
         return {**self.head, "choices": choices, "usage": usage_of(self.reply.jobs)}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        begun: set[int] = set()
+    def first(self) -> bytes:
+        return b""
+
+    def news(self, piece: Piece) -> bytes:
+        index = piece.job.index
+        if index in self._plain and piece.finish_reason is None:
+            return self._plain[index](piece.text) if piece.text else b""
+        begins = index not in self._begun
+        self._begun.add(index)
+        if self.body.logprobs is None:  # from now on only the text changes
+            self._plain[index] = Template(lambda text: self._chunk(_record(index, text)))
+        told = piece.text or piece.finish_reason or (begins and self.body.echo)
+        if not told and (self.body.logprobs is None or not piece.tokens):
+            return b""
+        return event(self._chunk(self._choice(piece, begins)))
+
+    def last(self) -> bytes:
         options = self.body.stream_options
-        async for piece in self.reply.pieces(self.service.settings.keep_alive):
-            if piece is None:
-                yield COMMENT
-                continue
-            first = piece.job.index not in begun
-            begun.add(piece.job.index)
-            echoed = first and self.body.echo
-            if piece.text or piece.finish_reason or echoed or (self.body.logprobs is not None and piece.tokens):
-                yield event({**self.head, "choices": [self._choice(piece, first)]})
-        if options is not None and options.include_usage:
-            yield event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)})
+        if options is None or not options.include_usage:
+            return DONE
+        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self.head, "choices": [choice]}
 
     def _choice(self, piece: Piece, first: bool) -> dict[str, Any]:
-        text, logprobs = piece.text, None
+        index, text, logprobs = piece.job.index, piece.text, None
         if self.body.echo and first:
-            given = self.body.prompt
-            ids = piece.job.ask.prompt
-            text = (given if isinstance(given, str) else self.service.decode(ids)) + text
+            text = echoed(self.body, self.service, piece.job.ask.prompt) + text
         if self.body.logprobs is not None:
-            offset = self._offsets.get(piece.job.index, 0)
-            logprobs = self.service.spelling.completion(piece.tokens, piece.logprobs, offset)
-            self._offsets[piece.job.index] = offset + sum(map(len, logprobs["tokens"]))
-        return {"index": piece.job.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+            tokens, found = piece.tokens, list[TokenLogprobs | None](piece.logprobs)
+            if self.scored and first:
+                prompt, before = self.scored[index // (self.body.n or 1)]
+                tokens, found = [*prompt, *tokens], [None, *before, *found]
+            offset = self._offsets.get(index, 0)
+            logprobs = self.service.spelling.completion(tokens, found, offset)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return _record(index, text, logprobs, piece.finish_reason)
+
+
+def _record(index: int, text: str, logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

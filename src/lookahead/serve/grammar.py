@@ -37,9 +37,10 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(self._compile)
 
-    def mask(self, grammar: str) -> GrammarMask:
-        """A fresh mask for one sequence. Raises a 400 if the grammar cannot be compiled."""
-        return GrammarMask(self._compiled(grammar).deep_copy(), self._model.backend.vocab_size, self._model.stop_ids)
+    def mask(self, grammar: str, least: int = 0) -> GrammarMask:
+        """A fresh mask for one sequence of at least so many tokens. Raises a 400 if the grammar cannot be compiled."""
+        matcher = self._compiled(grammar).deep_copy()
+        return GrammarMask(matcher, self._model.backend.vocab_size, self._model.stop_ids, least)
 
     def _compile(self, grammar: str) -> LLMatcher:
         """It takes long, and the first time longer."""
@@ -67,27 +68,67 @@ def refusal(why: str) -> ApiError:
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of JSON texts that fit a schema."""
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(closed(schema), overrides=COMPACT)  # type: ignore[arg-type]
     except ValueError as error:
         raise refusal(str(error)) from error
 
 
 def embedded_json(schema: dict[str, Any]) -> str:
     """A schema as a part of a Lark grammar."""
-    return "%json " + json.dumps({**schema, "x-guidance": COMPACT})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": COMPACT})
+
+
+COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "patternProperties", "unevaluatedProperties"}
+"""What may give an object more properties than those that stand beside it."""
+
+
+def closed(schema: Any) -> Any:
+    """The schema with objects that have no properties but those they name, where it does not say otherwise.
+
+    What fits it fits the schema as it was. A small model would invent properties until its tokens are spent. A schema
+    with an `allOf` is left as it is, because its parts have to fit the same object.
+    """
+    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _closed_part(name, part) for name, part in schema.items()}
+    names = schema.get("properties")
+    if isinstance(names, dict) and names and not COMBINED & schema.keys():
+        required = schema.get("required") or ()
+        if isinstance(required, (list, tuple)) and set(map(str, required)) <= names.keys():
+            found.setdefault("additionalProperties", False)
+    return found
+
+
+def _closed_part(keyword: str, value: Any) -> Any:
+    if keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):  # names and their schemas
+        return {name: _closed(part) for name, part in value.items()}
+    return value if keyword in ("const", "enum", "default", "examples") else _closed(value)
 
 
 class GrammarMask:
-    """A `TokenMask` that follows a grammar along the text."""
+    """A `TokenMask` that follows a grammar along the text.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    Before `least` tokens the text ends only where the grammar allows nothing else.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int], least: int = 0) -> None:
+        self._matcher, self._ends, self._least = matcher, ends, least
         self._words = (vocabulary + 31) // 32
+        self._others = np.full(self._words, ALL, dtype=np.uint32)  # all tokens but the ends
+        for token in ends:
+            self._others[token >> 5] &= ~np.uint32(1 << (token & 31))
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
         """The allowed tokens after the root and after every guess that is allowed itself."""
         rows = np.full((len(tree.needed), self._words), ALL, dtype=np.uint32)
-        self._fill(rows[0])
+        first = len(sequence.tokens) - sequence.prompt_tokens  # the place of the root's target in the output
+        self._fill(rows[0], first)
         consumed = 0
         left = self._allowed_below(tree, 0, rows[0])
         while left:
@@ -98,7 +139,7 @@ class GrammarMask:
             self._matcher.consume_token(tree.tokens[guess])
             consumed = depth
             row = rows[tree.place(guess)]
-            self._fill(row)
+            self._fill(row, first + depth)
             left += self._allowed_below(tree, guess, row)
         if consumed:
             self._matcher.rollback(consumed)
@@ -119,8 +160,13 @@ class GrammarMask:
             if tokens[guess] not in self._ends and int(row[tokens[guess] >> 5]) >> (tokens[guess] & 31) & 1
         ]
 
-    def _fill(self, row: npt.NDArray[np.uint32]) -> None:
+    def _fill(self, row: npt.NDArray[np.uint32], place: int) -> None:
+        """Write the tokens that are allowed at this place of the output."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if place < self._least:
+            goes_on = row & self._others
+            if goes_on.any():
+                row[:] = goes_on
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -17,7 +17,8 @@ from lookahead.serve.keys import Owner
 
 @dataclass
 class Ask:
-    """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble."""
+    """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble. The
+    text of the first `unsearched` tokens is not searched for stop strings."""
 
     prompt: list[int]
     config: LookaheadConfig
@@ -27,6 +28,7 @@ class Ask:
     stops: StopStrings = field(default_factory=StopStrings)
     mask: TokenMask | None = None
     prediction: Sequence[int] = ()
+    unsearched: int = 0
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Job:
     """One sequence on its way. `index` is its place in the reply."""
 
     def __init__(self, model: LookaheadModel, tokenizer: SharedTokenizer, ask: Ask, index: int) -> None:
-        stops, least = ask.stops, ask.rules.min_tokens
+        stops, least = ask.stops, ask.unsearched
         self.ask, self.index = ask, index
         self.sequence = DecodingSequence(
             ask.prompt,
@@ -74,8 +76,7 @@ class Job:
         for event in events:
             reason = event.finish_reason
             kept = event.tokens[:-1] if reason == "eos" else event.tokens
-            for token in kept:
-                self.text.push_token(token)
+            self.text.push_tokens(kept)
             tokens += kept
             logprobs += (event.logprobs or [])[: len(kept)]
             self.tried += event.tried

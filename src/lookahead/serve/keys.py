@@ -1,18 +1,57 @@
-"""Who asks: API keys, and what each key has of its own."""
+"""Who asks: API keys, what each key may do, and what it has of its own.
+
+A key is written as `KEY [name=NAME] [rights=RIGHT+RIGHT]`, one per line of a file, or with commas between them in the
+environment. Every key may ask for answers. The rights name what a key may see beyond its own requests:
+
+    metrics    `/metrics`, which counts the requests of all keys
+    trace      how the steps of its own requests went, guess by guess
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.serve.errors import ApiError
 
 VARIABLE = "LOOKAHEAD_API_KEYS"
+RIGHTS = frozenset({"metrics", "trace"})
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One line of a key file. `rights` is None where the line names none."""
+
+    secret: str = field(repr=False)
+    name: str | None = None
+    rights: frozenset[str] | None = None
+
+    @classmethod
+    def parse(cls, line: str) -> Key:
+        """Raises ValueError with what is wrong. It never shows the line, which is a secret."""
+        secret, *words = line.split()
+        if len(secret) < 8 or not secret.isascii():
+            raise ValueError("must have at least 8 ASCII characters and no spaces")
+        given: dict[str, str] = {}
+        for word in words:
+            what, equals, value = word.partition("=")
+            if not equals or what not in ("name", "rights") or what in given:
+                raise ValueError("must have no spaces; after it may stand name=NAME and rights=metrics+trace")
+            given[what] = value
+        name = given.get("name")
+        if name is not None and not NAME.fullmatch(name):
+            raise ValueError("has a name that is not 1 to 64 letters, digits, dots, dashes and underscores")
+        rights = frozenset(given["rights"].split("+")) if "rights" in given else None
+        if rights is not None and not rights <= RIGHTS:
+            raise ValueError(f"has unknown rights; there are {', '.join(sorted(RIGHTS))}, with + between them")
+        return cls(secret, name, rights)
 
 
 @dataclass(eq=False)
@@ -26,27 +65,42 @@ class Owner:
     salt: str
     memory: SharedMemory
     file: str
+    rights: frozenset[str] = frozenset()
+
+    def check(self, right: str, what: str) -> None:
+        """Raise a 403 unless the owner's key has this right, which `what` needs."""
+        if right not in self.rights:
+            raise ApiError(
+                403,
+                f"{what} needs a key with the right {right!r}; write rights={right} after the key in the server's key "
+                "file",
+                code="no_right",
+            )
 
 
 class KeyRing:
-    """The keys that may ask. Without any, everybody may, and all are one owner.
+    """The keys that may ask, each as a line of a key file. Without any, everybody may, and all are one owner.
+
+    A key that is alone has all rights, unless its line names some: there is nobody to be kept apart from. With `share`
+    all owners have the same memory and salt.
 
     Only hashes of the keys are kept. A key is compared with all of them, each in constant time, so that the time of the
     answer tells nothing about them.
     """
 
-    def __init__(self, keys: Sequence[str], memory: SharedMemory, share: bool = False) -> None:
-        self._hashes = [_hash(key) for key in keys]
-        everybody = Owner("everybody", "", memory, "shared")
-        if not keys:
-            self.owners = [everybody]
-        elif share:
-            self.owners = [everybody for _ in keys]
-        else:
-            self.owners = [
-                Owner(f"key-{number}", secrets.token_hex(16), SharedMemory(memory.drafter), hashed.hex()[:24])
-                for number, hashed in enumerate(self._hashes, start=1)
-            ]
+    def __init__(self, lines: Sequence[str], memory: SharedMemory, share: bool = False) -> None:
+        keys = [Key.parse(line) for line in lines]
+        unnamed = RIGHTS if len(keys) == 1 else frozenset[str]()
+        self._hashes = [_hash(key.secret) for key in keys]
+        self.owners = [] if keys else [Owner("everybody", "", memory, "shared", RIGHTS)]
+        for number, (key, hashed) in enumerate(zip(keys, self._hashes, strict=True), start=1):
+            owner = Owner(key.name or f"key-{number}", "", memory, "shared", unnamed)
+            if key.rights is not None:
+                owner.rights = key.rights
+            if not share:
+                owner.salt, owner.file = secrets.token_hex(16), hashed.hex()[:24]
+                owner.memory = SharedMemory(memory.drafter)
+            self.owners.append(owner)
 
     def owner(self, authorization: str | None) -> Owner:
         """The owner of an Authorization header's key. Raises a 401 if there is none."""
@@ -77,15 +131,21 @@ def read_keys(path: Path | None, env: Mapping[str, str]) -> tuple[str, ...]:
         lines, where = env[VARIABLE].split(","), VARIABLE
     else:
         return ()
-    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    if not keys:
+    lines = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not lines:
         raise ValueError(f"{where} has no key; write one per line, or leave it out")
-    for number, key in enumerate(keys, start=1):
-        if len(key) < 8 or not key.isascii() or any(mark.isspace() for mark in key):
-            raise ValueError(f"key {number} of {where} must have at least 8 ASCII characters and no spaces")
-    if len(set(keys)) < len(keys):
+    keys = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            keys.append(Key.parse(line))
+        except ValueError as error:
+            raise ValueError(f"key {number} of {where} {error}") from None
+    if len({key.secret for key in keys}) < len(keys):
         raise ValueError(f"{where} has a key twice; each may stand there once")
-    return tuple(keys)
+    names = [key.name for key in keys if key.name is not None]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where} has a name twice; give each key another one")
+    return tuple(lines)
 
 
 def _hash(key: str) -> bytes:

@@ -99,6 +99,7 @@ def make_server(model: LookaheadModel, settings: ServeSettings, say: Callable[[s
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
+        "http": "h11",  # uvicorn's other parser, httptools, takes headers of any length; it saves 8 us per chunk
         "h11_max_incomplete_event_size": 64 << 10,
         "timeout_graceful_shutdown": 2,
     }

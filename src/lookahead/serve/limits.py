@@ -18,6 +18,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health",)
 """What needs no key."""
+DIRECT_SEND = "lookahead.send"
+"""Where a request's scope holds the `send` that the gate was given. Between the gate and the routes stand layers that
+each wrap `send` to see whether a reply has begun: a stream has no use for them after its beginning."""
 PATIENCE = 60
 """The most seconds that a client is told to wait before it asks again."""
 
@@ -84,6 +87,7 @@ class Gate:
             error.headers.setdefault("Connection", "close")  # what is left of the body is not read
             await error.response()(scope, receive, send)
             return
+        scope[DIRECT_SEND] = send
         await self.app(scope, receive, send)
 
     def _check_headers(self, headers: dict[bytes, bytes]) -> None:

@@ -113,8 +113,15 @@ class CompletionBody(Generation):
     prompt: str | list[str] | list[Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)]] | list[list[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)] | None = None
     best_of: int | None = None
     suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _something(self) -> CompletionBody:
+        if self.max_tokens == 0 and (self.stream or not self.echo or self.logprobs is None):
+            raise ValueError("max_tokens=0 is for echo with logprobs, not streamed; otherwise give at least 1")
+        return self
 
 
 class FunctionCall(Body):

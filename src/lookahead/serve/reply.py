@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +12,7 @@ from lookahead.serve.jobs import Job, Piece
 
 
 class Reply:
-    """The jobs of one HTTP request. Iterate its pieces; leaving the `async with` cancels what has not ended.
+    """The jobs of one HTTP request. Ask for the `next` pieces; leaving the `async with` cancels what has not ended.
 
     It may take `timeout` seconds. `leave` is called with it when it is over.
     """
@@ -20,7 +20,9 @@ class Reply:
     def __init__(self, jobs: list[Job], timeout: float, leave: Callable[[Reply], None]) -> None:
         self.jobs, self.timeout, self.leave = jobs, timeout, leave
         self.begin = perf_counter()
-        self.failure: ApiError | None = None
+        self.failure: ApiError | None = None  # of the server; a reply that has ended does not mind
+        self._broken: ApiError | None = None  # what ends the reply once its last pieces were given
+        self._running = len(jobs)
         self._fresh: dict[Job, None] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -30,44 +32,58 @@ class Reply:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self.leave(self)
 
-    async def pieces(self, keep_alive: float | None = None) -> AsyncIterator[Piece | None]:
-        """The pieces of all jobs as they come, and None where nothing came for `keep_alive` seconds.
+    async def next(self, keep_alive: float | None = None) -> list[Piece] | None:
+        """The pieces that have come since the last call. It waits for some, and gives none after `keep_alive` seconds
+        without any. After the end of all jobs it gives None.
 
         Raises an ApiError if the server or the engine fails, or when the request's time is over.
         """
-        limit = self.begin + self.timeout
-        try:
-            while self._left():
+        while self._broken is None and self._running:
+            if not self._fresh and self.failure is None:
+                rest = self.begin + self.timeout - perf_counter()
+                if rest <= 0:
+                    raise ApiError(504, f"no answer within {self.timeout:g} s", code="timeout")
+                await self._news(rest if keep_alive is None else min(rest, keep_alive))
                 if not self._fresh and self.failure is None:
-                    rest = limit - perf_counter()
-                    if rest <= 0:
-                        raise ApiError(504, f"no answer within {self.timeout:g} s", code="timeout")
-                    if not await self._news(rest if keep_alive is None else min(rest, keep_alive)):
-                        yield None
-                fresh, self._fresh = self._fresh, {}
-                for job in fresh:
-                    piece = self._read(job)
-                    if piece is not None:
-                        yield piece
-                if self.failure is not None and self._left():
-                    raise self.failure
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
+                    return []
+            pieces = self._read_fresh()
+            if self.failure is not None and self._running:
+                self._broken = self.failure
+            if pieces:
+                return pieces
+        if self._broken is not None:
+            raise self._broken
+        return None
 
-    def _left(self) -> bool:
-        """Whether a job has not ended. One that has may still be told of again, so they are not counted down."""
-        return any(not job.over for job in self.jobs)
+    def _read_fresh(self) -> list[Piece]:
+        """The pieces of the jobs that have something."""
+        fresh, self._fresh = self._fresh, {}
+        pieces = []
+        try:
+            for job in fresh:
+                piece = self._read(job)
+                if piece is not None:
+                    pieces.append(piece)
+        except ApiError as error:  # it is raised after these pieces were given
+            self._broken = error
+        return pieces
 
     async def finish(self) -> list[list[Piece]]:
         """All pieces of every job, after their ends."""
         found: list[list[Piece]] = [[] for _ in self.jobs]
-        async for piece in self.pieces():
-            if piece is not None:
+        while (pieces := await self.next()) is not None:
+            for piece in pieces:
                 found[self.jobs.index(piece.job)].append(piece)
         return found
+
+    def fail(self, error: ApiError) -> None:
+        """Called in the event loop: what has not ended ends with this error."""
+        self.failure = error
+        self.wake()
 
     def wake(self, job: Job | None = None) -> None:
         """Called in the event loop: this job has something, or the reply has failed."""
@@ -82,15 +98,20 @@ class Reply:
             return None
         done = ticket.done  # asked before the events are taken: after the end come no more
         events = ticket.take()
-        job.over = done
-        if done and ticket.error is not None:
-            raise internal(ticket.error)
-        if done and not (events and events[-1].finish_reason):
-            raise self.failure or unavailable("the request was cancelled")
+        error = ticket.error if done else None
+        if events and events[-1].finish_reason is not None:  # the last event comes a moment before `done`
+            done, error = True, events[-1].error
+        elif done and error is None:
+            error = self.failure or unavailable("the request was cancelled")
+        if done:
+            job.over = True
+            self._running -= 1
+        if error is not None:
+            raise error if isinstance(error, ApiError) else internal(error)
         return job.read(events) if events else None
 
-    async def _news(self, seconds: float) -> bool:
-        """Wait until there is something, at most so many seconds. Returns whether there is.
+    async def _news(self, seconds: float) -> None:
+        """Wait until there is something, at most so many seconds.
 
         One timer serves many waits: making one for each would take a tenth of the time of a chunk.
         """
@@ -103,7 +124,6 @@ class Reply:
             await self._waiter
         finally:
             self._waiter = None
-        return bool(self._fresh) or self.failure is not None
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:

@@ -5,7 +5,6 @@ A request becomes a chat, and its reply is written in the other format.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,13 +12,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from lookahead.serve.chat import open_chat
-from lookahead.serve.errors import ApiError, explain, internal, most_telling
+from lookahead.serve.errors import ApiError, explain, most_telling
 from lookahead.serve.items import InputItem, ResponsesBody
+from lookahead.serve.jobs import Piece
 from lookahead.serve.protocol import ChatBody
 from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
-from lookahead.serve.stream import COMMENT, EventStream, event, whole
+from lookahead.serve.stream import EventStream, event, whole
 from lookahead.serve.tools import Call, Toolbox, toolbox
 
 router = APIRouter()
@@ -36,7 +36,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     reply = await open_chat(chat, box, service, request)
     format = Format(service, body, box, reply)
     if body.stream:
-        return EventStream(reply, format.events())
+        return EventStream(reply, format, service.settings.keep_alive)
     (pieces,) = await whole(reply, request)
     format.text("".join(piece.text for piece in pieces))
     format.end(pieces[-1].finish_reason)
@@ -151,30 +151,25 @@ class Format:
         self._sent += 1
         return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        yield self._event("response.created", response=self.record())
-        yield self._event("response.in_progress", response=self.record())
-        try:
-            async for piece in self.reply.pieces(self.service.settings.keep_alive):
-                if piece is None:
-                    yield COMMENT
-                    continue
-                begun, called = bool(self.said), len(self.reader.calls)
-                said, calls = self.text(piece.text)
-                if piece.finish_reason is not None:
-                    rest, more = self.end(piece.finish_reason)
-                    said, calls = said + rest, calls + more
-                for one in self._news(said, begun, calls, called):
-                    yield one
-        except Exception as error:
-            told = error if isinstance(error, ApiError) else internal(error)
-            self.status, self.error = "failed", {"code": told.code or "server_error", "message": told.message}
-            yield self._event("response.failed", response=self.record())
-            return
-        if self.said:
-            for one in self._message_end():
-                yield one
-        yield self._event(f"response.{self.status}", response=self.record())
+    def first(self) -> bytes:
+        begin = self._event("response.created", response=self.record())
+        return begin + self._event("response.in_progress", response=self.record())
+
+    def news(self, piece: Piece) -> bytes:
+        begun, called = bool(self.said), len(self.reader.calls)
+        said, calls = self.text(piece.text)
+        if piece.finish_reason is not None:
+            rest, more = self.end(piece.finish_reason)
+            said, calls = said + rest, calls + more
+        return b"".join(self._news(said, begun, calls, called))
+
+    def last(self) -> bytes:
+        ends = self._message_end() if self.said else []
+        return b"".join([*ends, self._event(f"response.{self.status}", response=self.record())])
+
+    def failed(self, error: ApiError) -> bytes:
+        self.status, self.error = "failed", {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=self.record())
 
     def _news(self, said: str, begun: bool, calls: list[Call], called: int) -> list[bytes]:
         """The events of what is new: text of the message, which has begun or not, and calls after those before."""

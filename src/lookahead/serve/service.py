@@ -59,7 +59,7 @@ class Service:
         self._probing: Ticket | None = None
         self.keeper: Keeper | None = None
         if settings.memory_folder is not None:
-            owners = list(dict.fromkeys(self.keys.owners))
+            owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
             self.keeper = Keeper(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
         model.engine.watch = self.metrics.step
@@ -173,8 +173,7 @@ class Service:
     def fail_all(self, error: ApiError) -> None:
         """Tell every reply that is still on its way that it ends with this error."""
         for reply in list(self.replies):
-            reply.failure = error
-            reply.wake()
+            reply.fail(error)
 
     async def close(self) -> None:
         if self.keeper is not None:

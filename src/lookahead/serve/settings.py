@@ -16,7 +16,7 @@ class ServeSettings:
     in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent before
     it carries a comment. `share_memory` lets all keys share the prefix cache and the recycled successors.
     `memory_folder` keeps these successors over restarts; None keeps nothing. `public` allows an address that others can
-    reach without any key. `log_prompts` writes prompts to the log.
+    reach without any key. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log.
     """
 
     host: str = "127.0.0.1"

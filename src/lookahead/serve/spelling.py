@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from lookahead.engine.byte_text import byte_of_mark
 from lookahead.engine.request import TokenLogprobs
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -48,8 +49,12 @@ class Spelling:
         text, raw = self.of(token)
         return {"token": text, "logprob": max(LEAST, logprob), "bytes": raw}
 
-    def completion(self, tokens: Sequence[int], found: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """Log-probabilities as completions have them. `offset` is where the text of the first token begins."""
+    def _likeliest(self, one: TokenLogprobs) -> dict[str, float]:
+        return {self.of(token)[0]: max(LEAST, value) for token, value in one.top}
+
+    def completion(self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
+        """Log-probabilities as completions have them. `offset` is where the text of the first token begins. None
+        stands for those of a prompt's first token, which follows nothing."""
         texts = [self.of(token)[0] for token in tokens]
         offsets = []
         for text in texts:
@@ -57,16 +62,7 @@ class Spelling:
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [max(LEAST, one.logprob) for one in found],
-            "top_logprobs": [{self.of(t)[0]: max(LEAST, value) for t, value in one.top} for one in found],
+            "token_logprobs": [None if one is None else max(LEAST, one.logprob) for one in found],
+            "top_logprobs": [None if one is None else self._likeliest(one) for one in found],
             "text_offset": offsets,
         }
-
-
-@lru_cache(1)
-def byte_of_mark() -> dict[str, int]:
-    """The characters by which byte-level vocabularies spell bytes: printable ones stand for themselves, and the others
-    for characters from U+0100 on, in order."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

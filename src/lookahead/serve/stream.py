@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+import uuid
+from collections.abc import Callable
+from json.encoder import encode_basestring
+from typing import Any, Protocol
 
 from fastapi import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lookahead.serve.errors import ApiError, internal
 from lookahead.serve.jobs import Piece
+from lookahead.serve.limits import DIRECT_SEND
 from lookahead.serve.reply import Reply
 
 DONE = b"data: [DONE]\n\n"
@@ -30,31 +33,92 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{head}data: {as_json(data)}\n\n".encode("utf-8", "replace")
 
 
-class EventStream(StreamingResponse):
-    """Streams events. However it ends, the reply's jobs end with it, even if not one event was asked for."""
+class Events(Protocol):
+    """How one endpoint writes a reply as events. Each method gives the bytes of none, one or several events."""
 
-    def __init__(self, reply: Reply, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self.reply = reply
+    def first(self) -> bytes:
+        """Before anything has come."""
+        ...
+
+    def news(self, piece: Piece) -> bytes:
+        """For one piece."""
+        ...
+
+    def last(self) -> bytes:
+        """After the end."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of `last`, if the reply fails. The status was sent already, so only an event can tell."""
+        ...
+
+
+class EventStream(Response):
+    """Streams a reply's events. However it ends, the reply's jobs end with it.
+
+    A chunk passes nothing but `Reply.next`, `Events.news` and the server's own `send`, because thousands of them are
+    sent every second.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reply: Reply, events: Events, keep_alive: float) -> None:
+        self.reply, self.events, self.keep_alive = reply, events, keep_alive
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.reply:
+            watch = asyncio.ensure_future(self._watch(receive))
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_all(scope.get(DIRECT_SEND, send))
+            finally:
+                watch.cancel()
+
+    async def _send_all(self, send: Send) -> None:
+        reply, events = self.reply, self.events
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.reply.leave(self.reply)
+            if begin := events.first():
+                await send(_body(begin))
+            while (pieces := await reply.next(self.keep_alive)) is not None:
+                news = b"".join([events.news(piece) for piece in pieces])
+                if news or not pieces:
+                    await send(_body(news or COMMENT))
+            end = events.last()
+        except ApiError as error:
+            end = events.failed(error)
+        except Exception as error:
+            end = events.failed(internal(error))
+        await send(_body(end, more=False))
+
+    async def _watch(self, receive: Receive) -> None:
+        """End the reply when its client goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.reply.fail(client_gone())
 
 
-async def guarded(events: AsyncIterator[bytes], done: bool = True) -> AsyncIterator[bytes]:
-    """These events, and an error as the last one if there is one. The status was sent already, so it cannot tell."""
-    try:
-        async for one in events:
-            yield one
-    except ApiError as error:
-        yield event(error.body())
-    except Exception as error:
-        yield event(internal(error).body())
-    if done:
-        yield DONE
+def _body(data: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def client_gone() -> ApiError:
+    return ApiError(499, "the client has gone")
+
+
+class Template:
+    """An event of which only one text changes from chunk to chunk: the rest is written once.
+
+    `make(text)` is the event's data. The bytes are those of `event(make(text))`.
+    """
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        mark = uuid.uuid4().hex
+        self._before, self._after = event(make(mark)).split(f'"{mark}"'.encode())
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + encode_basestring(text).encode("utf-8", "replace") + self._after
 
 
 async def whole(reply: Reply, request: Request) -> list[list[Piece]]:
@@ -65,7 +129,7 @@ async def whole(reply: Reply, request: Request) -> list[list[Piece]]:
         try:
             await asyncio.wait((finish, gone), return_when=asyncio.FIRST_COMPLETED)
             if not finish.done():
-                raise ApiError(499, "the client has gone")
+                raise client_gone()
             return finish.result()
         finally:
             for task in (finish, gone):

@@ -88,7 +88,9 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """All counters, for Prometheus."""
+    """All counters, for Prometheus. They sum over all keys, so that a key needs the right to see them: a prefix cache
+    hit, a page in use or a short first step would tell of somebody else's prompt."""
+    request.state.owner.check("metrics", "/metrics")
     service: Service = request.app.state.service
     text = service.metrics.text(service.model, service.settings.vllm_metrics)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

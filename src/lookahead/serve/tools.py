@@ -54,25 +54,36 @@ class Toolbox:
         """The tools as chat templates take them."""
         return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
-    def grammar(self) -> str | None:
-        """The grammar of the answer: None where any text will do.
+    def grammar(self, answer: dict[str, Any] | None = None) -> str | None:
+        """The grammar of the reply: None where any text will do. `answer` is the schema of a reply that calls nothing.
 
-        A tool that is `strict` holds the model to its schema, once it has begun a call.
+        A tool that is `strict` holds the model to its schema, once it has begun a call. Where the reply must be a call,
+        or an answer that follows a schema, all tools do.
         """
         strict = any(tool.function.strict for tool in self.tools)
-        if not self.tools or not (self.must or (strict and self.style == "hermes")):
+        bound = self.must or answer is not None
+        if not self.tools or not (bound or (strict and self.style == "hermes")):
             return None
-        calls = [f"call_{number}: {self._call(tool)}" for number, tool in enumerate(self.tools)]
-        some = " | ".join(f"call_{number}" for number in range(len(self.tools)))
+        rules = [f"call_{number}: {self._call(tool)}" for number, tool in enumerate(self.tools)]
+        rules.append("body: " + " | ".join(f"call_{number}" for number in range(len(self.tools))))
+        start = "start: calls"
+        if answer is not None and not self.must:
+            if self.style == "llama":  # both are JSON objects, between which a grammar's lexer cannot choose late
+                raise bad_request(
+                    "response_format and tools do not go together here, as the calls of this model have no tags; drop "
+                    "one, or set tool_choice to 'none' or 'required'",
+                    "response_format",
+                )
+            start = "start: answer | calls"
+            rules.append(f"answer: {embedded_json(answer)}")
         if self.style == "llama":
-            rules = [f"start: {some}"]
-        elif self.must:
-            rules = [f"start: call{'' if self.single else ' (SEPARATOR call)*'}", f'call: "{BEGIN}" body "{END}"']
-            rules += [r'SEPARATOR: "\n"', f"body: {some}"]
+            rules.append("calls: body")
+        elif bound:
+            rules += [f"calls: call{'' if self.single else ' (SEPARATOR call)*'}", f'call: "{BEGIN}" body "{END}"']
+            rules.append(r'SEPARATOR: "\n"')
         else:
-            rules = ["start: tagged* TEXT", f'tag[lazy]: TEXT "{BEGIN}"', f'tagged: tag body "{END}"', TEXT]
-            rules += [f"body: {some}"]
-        return "\n".join(["%llguidance {}", *rules, *calls])
+            rules += ["calls: tagged* TEXT", f'tag[lazy]: TEXT "{BEGIN}"', f'tagged: tag body "{END}"', TEXT]
+        return "\n".join(["%llguidance {}", start, *rules])
 
     def _call(self, tool: Tool) -> str:
         key, before, after = ("parameters", "", "") if self.style == "llama" else ("arguments", "\n", "\n")

@@ -1,0 +1,67 @@
+"""Log-probabilities of a prompt, for `echo` with `logprobs`.
+
+The prompt is decoded like an answer to its own first token: a mask allows nothing but the prompt's next token, and the
+prompt is its own prediction, so that a step scores many tokens. The log-probabilities of a step are the model's own, as
+they are before masks. So the engine needs no other way through a prompt for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import TokenTree
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.request import TokenLogprobs
+from lookahead.serve.jobs import Ask, Piece
+from lookahead.serve.keys import Owner
+from lookahead.serve.service import Service
+
+ALL = np.uint32(0xFFFFFFFF)
+SCORING = LookaheadConfig(window=0, guesses=0, budget=17, sources=("suffix",), recycle_scope="request")
+"""16 guesses per step: as deep as half-precision steps on a GPU are exact. They come from the prediction."""
+
+
+class ForcedText:
+    """A `TokenMask` that allows one text alone."""
+
+    def __init__(self, text: Sequence[int], vocabulary: int) -> None:
+        self._text, self._words = text, (vocabulary + 31) // 32
+
+    def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
+        """After a node of depth d only the text's d-th token from here is allowed; behind its end, all are."""
+        rows = np.zeros((len(tree.needed), self._words), dtype=np.uint32)
+        done = len(sequence.tokens) - sequence.prompt_tokens
+        for row, node in zip(rows, tree.needed, strict=True):
+            place = done + tree.depths[node]
+            if place < len(self._text):
+                token = self._text[place]
+                row[token >> 5] = 1 << (token & 31)
+            else:
+                row[:] = ALL
+        return rows
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+def scoring_ask(prompt: Sequence[int], count: int, owner: Owner, service: Service) -> Ask:
+    """An ask whose pieces have the log-probabilities of all tokens of the prompt but the first, each with the `count`
+    likeliest. The prompt must have two tokens or more."""
+    backend, rest = service.model.backend, list(prompt[1:])
+    return Ask(
+        list(prompt[:1]),
+        SCORING,
+        SamplingParams(logprobs=count),
+        StopRules(max_tokens=len(rest), max_length=backend.max_length),
+        owner,
+        mask=ForcedText(rest, backend.vocab_size),
+        prediction=rest,
+    )
+
+
+def scores_of(pieces: Sequence[Piece]) -> list[TokenLogprobs]:
+    return [one for piece in pieces for one in piece.logprobs]
