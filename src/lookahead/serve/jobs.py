@@ -19,7 +19,7 @@ from lookahead.serve.keys import Owner
 class Ask:
     """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble. The
     text of the first `unsearched` tokens is not searched for stop strings. `output` is the beginning of the answer, if
-    another engine has generated it already."""
+    another engine has generated it already. Asks of the same `conversation` share a long beginning: see `ray`."""
 
     prompt: list[int]
     config: LookaheadConfig
@@ -31,6 +31,7 @@ class Ask:
     prediction: Sequence[int] = ()
     unsearched: int = 0
     output: Sequence[int] = ()
+    conversation: str = ""
 
 
 @dataclass
