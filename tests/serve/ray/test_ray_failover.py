@@ -13,7 +13,7 @@ import pytest
 from http_server import Running
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
-from ray_bodies import requests, told
+from ray_bodies import requests, same, told
 
 from lookahead.serve.app import make_app
 from lookahead.serve.ray.front import RemoteFront
@@ -112,7 +112,7 @@ def test_every_kind_of_request_is_as_with_one_process(
             handle.deaths = list(deaths)
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, answer.text
-            assert told(answer.json()) == told(one_process.post(path, **body).json()), body
+            assert same(told(answer.json()), told(one_process.post(path, **body).json())), body
 
     with_ingress(served, [], test, model_name="tiny")
 
