@@ -2,10 +2,11 @@
 
     closed   the same number of clients against one process, one replica and two: tokens per second, time to the first
              token, time between events. One process against one replica is the cost of the hops.
-    open     requests at random times against two replicas, beside the simulation of `queueing.py` for the same times.
-             Its step times are fitted to runs of one replica with one sequence and with `--streams` of them.
+    open     requests at random times against two replicas, beside the simulation of `queueing.py` for the same times
 
-On one machine the replicas share its cores, or its GPU with --gpus 0.5, so two of them are not twice one.
+The simulation's step times are fitted to the closed runs with one client and with the most. `apart` takes those of one
+replica, and two of it. Replicas on one machine share its cores, or its GPU with --gpus 0.5, so two of them are not twice
+one: `shared` takes the times of both together, as of one replica with twice the slots.
 """
 
 from __future__ import annotations
@@ -84,27 +85,27 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         run(url, warm)
         for streams in args.streams:
             closed(url, "one process", streams)
+
+    def fitted(url: str, kind: str, slots: int) -> Load:
+        found = {streams: mean_latency(closed(url, kind, streams)) for streams in args.streams}
+        most = max(found)
+        each = max(0.0, (found[most] - found[1]) / args.tokens / (most - 1))
+        load = Load(found[1] / args.tokens - each, each, tokens=args.tokens, slots=slots, queue=own.max_queue)
+        note.add(kind=f"fit of {kind}", base=round(load.base, 6), each=round(load.each, 6), per_second=load.capacity)
+        return load
+
     with cluster(wanted, print) as url:
         run(url, warm)
-        alone, full = (mean_latency(closed(url, "1 replica", streams)) for streams in (1, max(args.streams)))
-        for streams in args.streams[1:-1]:
-            closed(url, "1 replica", streams)
-    each = max(0.0, (full - alone) / args.tokens / (max(args.streams) - 1))
-    load = Load(alone / args.tokens - each, each, tokens=args.tokens, slots=args.slots, queue=own.max_queue)
-    note.add(kind="fit", base=round(load.base, 6), each=round(load.each, 6), capacity=round(load.capacity, 3))
+        apart = fitted(url, "1 replica", args.slots)
     with cluster(replace(wanted, replicas=2), print) as url:
         run(url, warm)
-        for streams in args.streams:
-            closed(url, "2 replicas", streams)
+        shared = fitted(url, "2 replicas", 2 * args.slots)
         for part in args.loads:
-            arrivals = poisson(part * 2 * load.capacity, args.seconds)
+            arrivals = poisson(part * shared.capacity, args.seconds)
             found = run(url, {"bodies": bodies, "at": arrivals})
+            simulated = {"apart": simulate(apart, 2, arrivals)["mean"], "shared": simulate(shared, 1, arrivals)["mean"]}
             note.add(
-                kind="open",
-                load=part,
-                requests=len(arrivals),
-                measured=round(mean_latency(found), 4),
-                simulated=simulate(load, 2, arrivals)["mean"],
+                kind="open", load=part, requests=len(arrivals), measured=round(mean_latency(found), 4), **simulated
             )
     return note.records
 
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--seconds", type=float, default=8.0, help="of every measurement")
     parser.add_argument("--warm", type=float, default=2.0)
-    parser.add_argument("--loads", type=numbers, default=[0.3, 0.6], help="parts of what two full replicas can do")
+    parser.add_argument("--loads", type=numbers, default=[0.3, 0.6], help="parts of what two full replicas do")
     parser.add_argument("--out", type=Path)
     measure(parser.parse_args())
 

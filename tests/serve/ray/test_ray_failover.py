@@ -29,6 +29,7 @@ class LocalReplica(Replica):
 
     def __init__(self, model: Any, settings: ServeSettings) -> None:
         self.service, self.version = ReplicaService(model, settings), "1"
+        self.name = "first"
 
     def __del__(self) -> None: ...  # type: ignore[override]
 
@@ -202,7 +203,7 @@ def test_another_model_does_not_continue_a_stream(served: Any) -> None:
     with_ingress(served, [], test)
 
 
-def test_turns_of_a_conversation_have_one_name(served: Any) -> None:
+def test_turns_of_a_conversation_ask_for_its_replica(served: Any) -> None:
     async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
         messages = [{"role": "user", "content": "tell me a long story of a true name"}]
         for _ in range(3):
@@ -210,10 +211,17 @@ def test_turns_of_a_conversation_have_one_name(served: Any) -> None:
             answer = await client.post("/v1/chat/completions", json=body)
             said = answer.json()["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
-        assert handle.names[0]
-        assert len(set(handle.names)) == 1
+        assert handle.names == ["", "first", "first"]
+        handle.names.clear()
         other = [{"role": "user", "content": "or write a short letter to another name"}]
         await client.post("/v1/chat/completions", json={"messages": other, "max_tokens": 8})
-        assert handle.names[3] not in ("", handle.names[0])
+        assert handle.names == [""]
+        # The replica dies: the conversation goes where there is room, and stays there.
+        handle.names.clear()
+        handle.deaths = [2]
+        for name in ("second", "third"):
+            handle.replica.name = name
+            await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, "ignore_eos": True})
+        assert handle.names == ["first", "", "second"]
 
     with_ingress(served, [], test)

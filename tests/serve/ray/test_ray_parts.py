@@ -18,7 +18,7 @@ from lookahead.serve.errors import ApiError
 from lookahead.serve.ray import board as boards
 from lookahead.serve.ray.application import build
 from lookahead.serve.ray.board import Board, Post
-from lookahead.serve.ray.conversations import BLOCK, TAIL, Conversations
+from lookahead.serve.ray.conversations import BLOCK, TAIL, Conversations, Homes
 from lookahead.serve.ray.gather import gathered, ingress_text
 from lookahead.serve.ray.local import check_machine
 from lookahead.serve.ray.settings import RaySettings
@@ -145,6 +145,15 @@ def test_a_short_prompt_has_no_conversation_and_old_ones_are_forgotten() -> None
         found.name("", [token] * 2 * BLOCK)
     assert first
     assert len(found._names) == 2
+
+
+def test_homes_are_kept_until_they_are_left() -> None:
+    homes = Homes(kept=2)
+    for conversation, replica in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("", "5")):
+        homes.settle(conversation, replica)
+    assert [homes.find(name) for name in ("a", "b", "c", "")] == ["3", "", "4", ""]
+    homes.leave("a")
+    assert homes.find("a") == ""
 
 
 # The board, and the metrics of all.

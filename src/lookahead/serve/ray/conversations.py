@@ -1,7 +1,7 @@
 """Which requests belong to one conversation, so that they can go where the K/V pages of their beginning are.
 
-Ray's router sends requests with the same name to the replica that had this name before, and others to the one with the
-least to do. The name is a session that the client names, or is found here.
+A conversation has the name of a session that its client gives, or one that is found here. Its first request goes to the
+replica with the least to do, and that becomes its home.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 16
 TAIL = 8
 """Tokens at the end of a prompt that may not be in the next one, such as the beginning of the assistant's turn."""
 KEPT = 1 << 16
-"""Prompts that are remembered."""
+"""Prompts, and conversations, that are remembered."""
 
 
 class Conversations:
@@ -48,3 +48,26 @@ class Conversations:
         while len(self._names) > self._kept:
             self._names.popitem(last=False)
         return name
+
+
+class Homes:
+    """Where conversations are at home: conversation -> the replica that has answered it last."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def find(self, conversation: str) -> str:
+        """Its home, or nothing."""
+        return self._homes.get(conversation, "")
+
+    def settle(self, conversation: str, replica: str) -> None:
+        if conversation and replica:
+            self._homes[conversation] = replica
+            self._homes.move_to_end(conversation)
+            while len(self._homes) > self._kept:
+                self._homes.popitem(last=False)
+
+    def leave(self, conversation: str) -> None:
+        """Its home is gone."""
+        self._homes.pop(conversation, None)

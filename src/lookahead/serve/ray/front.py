@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, cast
 
 from ray.exceptions import RayError, RayTaskError
@@ -19,6 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from lookahead.engine.front import Ticket, Told
 from lookahead.engine.request import Request
 from lookahead.serve.errors import ApiError
+from lookahead.serve.ray.conversations import Homes
 from lookahead.serve.ray.mirror import Mirror
 from lookahead.serve.ray.wire import Chunk, Errand
 
@@ -53,6 +55,7 @@ class RemoteFront:
         self._tasks: dict[Ticket, asyncio.Task[None]] = {}
         self.owner_of: Callable[[Any], int] = lambda owner: 0
         self.counts: Counter[str] = Counter()
+        self._homes = Homes()
 
     def submit(self, request: Request, told: Told | None = None) -> Ticket:
         ticket = Ticket(request, None, told)
@@ -82,14 +85,16 @@ class RemoteFront:
         mirror, losses = cast(Mirror, ticket.request.sequence), 0
         while mirror.finish_reason is None:
             try:
-                async for chunk in self._chunks(mirror):
-                    for event in mirror.take(chunk, ticket.request):
-                        ticket.put(event)
-                    self._tell(ticket)
+                async with aclosing(self._chunks(mirror)) as chunks:
+                    async for chunk in chunks:
+                        for event in mirror.take(chunk, ticket.request):
+                            ticket.put(event)
+                        self._tell(ticket)
                 if mirror.finish_reason is None:
                     raise ReplicaLostError("it ended without a reason")
             except ReplicaLostError as lost:
                 losses += 1
+                self._homes.leave(mirror.ask.conversation)
                 self.counts["lost"] += 1
                 sent = len(mirror.output)
                 log.warning("a replica was lost after %d tokens of a sequence (%s); loss %d", sent, lost, losses)
@@ -101,17 +106,20 @@ class RemoteFront:
                     raise queue_full() from full
                 await asyncio.sleep(PAUSE)  # it was accepted before, so it may wait
 
-    async def _chunks(self, mirror: Mirror) -> AsyncIterator[Chunk]:
+    async def _chunks(self, mirror: Mirror) -> AsyncGenerator[Chunk, None]:
         """What one replica sends of a sequence, of which a part may have been sent already."""
         ask = mirror.ask
         errand = Errand.of(ask, self.owner_of(ask.owner), self._version, mirror.output)
-        replicas = self._replicas.options(stream=True, multiplexed_model_id=ask.conversation)
+        replicas = self._replicas.options(stream=True, multiplexed_model_id=self._homes.find(ask.conversation))
         stream = cast("DeploymentResponseGenerator[Chunk]", replicas.decode.remote(errand))
-        over = False
+        over = settled = False
         try:
             async for chunk in stream:
                 if chunk.error is not None:
                     raise refusal(ApiError(**chunk.error))
+                if not settled:
+                    self._homes.settle(ask.conversation, chunk.replica)
+                    settled = True
                 yield chunk
             over = True
         except RayTaskError:  # a mistake in the replica's code, not its death

@@ -27,8 +27,9 @@ from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.ray.wire import Chunk, Errand, Facts, GrammarText, as_fields
 from lookahead.serve.service import Service
 
-CONVERSATIONS = 256
-"""How many conversations Ray's router is told to be at home here. It forgets the one that was asked longest ago."""
+CHUNK_SECONDS = 0.001
+"""What a chunk may take of the hops' time. With n sequences each sends a chunk every n times that at most, of as many
+steps as there were: a hop carries about a thousand chunks a second, and more would pile up in front of it."""
 TOKEN_BYTES = 4
 """A prompt's tokens count as so many bytes of a body, when it is decided which thread prepares it."""
 
@@ -77,21 +78,21 @@ class Replica:
         self.service = ReplicaService(model, told)
         self.version = version_of(model, settings)
         await self.service.start()
+        await self.introduce(self.name)
         self._posting = asyncio.ensure_future(self._post_now_and_then())
 
     async def facts(self) -> Facts:
         """What an ingress has to know of the model."""
         return Facts.of(self.service.model, self.version)
 
-    @serve.multiplexed(max_num_models_per_replica=CONVERSATIONS)  # type: ignore[untyped-decorator]
-    async def at_home(self, conversation: str) -> str:
-        """Note that the K/V pages of a conversation are here. Ray's router sends its next request here, too."""
-        return conversation
+    @serve.multiplexed(max_num_models_per_replica=1)  # type: ignore[untyped-decorator]
+    async def introduce(self, name: str) -> str:
+        """Tell Ray's router this replica's name, as if it were that of a model which only this replica has. Then the
+        router sends requests for it here, and elsewhere if this replica is full or gone."""
+        return name
 
     async def decode(self, errand: Errand) -> AsyncIterator[Chunk]:
-        """Generate a sequence, or what is left of it. One chunk per step."""
-        if conversation := serve.get_multiplexed_model_id():
-            await self.at_home(conversation)
+        """Generate a sequence, or what is left of it. One chunk per step, or fewer if there are many sequences."""
         at = len(errand.ask.output)
         try:
             if errand.version != self.version:
@@ -103,6 +104,8 @@ class Replica:
                     for piece in cast("list[Events]", pieces):
                         yield self._chunk(at, job, piece.events)
                         at += sum(len(event.tokens) for event in piece.events)
+                    if (others := len(self.service.replies) - 1) > 0:
+                        await asyncio.sleep(CHUNK_SECONDS * others)
         except ApiError as error:
             yield Chunk(at, [], error=as_fields(error))
         except Exception as error:
@@ -118,7 +121,7 @@ class Replica:
 
     def _chunk(self, at: int, job: Job, events: Sequence[Event]) -> Chunk:
         nobody = cast(Request, None)  # the ingress puts its own request in
-        chunk = Chunk(at, [replace(event, request=nobody) for event in events])
+        chunk = Chunk(at, [replace(event, request=nobody) for event in events], self.name)
         if events[-1].finish_reason is not None:
             prediction = job.sequence.prediction
             chunk.cached, chunk.stats = job.request.cached, job.sequence.stats

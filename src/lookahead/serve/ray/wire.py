@@ -80,11 +80,13 @@ class Errand:
 class Chunk:
     """What a sequence got since the chunk before it: the events of one step, or of several if reading was slow.
 
-    `at` is how long the output was before. The last chunk of a sequence has its `stats`, or an `error`.
+    `at` is how long the output was before, and `replica` who generated it. The last chunk of a sequence has `stats` or
+    an `error`.
     """
 
     at: int
     events: list[Event]
+    replica: str = ""
     cached: int = 0
     predicted: int = 0
     stats: Stats | None = None
