@@ -18,13 +18,14 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 
 
 @dataclass(frozen=True)
 class Load:
     """What a replica is, and what is asked of it. Times are seconds. `hop` is what the way through proxy and ingress
-    adds to a request."""
+    adds to a request. `points`, pairs of sequences and seconds of a step in order, stand in place of `base` and `each`
+    where they were measured."""
 
     base: float
     each: float
@@ -34,10 +35,20 @@ class Load:
     slots: int = 64
     queue: int = 256
     hop: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()
 
     def speed(self, sequences: int) -> float:
         """Tokens per second of each of so many sequences."""
-        return self.compression / (self.base + self.each * sequences)
+        return self.compression / self.step(sequences)
+
+    def step(self, sequences: int) -> float:
+        """Seconds of a step. Between two points, and behind the last one, it is a line."""
+        if len(self.points) < 2:
+            return self.base + self.each * sequences
+        for (few, short), (many, long) in pairwise(self.points):
+            if sequences <= many:
+                break
+        return short + (long - short) * (sequences - few) / (many - few)
 
     @property
     def capacity(self) -> float:

@@ -4,9 +4,9 @@
              token, time between events. One process against one replica is the cost of the hops.
     open     requests at random times against two replicas, beside the simulation of `queueing.py` for the same times
 
-The simulation's step times are fitted to the closed runs with one client and with the most. `apart` takes those of one
-replica, and two of it. Replicas on one machine share its cores, or its GPU with --gpus 0.5, so two of them are not twice
-one: `shared` takes the times of both together, as of one replica with twice the slots.
+The simulation's step times are those of the closed runs. `apart` takes those of one
+replica, and two of it. Replicas on one machine share its cores, or its GPU with --gpus 0.5, so two of them are not
+twice one: `shared` takes the times of both together, as of one replica with twice the slots.
 """
 
 from __future__ import annotations
@@ -88,10 +88,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     def fitted(url: str, kind: str, slots: int) -> Load:
         found = {streams: mean_latency(closed(url, kind, streams)) for streams in args.streams}
-        most = max(found)
-        each = max(0.0, (found[most] - found[1]) / args.tokens / (most - 1))
-        load = Load(found[1] / args.tokens - each, each, tokens=args.tokens, slots=slots, queue=own.max_queue)
-        note.add(kind=f"fit of {kind}", base=round(load.base, 6), each=round(load.each, 6), per_second=load.capacity)
+        points = tuple((streams, seconds / args.tokens) for streams, seconds in sorted(found.items()))
+        load = Load(0.0, 0.0, tokens=args.tokens, slots=slots, queue=own.max_queue, points=points)
+        note.add(kind=f"fit of {kind}", points=points, per_second=round(load.capacity, 2))
         return load
 
     with cluster(wanted, print) as url:

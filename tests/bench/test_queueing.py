@@ -36,6 +36,11 @@ def test_sequences_that_share_a_replica_get_slower(script: ModuleType) -> None:
     assert script.simulate(load, 4, [0.0] * 4)["p95"] <= 0.4
 
 
+def test_measured_steps_are_joined_by_lines(script: ModuleType) -> None:
+    load = script.Load(0.0, 0.0, points=((1, 1.0), (4, 2.5), (8, 3.5)))
+    assert [load.step(n) for n in (1, 2, 4, 6, 8, 12)] == [1.0, 1.5, 2.5, 3.0, 3.5, 4.5]
+
+
 def test_a_full_queue_refuses(script: ModuleType) -> None:
     load = script.Load(base=1.0, each=0.0, tokens=1, slots=2, queue=3)
     found = script.simulate(load, 2, [0.0] * 10)

@@ -20,6 +20,9 @@ from ray.serve.schema import LoggingConfig
 from lookahead.serve.ray.application import NAME, build
 from lookahead.serve.ray.settings import RaySettings
 
+QUICK_HOPS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+"""Ray's switches for fewer threads on the way of a chunk, set in `deploy/ray.yaml`, too. With 16 streams on two busy cores
+430 tokens per second became 590 with them."""
 LONGEST_STOP = 30.0
 """Seconds that Ray may take to stop, after the requests have ended."""
 
@@ -46,6 +49,8 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
     port = own.port or free_port(own.host)
     check_port(own.host, port)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    for name, value in QUICK_HOPS.items():
+        os.environ.setdefault(name, value)
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address="local",
