@@ -45,9 +45,8 @@ class Load:
         """Seconds of a step. Between two points, and behind the last one, it is a line."""
         if len(self.points) < 2:
             return self.base + self.each * sequences
-        for (few, short), (many, long) in pairwise(self.points):
-            if sequences <= many:
-                break
+        pairs = list(pairwise(self.points))
+        (few, short), (many, long) = next((pair for pair in pairs if sequences <= pair[1][0]), pairs[-1])
         return short + (long - short) * (sequences - few) / (many - few)
 
     @property

@@ -4,9 +4,9 @@
              token, time between events. One process against one replica is the cost of the hops.
     open     requests at random times against two replicas, beside the simulation of `queueing.py` for the same times
 
-The simulation's step times are those of the closed runs. `apart` takes those of one
-replica, and two of it. Replicas on one machine share its cores, or its GPU with --gpus 0.5, so two of them are not
-twice one: `shared` takes the times of both together, as of one replica with twice the slots.
+The simulation's step times are those of the closed runs. `apart` takes those of one replica, and two of it. Replicas on
+one machine share its cores, or its GPU with --gpus 0.5, so two of them are not twice one: `shared` takes the times of
+both together, as of one replica with twice the slots.
 """
 
 from __future__ import annotations
