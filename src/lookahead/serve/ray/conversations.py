@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK = 16
-"""Tokens per step of the search: the pages of the K/V have as many."""
+"""Tokens per step of the search for a known beginning."""
 TAIL = 8
 """Tokens at the end of a prompt that may not be in the next one, such as the beginning of the assistant's turn."""
 KEPT = 1 << 16
