@@ -96,9 +96,9 @@ def run(settings: RaySettings, say: Callable[[str], None] = print) -> None:
         signals.append(number)
         asked.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
     with cluster(settings, say) as address:
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set handlers of its own
+            signal.signal(number, stop)
         say(f"serving {settings.replicas} replicas at {address}/v1")
         asked.wait()
         drain(settings.serve.drain_seconds, say)
