@@ -63,7 +63,7 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
     try:
         options = HTTPOptions(host=own.host, port=port, location=ProxyLocation.HeadOnly)
         serve.start(http_options=options, logging_config=LoggingConfig(log_level=log_level))
-        say(f"starting {settings.replicas} replicas")
+        say(f"starting {counted(settings.replicas)}")
         try:
             serve.run(build(settings), name=NAME, route_prefix="/")
         except (RuntimeError, RayServeException) as error:
@@ -99,9 +99,13 @@ def run(settings: RaySettings, say: Callable[[str], None] = print) -> None:
     with cluster(settings, say) as address:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set handlers of its own
             signal.signal(number, stop)
-        say(f"serving {settings.replicas} replicas at {address}/v1")
+        say(f"serving {counted(settings.replicas)} at {address}/v1")
         asked.wait()
         drain(settings.serve.drain_seconds, say)
+
+
+def counted(replicas: int) -> str:
+    return "1 replica" if replicas == 1 else f"{replicas} replicas"
 
 
 def drain(seconds: float, say: Callable[[str], None]) -> None:
