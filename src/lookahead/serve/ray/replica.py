@@ -30,7 +30,7 @@ from lookahead.serve.service import Service
 CHUNK_SECONDS = 0.001
 """What a chunk may take of the hops' time. With n sequences each sends a chunk every n times that at most, of as many
 steps as there were: a hop carries about a thousand chunks a second, and more would pile up in front of it. On two busy
-cores a chunk takes 2 ms of proxy, ingress and replica together."""
+cores a chunk takes 2 ms of proxy, ingress and replica together. Not tuned: it is meant for GPUs."""
 TOKEN_BYTES = 4
 """A prompt's tokens count as so many bytes of a body, when it is decided which thread prepares it."""
 
