@@ -23,9 +23,9 @@ def shrink(model: LookaheadModel, pages: int) -> LookaheadModel:
     if not hasattr(backend, "pool"):
         raise SystemExit(f"--crosstalk needs the graph backend, not {type(backend).__name__}; give --backend graph")
     backend._slots.pool = PagePool(min(pages, backend.pool.pages), backend.pool.page_size)
-    cost = model.engine.cost
+    times = model.engine.times
     model.front.close()
-    model.engine = Engine(backend, cost=cost)
+    model.engine = Engine(backend, cost=None if times is None else times.table)
     model.front = Front(model.engine)
     return model
 

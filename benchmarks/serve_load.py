@@ -39,6 +39,7 @@ from lookahead.bench.run.about import about
 from lookahead.bench.run.models import in_shape
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.front import Ticket
+from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel, load
 from lookahead.loading.default import batch_cost
@@ -256,7 +257,8 @@ def main() -> None:
     model = load(args.model, dtype=args.dtype, backend=args.backend, log=print)
     if args.inflate:
         model = in_shape(model, args.inflate, args.backend, print)
-        model.engine.cost = batch_cost(model.backend, model.default_config, print)
+        if (costs := batch_cost(model.backend, model.default_config, print)) is not None:
+            model.engine.times = PassTimes(costs)
     print(table(measure(args, model)["records"]))
 
 

@@ -60,7 +60,7 @@ def test_load_measures_the_cost_of_a_step_once(
     measured = []
     measure = cost.measure
 
-    def counted(backend: Any, hasty: bool) -> cost.StepCost:
+    def counted(backend: Any, sizes: Any, hasty: bool) -> cost.StepCost:
         assert not hasty
         measured.append(backend)
         return replace(measure(backend, (1, 2, 8)), calm=True)  # whatever else runs beside the tests

@@ -273,13 +273,13 @@ class LookaheadModel:
 
         A repetition penalty needs none: it is one of the settings that steps apply by themselves.
         """
-        made = processors(self.model, len(sequence.tokens), sequence.rules.max_tokens, self.stop_ids)
+        made = processors(self.model, sequence.prompt_tokens, sequence.rules.max_tokens, self.stop_ids)
         if made is None:
             return None
         sampling = sequence.sampling
         rule = Rule(
             processors=with_adjustment(made, sequence),
-            draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling),
+            draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling, sequence.generated),
         )
         return PathVerifier([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
 

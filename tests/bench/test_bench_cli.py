@@ -390,7 +390,7 @@ def test_all_presets_that_the_device_can_run(
     assert result.exit_code == 0, result.output
     found = [json.loads(line)["preset"] for line in result.stdout.splitlines()]
     assert found == [name for name in PRESETS if name != "flash"]
-    assert loads == [("auto", "auto"), ("bfloat16", "auto")]
+    assert loads == [("auto", "auto"), ("bfloat16", "auto"), ("int8", "cpu")]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ CONFIGS = [FITTED, LookaheadConfig.paper(3, 4, 3), LookaheadConfig.autoregressiv
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache. A step's cost, which `load` measures where there is no profile, is a curve that is ready."""
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(step_cost, "measure", lambda backend, hasty: curve(lambda size: 0.02 + 1e-5 * size))
+    monkeypatch.setattr(step_cost, "measure", lambda backend, sizes, hasty: curve(lambda size: 0.02 + 1e-5 * size))
     return tmp_path
 
 

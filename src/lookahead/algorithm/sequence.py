@@ -25,6 +25,10 @@ class DecodingSequence:
     `ends` is asked after every accepted token and may end the sequence (stop strings live there). `memory` is shared
     by all requests of a loaded model; without it, or with scope 'request', the sequence starts with an empty one.
     `prediction` is a text that the output may resemble, from which guesses are made.
+
+    `output` is the beginning of the output, if another sequence has generated it already. This one continues behind it,
+    and its output is the one that a single sequence gives. Whatever else follows the output (`ends`, a grammar) must
+    have been told these tokens. `stats` counts only what is generated here.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class DecodingSequence:
         ends: Callable[[int], bool] | None = None,
         memory: SharedMemory | None = None,
         prediction: Sequence[int] = (),
+        output: Sequence[int] = (),
     ) -> None:
         self.config = config or LookaheadConfig()
         self.sampling = sampling or SamplingParams()
@@ -48,7 +53,9 @@ class DecodingSequence:
                 f"the prompt has {len(prompt)} tokens and the model's context holds {self.rules.max_length}; "
                 "shorten the prompt or the conversation"
             )
-        self.tokens = list(prompt)
+        if len(output) >= self.room:
+            raise ValueError(f"the output already has {len(output)} of its {self.room} tokens; there is nothing to add")
+        self.tokens = [*prompt, *output]
         self.prompt_tokens = len(prompt)
         self.ends = ends
         self.finish_reason: str | None = None
@@ -69,6 +76,8 @@ class DecodingSequence:
         if prediction and self.config.sources:
             self.prediction = PredictionSource(self._memory.calibration, prediction, self.config.deepest)
             self._sources.insert(0, self.prediction)
+            if output:
+                self.prediction.follow(self.tokens, output)
         self._shares: dict[int, int] = {}
         self._deepest, self._window_tokens = self.config.deepest, self.config.window_tokens
         self._root_alone = window_layout(0, self.config.ngram)
@@ -81,9 +90,14 @@ class DecodingSequence:
         return self.tokens[self.prompt_tokens :]
 
     @property
+    def generated(self) -> int:
+        """How many tokens the output has."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
     def left(self) -> int:
         """How many tokens may still be generated."""
-        return self.room - self.stats.generated_tokens
+        return self.room - self.generated
 
     @property
     def continues_alone(self) -> bool:
@@ -136,7 +150,7 @@ class DecodingSequence:
         branch = array("i", [text[-1], *self._window.flat()] if layout.width else text[-1:])
         # 2. The verification branch: the best guesses that the rest has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        room, deepest = most - layout.size, min(self.room - self.stats.generated_tokens - 1, self._deepest)
+        room, deepest = most - layout.size, min(self.room - self.generated - 1, self._deepest)
         draft = self._draft if room > 0 and deepest > 0 and self._sources else None
         if draft is not None:
             draft.restart(text)
@@ -163,7 +177,7 @@ class DecodingSequence:
     def adjustment(self) -> Adjustment | None:
         """What the next step's logits are adjusted by, or None if they are taken as they come."""
         rules = self.rules
-        if not self._adjusts and (self.stats.generated_tokens >= rules.min_tokens or not rules.eos_ids):
+        if not self._adjusts and (self.generated >= rules.min_tokens or not rules.eos_ids):
             return None
         return Adjustment(self.tokens, self.prompt_tokens, rules.eos_ids, rules.min_tokens)
 
@@ -171,7 +185,7 @@ class DecodingSequence:
         """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""
         if self.sampling.greedy:
             return []
-        generated, depths = self.stats.generated_tokens, tree.depths[tree.branch :]
+        generated, depths = self.generated, tree.depths[tree.branch :]
         self._draw_uniforms(generated + len(depths) + 1)  # no guess is deeper than there are guesses
         ahead = self._uniforms[generated:]
         window = len(tree.needed) - 1 - len(depths)
@@ -181,7 +195,7 @@ class DecodingSequence:
         """The uniforms of the output positions after the next one. None of them for greedy decoding."""
         if self.sampling.greedy:
             return []
-        first = self.stats.generated_tokens + 1
+        first = self.generated + 1
         self._draw_uniforms(first + count)
         return self._uniforms[first : first + count]
 
@@ -193,7 +207,7 @@ class DecodingSequence:
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
         path, tokens = accept(tree, output.targets)
-        count, reason = cut(tokens, self.stats.generated_tokens, self.room, self.rules, self.ends)
+        count, reason = cut(tokens, self.generated, self.room, self.rules, self.ends)
         return Verdict(path, tokens) if reason is None else Verdict(path[: count - 1], tokens[:count], reason)
 
     def absorb(self, tree: TokenTree, output: StepOutput, verdict: Verdict | None = None) -> Verdict:

@@ -13,6 +13,7 @@ from lookahead.cli.common import Host
 from lookahead.cli.settings import BACKENDS, DTYPES, check_place
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+RAY = ("ray",)
 
 
 def serve(
@@ -57,11 +58,22 @@ def serve(
         bool, typer.Option("--vllm-metrics", help="Show the metrics under vLLM's names, too.")
     ] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", help="Engines on this machine, each with the model, behind one address.")
+    ] = None,
+    gpus: Annotated[
+        float | None,
+        typer.Option("--gpus-per-replica", help="GPUs of each replica; 0.5 lets two share one. 1 if there are any."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, for any OpenAI client. A reply does not depend on who else is being served."""
     console = ctx.ensure_object(Host)
     check_place(dtype, device, backend)
-    check_extra()
+    check_extra(EXTRA, "serve")
+    if replicas is not None:
+        check_extra(RAY, "ray")
+    elif gpus is not None:
+        raise ValueError("--gpus-per-replica belongs to --replicas; give that, too")
 
     from lookahead.cache import cache_dir
     from lookahead.serve.keys import read_keys
@@ -85,14 +97,32 @@ def serve(
         memory_folder=cache_dir() / "memory" if memory else None,
         log_prompts=log_prompts,
     )
+    if replicas is not None:
+        serve_replicas(settings, replicas, gpus, console, model=model, dtype=dtype, device=device, backend=backend)
+        return
     loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=console.say)
     run(loaded, settings, console.say)
 
 
-def check_extra() -> None:
+def serve_replicas(settings: Any, replicas: int, gpus: float | None, console: Host, **model: Any) -> None:
+    """Serve with several engines on this machine."""
+    import torch
+
+    from lookahead.serve.ray.local import check_machine, run
+    from lookahead.serve.ray.settings import RaySettings
+
+    found = torch.cuda.device_count() if model["device"] != "cpu" else 0
+    given = float(found > 0) if gpus is None else gpus
+    wanted = RaySettings(replicas=replicas, gpus=given, serve=settings, **model)
+    check_machine(wanted, found)
+    run(wanted, console.say)
+
+
+def check_extra(names: tuple[str, ...], extra: str) -> None:
     """Raise one clear line if what the server needs is not installed."""
-    missing = [name for name in EXTRA if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
+        what = "lookahead serve" if extra == "serve" else "--replicas"
         raise ValueError(
-            f"lookahead serve needs {', '.join(missing)}; install the extra: pip install 'lookahead-decoding[serve]'"
+            f"{what} needs {', '.join(missing)}; install the extra: pip install 'lookahead-decoding[{extra}]'"
         )

@@ -88,7 +88,7 @@ class PathVerifier:
             for entry, (result, node) in reached.items():
                 verdict, sequence = verdicts[entry], result.request.sequence
                 verdict.tokens.append(tokens[entry])
-                generated = sequence.stats.generated_tokens + len(verdict.tokens) - 1
+                generated = sequence.generated + len(verdict.tokens) - 1
                 _, reason = cut(tokens[entry : entry + 1], generated, sequence.room, sequence.rules, sequence.ends)
                 verdict.finish_reason = reason or ("stop" if ended[entry] else None)
                 if verdict.finish_reason is None:
@@ -157,12 +157,15 @@ def joint_draw(draws: Sequence[Draw]) -> Draw:
     return lambda scores: torch.cat([draw(scores[entry : entry + 1]) for entry, draw in enumerate(draws)])
 
 
-def uniform_draw(seed: int, params: SamplingParams | None = None) -> Draw:
+def uniform_draw(seed: int, params: SamplingParams | None = None, drawn: int = 0) -> Draw:
     """Draws for one sequence by inverse CDF, with the uniforms that a `DecodingSequence` of this seed uses.
 
-    With `params` their temperature, top-k, top-p and min-p are applied to the scores first.
+    With `params` their temperature, top-k, top-p and min-p are applied to the scores first. The first `drawn` tokens of
+    the output were drawn elsewhere.
     """
     uniforms = random.Random(seed)
+    for _ in range(drawn):
+        uniforms.random()
 
     def choose(scores: torch.Tensor) -> torch.Tensor:
         uniform = torch.tensor([uniforms.random()], dtype=torch.float64, device=scores.device)

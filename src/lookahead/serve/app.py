@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -15,9 +15,9 @@ from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
 
-def make_app(model: LookaheadModel, settings: ServeSettings) -> FastAPI:
-    """An application that serves this model. `app.state.service` is what works behind it."""
-    service = Service(model, settings)
+def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[..., Service] = Service) -> FastAPI:
+    """An application that serves this model. `app.state.service`, of this kind, is what works behind it."""
+    service = kind(model, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

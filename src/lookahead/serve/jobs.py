@@ -18,7 +18,8 @@ from lookahead.serve.keys import Owner
 @dataclass
 class Ask:
     """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble. The
-    text of the first `unsearched` tokens is not searched for stop strings.
+    text of the first `unsearched` tokens is not searched for stop strings. `output` is the beginning of the answer, if
+    another engine has generated it already. Asks of the same `conversation` share a long beginning: see `ray`.
 
     With `tells_steps` its pieces say what each step did, and the first `trees` steps show their tree.
     """
@@ -34,6 +35,8 @@ class Ask:
     unsearched: int = 0
     tells_steps: bool = False
     trees: int = 0
+    output: Sequence[int] = ()
+    conversation: str = ""
 
 
 @dataclass
@@ -61,22 +64,11 @@ class Job:
     """One sequence on its way. `index` is its place in the reply."""
 
     def __init__(self, model: LookaheadModel, tokenizer: SharedTokenizer, ask: Ask, index: int) -> None:
-        stops, least = ask.stops, ask.unsearched
         self.ask, self.index = ask, index
-        self.sequence = DecodingSequence(
-            ask.prompt,
-            ask.config,
-            ask.sampling,
-            ask.rules,
-            # The engine's thread looks for stop strings in a text of its own.
-            ends=TextStream(tokenizer, stops, least).push_token if stops.stops else None,
-            memory=ask.owner.memory,
-            prediction=ask.prediction,
-        )
-        verifier = model.verifier(self.sequence)
-        self.request = Request(self.sequence, verifier, mask=ask.mask, salt=ask.owner.salt)
+        self.request = self._request(model, tokenizer)
+        self.sequence = self.request.sequence
         self.request.tells_steps, self.request.trees = ask.tells_steps, ask.trees
-        self.text = TextStream(tokenizer, stops, least)
+        self.text = TextStream(tokenizer, ask.stops, ask.unsearched)
         self.ticket: Ticket | None = None
         self.begin = perf_counter()
         self.last_news = 0.0  # when the last token came
@@ -84,6 +76,27 @@ class Job:
         self.tried = 0
         self.told = 0  # steps that were told
         self.over = False
+
+    def _request(self, model: LookaheadModel, tokenizer: SharedTokenizer) -> Request:
+        """What the engine gets. The output that there is already counts as output for everything that follows it."""
+        ask, ends = self.ask, None
+        if ask.stops.stops:  # the engine's thread looks for stop strings in a text of its own
+            searched = TextStream(tokenizer, ask.stops, ask.unsearched)
+            searched.push_tokens(ask.output)
+            ends = searched.push_token
+        if ask.mask is not None and ask.output:
+            ask.mask.accept(ask.output)
+        sequence = DecodingSequence(
+            ask.prompt,
+            ask.config,
+            ask.sampling,
+            ask.rules,
+            ends=ends,
+            memory=ask.owner.memory,
+            prediction=ask.prediction,
+            output=ask.output,
+        )
+        return Request(sequence, model.verifier(sequence), mask=ask.mask, salt=ask.owner.salt)
 
     def read(self, events: Sequence[Event]) -> Piece:
         """Take what steps have given, in the event loop's thread. An EOS is no text."""

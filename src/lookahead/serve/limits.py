@@ -30,10 +30,13 @@ class Queue:
     """Counts the sequences that run or wait, and refuses more than there is room for."""
 
     def __init__(self, running: int, waiting: int) -> None:
-        self.most = running + waiting
         self.taken = 0
         self._seconds: deque[float] = deque([1.0], maxlen=64)  # how long the last ones took
-        self._running = running
+        self.resize(running, waiting)
+
+    def resize(self, running: int, waiting: int) -> None:
+        """From now on so many run at once, and so many more may wait."""
+        self.most, self._running = running + waiting, running
 
     def enter(self, count: int) -> None:
         """Take places for so many sequences. Raises a 429 if there are too few."""

@@ -87,14 +87,17 @@ class Service:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
+    def make_job(self, ask: Ask, index: int) -> Job:
+        return Job(self.model, self.tokenizer, ask, index)
+
     async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
         """Prepare the asks of one HTTP request, and hand them to the engine. Raises an ApiError if it cannot be."""
-        self.check_ready()
+        self.check_open()
         self.queue.check(1)  # before any work is done for it
 
         def jobs() -> list[Job]:
             try:
-                return [Job(self.model, self.tokenizer, ask, index) for index, ask in enumerate(prepare())]
+                return [self.make_job(ask, index) for index, ask in enumerate(prepare())]
             except ValueError as error:
                 raise bad_request(str(error)) from error
 
@@ -102,7 +105,7 @@ class Service:
         if self.settings.log_prompts:
             for job in made:
                 log.info("prompt of %s: %s", job.ask.owner.name, self.decode(job.ask.prompt))
-        self.check_ready()
+        self.check_open()
         self.queue.enter(len(made))
         reply = Reply(made, self.settings.request_timeout, self.leave)
         self.replies[reply] = None
@@ -151,6 +154,14 @@ class Service:
                 reply.wake(job)
 
     # Life.
+
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return self.metrics.text(self.model, self.settings.vllm_metrics)
+
+    def check_open(self) -> None:
+        """Raise an ApiError if no request can be taken now."""
+        self.check_ready()
 
     def check_ready(self) -> None:
         """Raise a 503 while the server drains, and when the engine has failed."""

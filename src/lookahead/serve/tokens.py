@@ -92,5 +92,5 @@ async def metrics(request: Request) -> Response:
     hit, a page in use or a short first step would tell of somebody else's prompt."""
     request.state.owner.check("metrics", "/metrics")
     service: Service = request.app.state.service
-    text = service.metrics.text(service.model, service.settings.vllm_metrics)
+    text = await service.metrics_text()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,176 @@
+"""How many replicas an arrival rate needs: a queueing simulation. `python benchmarks/queueing.py --rates 1,10,100`.
+
+A replica runs up to `slots` sequences at once. A step of n sequences takes `base + each * n` seconds and gives every
+one of them S tokens, so each gets slower as more join. Requests come at random times (Poisson). Of two replicas taken
+at random the one with fewer sequences gets the next request, as Ray's router does; when all are full, requests wait in
+the order in which they came, and beyond `queue` they are refused.
+
+`benchmarks/ray_replicas.py` measures `base` and `each`, and compares this simulation with a run of two replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a replica is, and what is asked of it. Times are seconds. `hop` is what the way through proxy and ingress
+    adds to a request. `points`, pairs of sequences and seconds of a step in order, stand in place of `base` and `each`
+    where they were measured."""
+
+    base: float
+    each: float
+    compression: float = 1.0
+    tokens: float = 128
+    exactly: bool = True  # every answer has so many tokens; else that is the mean of an exponential law
+    slots: int = 64
+    queue: int = 256
+    hop: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()
+
+    def speed(self, sequences: int) -> float:
+        """Tokens per second of each of so many sequences."""
+        return self.compression / self.step(sequences)
+
+    def step(self, sequences: int) -> float:
+        """Seconds of a step. Between two points, and behind the last one, it is a line."""
+        if len(self.points) < 2:
+            return self.base + self.each * sequences
+        pairs = list(pairwise(self.points))
+        (few, short), (many, long) = next((pair for pair in pairs if sequences <= pair[1][0]), pairs[-1])
+        return short + (long - short) * (sequences - few) / (many - few)
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second of a replica that is full."""
+        return self.slots * self.speed(self.slots) / self.tokens
+
+
+@dataclass
+class Replica:
+    """Sequences that share a replica. `work` is how many tokens each sequence has got that was there from the start."""
+
+    load: Load
+    now: float = 0.0
+    work: float = 0.0
+    version: int = 0
+    running: list[tuple[float, int, float]] = field(default_factory=list)  # (work at its end, number, when it came)
+
+    def advance(self, time: float) -> None:
+        if self.running:
+            self.work += (time - self.now) * self.load.speed(len(self.running))
+        self.now = time
+
+    def next_end(self) -> float:
+        return self.now + max(0.0, self.running[0][0] - self.work) / self.load.speed(len(self.running))
+
+
+def simulate(load: Load, replicas: int, arrivals: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """The times of these requests on so many replicas."""
+    rng, numbers = random.Random(seed), count()
+    group = [Replica(load) for _ in range(replicas)]
+    waiting: deque[float] = deque()
+    events: list[tuple[float, int, int, int]] = []  # (time, order, replica or -1 for an arrival, version)
+    for time in arrivals:
+        heapq.heappush(events, (time, next(numbers), -1, 0))
+    latencies, waits, refused, last = list[float](), list[float](), 0, 0.0
+
+    def plan(place: int) -> None:
+        one = group[place]
+        one.version += 1
+        if one.running:
+            heapq.heappush(events, (one.next_end(), next(numbers), place, one.version))
+
+    def start(place: int, came: float, time: float) -> None:
+        one = group[place]
+        one.advance(time)
+        length = load.tokens if load.exactly else rng.expovariate(1 / load.tokens)
+        heapq.heappush(one.running, (one.work + length, next(numbers), came))
+        waits.append(time - came)
+        plan(place)
+
+    def chosen() -> int | None:
+        free = [place for place, one in enumerate(group) if len(one.running) < load.slots]
+        if not free:
+            return None
+        return min(rng.sample(free, min(2, len(free))), key=lambda place: len(group[place].running))
+
+    while events:
+        time, _, place, version = heapq.heappop(events)
+        if place < 0:
+            to = chosen()
+            if to is not None:
+                start(to, time, time)
+            elif len(waiting) < load.queue:
+                waiting.append(time)
+            else:
+                refused += 1
+        elif version == group[place].version:
+            one = group[place]
+            one.advance(time)
+            _, _, came = heapq.heappop(one.running)
+            latencies.append(time - came + load.hop)
+            last = time
+            if waiting:
+                start(place, waiting.popleft(), time)
+            else:
+                plan(place)
+    ordered = sorted(latencies)
+    return {
+        "replies": len(latencies),
+        "refused": refused,
+        "tokens_per_second": round(len(latencies) * load.tokens / last, 1) if last else 0.0,
+        "mean": round(statistics.fmean(latencies), 4) if latencies else 0.0,
+        "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 4) if ordered else 0.0,
+        "mean_wait": round(statistics.fmean(waits), 4) if waits else 0.0,
+    }
+
+
+def poisson(rate: float, seconds: float, seed: int = 0) -> list[float]:
+    """Random times of requests, so many a second."""
+    rng, found, time = random.Random(seed), list[float](), 0.0
+    while (time := time + rng.expovariate(rate)) < seconds:
+        found.append(time)
+    return found
+
+
+def enough(load: Load, rate: float, p95: float, seconds: float = 120.0) -> int:
+    """The least replicas with which 95% of the requests are answered within `p95` seconds, and none is refused."""
+    replicas = max(1, int(rate / load.capacity))
+    while True:
+        found = simulate(load, replicas, poisson(rate, seconds))
+        if not found["refused"] and found["p95"] <= p95:
+            return replicas
+        replicas += max(1, replicas // 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rates", default="1,10,100,1000", help="requests per second")
+    parser.add_argument("--base", type=float, default=0.0042, help="seconds of a step, apart from its sequences")
+    parser.add_argument("--each", type=float, default=0.00005, help="seconds that each sequence adds to a step")
+    parser.add_argument("--compression", type=float, default=1.0, help="tokens per step, S")
+    parser.add_argument("--tokens", type=float, default=256.0, help="of an answer, in the mean")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--p95", type=float, default=6.0, help="seconds within which 95%% are to be answered")
+    args = parser.parse_args()
+    load = Load(args.base, args.each, args.compression, args.tokens, exactly=False, slots=args.slots)
+    print(f"a full replica answers {load.capacity:.2f} requests/s, {load.capacity * load.tokens:.0f} tokens/s")
+    if load.tokens * 3 / load.speed(1) > args.p95:
+        raise SystemExit(f"even alone, 5% of the answers take more than {args.p95:g} s; raise --p95")
+    for rate in (float(part) for part in args.rates.split(",")):
+        replicas = enough(load, rate, args.p95)
+        print(json.dumps({"rate": rate, "replicas": replicas, **simulate(load, replicas, poisson(rate, 120.0))}))
+
+
+if __name__ == "__main__":
+    main()

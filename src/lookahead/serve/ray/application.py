@@ -1,0 +1,94 @@
+"""The application: three deployments of Ray Serve, made from settings.
+
+board     one process, which the others tell about themselves
+replicas  engines; Ray starts, watches, replaces and scales them
+ingress   HTTP
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+
+from lookahead.serve.keys import read_keys
+from lookahead.serve.ray.board import Board
+from lookahead.serve.ray.ingress import Ingress
+from lookahead.serve.ray.replica import Replica
+from lookahead.serve.ray.settings import RaySettings
+
+NAME = "lookahead"
+HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 30.0
+"""Seconds: how soon the death of a process is noticed, and how long a busy one may take to answer."""
+MANY = 100_000
+"""More requests than there can be: an ingress has limits of its own, which tell clients what to do."""
+QUICK = 0.2
+"""Seconds between two looks at whether a process has drained."""
+
+
+def build(settings: RaySettings) -> serve.Application:
+    """The application, ready for `serve.run`."""
+    own, light = settings.serve, {"num_cpus": 0}
+    board = deployed(Board, num_replicas=1, max_ongoing_requests=MANY, ray_actor_options=light).bind()
+    replicas = deployed(
+        Replica,
+        max_ongoing_requests=own.max_concurrency,
+        max_queued_requests=max(1, own.max_queue),
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        graceful_shutdown_timeout_s=own.drain_seconds,
+        **_count(settings),
+    ).bind(settings_for_replicas(settings), board)
+    return deployed(
+        serve.ingress()(Ingress),
+        num_replicas=settings.ingresses,
+        max_ongoing_requests=MANY,
+        ray_actor_options=light,
+        # A redeployed ingress may finish all requests that it has taken.
+        graceful_shutdown_timeout_s=max(own.drain_seconds, own.request_timeout),
+    ).bind(settings, replicas, board)
+
+
+def deployed(kind: type[Any], **options: Any) -> serve.Deployment:
+    """A class as a deployment of its own name."""
+    found: serve.Deployment = serve.deployment(
+        name=kind.__name__,
+        health_check_period_s=HEALTH_PERIOD,
+        health_check_timeout_s=HEALTH_TIMEOUT,
+        graceful_shutdown_wait_loop_s=QUICK,
+        **options,
+    )(kind)
+    return found
+
+
+def settings_for_replicas(settings: RaySettings) -> RaySettings:
+    """The settings without what only an ingress may know."""
+    return replace(settings, serve=settings.for_replicas())
+
+
+def _count(settings: RaySettings) -> dict[str, Any]:
+    """How many replicas: a fixed number, or one that follows the load."""
+    if settings.max_replicas is None:
+        return {"num_replicas": settings.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=settings.replicas,
+            max_replicas=settings.max_replicas,
+            target_ongoing_requests=settings.target,
+        )
+    }
+
+
+def app(options: dict[str, Any]) -> serve.Application:
+    """For `serve deploy`: the application with the settings that stand under `args` in its file.
+
+    The keys come from the file that `api_key_file` names on the head node, or from LOOKAHEAD_API_KEYS there. Ray's
+    `http_options` say where the proxies listen, so without keys `public: true` has to allow every address.
+    """
+    options = dict(options)
+    path = options.pop("api_key_file", None)
+    keys = read_keys(None if path is None else Path(path), os.environ)
+    return build(RaySettings.from_options(options, keys))

@@ -1,0 +1,159 @@
+"""The ingress' door to the replicas. A sequence whose replica dies is continued by another one, bit for bit.
+
+The tokens that were sent are kept here, with the seed. Another replica gets them as the beginning of the output: it
+draws with the uniforms of the positions behind them, so its text is the one that the first would have written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, cast
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from lookahead.engine.front import Ticket, Told
+from lookahead.engine.request import Request
+from lookahead.serve.errors import ApiError
+from lookahead.serve.ray.conversations import Homes
+from lookahead.serve.ray.mirror import Mirror
+from lookahead.serve.ray.wire import Chunk, Errand
+
+log = logging.getLogger("ray.serve")
+"""Ray's own log, whose lines carry the id of the request, in every process that it passes."""
+
+MOST_LOSSES = 2
+"""A request is given up when so many replicas were lost while they answered it: it may be what kills them."""
+PAUSE = 0.2
+"""Seconds before a sequence that has begun asks again for a place, if all queues are full."""
+
+
+class ReplicaLostError(Exception):
+    """A replica has died, or its engine has failed. `told` is the error that it sent, if it could."""
+
+    def __init__(self, why: str, told: ApiError | None = None) -> None:
+        super().__init__(why)
+        self.told = told
+
+
+class RemoteFront:
+    """Has the interface of `engine.front.Front`, as far as the server uses it. All calls come from the event loop.
+
+    `owner_of` is the place of a sequence's key. `counts` counts the replicas that were lost, and the sequences that
+    were given up.
+    """
+
+    failure: BaseException | None = None
+
+    def __init__(self, replicas: DeploymentHandle[Any], version: str) -> None:
+        self._replicas, self._version = replicas, version
+        self._tasks: dict[Ticket, asyncio.Task[None]] = {}
+        self.owner_of: Callable[[Any], int] = lambda owner: 0
+        self.counts: Counter[str] = Counter()
+        self._homes = Homes()
+
+    def submit(self, request: Request, told: Told | None = None) -> Ticket:
+        ticket = Ticket(request, None, told)
+        task = asyncio.get_running_loop().create_task(self._run(ticket))
+        self._tasks[ticket] = task
+        task.add_done_callback(lambda done: self._tasks.pop(ticket, None))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a sequence early. Its replica is told."""
+        task = self._tasks.get(ticket)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, ticket: Ticket) -> None:
+        """Generate one sequence, on as many replicas as it takes."""
+        try:
+            await self._generate(ticket)
+            error: BaseException | None = None
+        except Exception as failed:
+            error = failed
+        if not ticket.done:
+            ticket.end(error)
+        self._tell(ticket)
+
+    async def _generate(self, ticket: Ticket) -> None:
+        mirror, losses = cast(Mirror, ticket.request.sequence), 0
+        while mirror.finish_reason is None:
+            try:
+                async with aclosing(self._chunks(mirror)) as chunks:
+                    async for chunk in chunks:
+                        for event in mirror.take(chunk, ticket.request):
+                            ticket.put(event)
+                        self._tell(ticket)
+                if mirror.finish_reason is None:
+                    raise ReplicaLostError("it ended without a reason")
+            except ReplicaLostError as lost:
+                losses += 1
+                self._homes.leave(mirror.ask.conversation)
+                self.counts["lost"] += 1
+                sent = len(mirror.output)
+                log.warning("a replica was lost after %d tokens of a sequence (%s); loss %d", sent, lost, losses)
+                if losses >= MOST_LOSSES:
+                    self.counts["given_up"] += 1
+                    raise given_up(lost) from lost
+            except BackPressureError as full:
+                if not mirror.output and not losses:
+                    raise queue_full() from full
+                await asyncio.sleep(PAUSE)  # it was accepted before, so it may wait
+
+    async def _chunks(self, mirror: Mirror) -> AsyncGenerator[Chunk, None]:
+        """What one replica sends of a sequence, of which a part may have been sent already."""
+        ask = mirror.ask
+        errand = Errand.of(ask, self.owner_of(ask.owner), self._version, mirror.output)
+        replicas = self._replicas.options(stream=True, multiplexed_model_id=self._homes.find(ask.conversation))
+        stream = cast("DeploymentResponseGenerator[Chunk]", replicas.decode.remote(errand))
+        over = settled = False
+        try:
+            async for chunk in stream:
+                if chunk.error is not None:
+                    raise refusal(ApiError(**chunk.error))
+                if not settled:
+                    self._homes.settle(ask.conversation, chunk.replica)
+                    settled = True
+                yield chunk
+            over = True
+        except RayTaskError:  # a mistake in the replica's code, not its death
+            raise
+        except BackPressureError:
+            raise
+        except (RayError, RayServeException) as error:
+            over = True
+            raise ReplicaLostError(type(error).__name__) from error
+        finally:
+            if not over:
+                stream.cancel()
+
+    def _tell(self, ticket: Ticket) -> None:
+        if ticket.told is not None:
+            ticket.told([ticket])
+
+
+def refusal(error: ApiError) -> Exception:
+    """What a replica's error means: its engine's failure is a loss, and everything else is the request's own."""
+    if error.code in ("internal", "unavailable"):
+        return ReplicaLostError(error.message, error)
+    return error
+
+
+def given_up(lost: ReplicaLostError) -> ApiError:
+    if lost.told is not None:
+        return lost.told
+    message = f"{MOST_LOSSES} replicas were lost while they answered this request; it is given up"
+    return ApiError(502, message, code="replicas_lost")
+
+
+def queue_full() -> ApiError:
+    headers = {"Retry-After": "1"}
+    return ApiError(
+        429, "all replicas are busy, and their queue is full; ask again", code="queue_full", headers=headers
+    )

@@ -1,0 +1,172 @@
+"""An ingress: speaks HTTP as one process would, and passes sequences on to the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from lookahead.serve.app import make_app
+from lookahead.serve.errors import unavailable
+from lookahead.serve.grammar import GrammarMask, Grammars
+from lookahead.serve.jobs import Ask, Job
+from lookahead.serve.limits import App, Receive, Scope, Send
+from lookahead.serve.ray.board import PERIOD, Post
+from lookahead.serve.ray.conversations import Conversations
+from lookahead.serve.ray.front import RemoteFront
+from lookahead.serve.ray.gather import gathered, ingress_text
+from lookahead.serve.ray.mirror import RemoteJob, RemoteModel
+from lookahead.serve.ray.settings import RaySettings
+from lookahead.serve.ray.wire import Facts, GrammarText
+from lookahead.serve.reply import Reply
+from lookahead.serve.service import Service
+from lookahead.serve.settings import ServeSettings
+
+SESSION_HEADER = b"x-session-id"
+LONGEST_NAME = 256
+session: ContextVar[str] = ContextVar("session", default="")
+"""The session that the client of the request at hand names."""
+POLL = 0.02
+
+
+class GrammarTexts(Grammars):
+    """Checks grammars here, and leaves it to the replicas to follow them."""
+
+    def mask(self, grammar: str, least: int = 0) -> GrammarMask:
+        self._compiled(grammar)
+        return cast(GrammarMask, GrammarText(grammar, least))
+
+
+class IngressService(Service):
+    """The service of an ingress: jobs go to replicas, and its queue grows with their number.
+
+    `process` is this ingress' name on the board.
+    """
+
+    model: RemoteModel
+
+    def __init__(self, model: RemoteModel, settings: ServeSettings, board: DeploymentHandle[Any], process: str) -> None:
+        super().__init__(model, settings)
+        self._board, self._process = board, process
+        self._watching: asyncio.Task[None] | None = None
+        self.grammars = GrammarTexts(model)
+        self.conversations = Conversations()
+        self.front = cast(RemoteFront, model.front)
+        self.front.owner_of = self.keys.owners.index
+        self.live = 1  # this ingress has got the model's facts from one
+
+    def make_job(self, ask: Ask, index: int) -> Job:
+        return RemoteJob(self.model, self.tokenizer, ask, index)
+
+    async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
+        named = session.get()
+
+        def asks() -> list[Ask]:
+            found = prepare()
+            for ask in found:
+                owner = ask.owner.name
+                ask.conversation = f"{owner}/{named}" if named else self.conversations.name(owner, ask.prompt)
+            return found
+
+        return await super().open(asks, size)
+
+    def check_open(self) -> None:
+        """Requests are taken even while no replica is there: they wait for the next one."""
+        if self.draining:
+            self.check_ready()
+
+    def check_ready(self) -> None:
+        if self.draining:
+            raise unavailable("the server is shutting down; ask another one", retry=5)
+        if not self.live:
+            raise unavailable("no replica is ready", retry=5)
+
+    @property
+    def waiting(self) -> int:
+        """About how many sequences wait here, because all replicas have as many as they take."""
+        return max(0, self.queue.taken - self.settings.max_concurrency * self.live)
+
+    def count_replicas(self, live: int) -> None:
+        """Let as many sequences in as so many replicas can run, and the queue besides."""
+        self.live = live
+        self.queue.resize(self.settings.max_concurrency * max(1, live), self.settings.max_queue)
+
+    # The board.
+
+    async def start(self) -> None:
+        await super().start()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await super().close()
+
+    async def metrics_text(self) -> bytes:
+        """The metrics of all replicas, and those of all ingresses."""
+        posts: list[Post] = await self._board.read.remote()
+        return gathered([*(post for post in posts if post.name != self._process), self._post()])
+
+    def _post(self) -> Post:
+        text = ingress_text(self.name, self.waiting, self.metrics.refused, self.front.counts)
+        return Post("ingress", self._process, text)
+
+    async def _watch(self) -> None:
+        """Tell the board about this ingress, and read how many replicas there are."""
+        while True:
+            with suppress(RayError, RayServeException):
+                await self._board.post.remote(*self._post())
+                posts: list[Post] = await self._board.read.remote()
+                self.count_replicas(sum(post.kind == "replica" for post in posts))
+            await asyncio.sleep(PERIOD)
+
+
+class Sessions:
+    """Middleware that notes the session which a client names."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            name = dict(scope["headers"]).get(SESSION_HEADER, b"")
+            session.set(name.decode("latin-1")[:LONGEST_NAME])
+        await self.app(scope, receive, send)
+
+
+class Ingress:
+    """The deployment that speaks HTTP. It has no weights: the first replica tells it what it has to know."""
+
+    async def __init__(  # type: ignore[misc]
+        self, settings: RaySettings, replicas: DeploymentHandle[Any], board: DeploymentHandle[Any]
+    ) -> None:
+        facts: Facts = await replicas.facts.remote()
+        model = RemoteModel(facts, RemoteFront(replicas, facts.version))
+        own = replace(settings.serve, memory_folder=None)
+        process = serve.get_replica_context().replica_id.unique_id
+        self.app_ = make_app(model, own, partial(IngressService, board=board, process=process))
+        self.service: IngressService = self.app_.state.service
+
+    def __serve_build_asgi_app__(self) -> App:
+        """Called by Ray: the application that answers requests."""
+        return Sessions(cast(App, self.app_))
+
+    async def drain(self, seconds: float) -> int:
+        """Take nothing new from now on, and wait for what runs. Returns how many requests were not finished in time."""
+        service, loop = self.service, asyncio.get_running_loop()
+        service.draining = True
+        end = loop.time() + seconds
+        while service.replies and loop.time() < end:
+            await asyncio.sleep(POLL)
+        left = len(service.replies)
+        service.fail_all(unavailable("the server has shut down before the reply was finished; ask another one"))
+        return left

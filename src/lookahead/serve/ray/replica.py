@@ -1,0 +1,154 @@
+"""A replica: one engine in a process of its own, behind Ray Serve's router. It speaks no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+import lookahead
+from lookahead.engine.request import Event, Request
+from lookahead.generate import LookaheadModel
+from lookahead.serve.errors import ApiError, bad_request, internal, unavailable
+from lookahead.serve.jobs import Ask, Job, Piece
+from lookahead.serve.life import SWITCH_SECONDS
+from lookahead.serve.memory import folder_of
+from lookahead.serve.ray.board import PERIOD
+from lookahead.serve.ray.settings import RaySettings
+from lookahead.serve.ray.wire import Chunk, Errand, Facts, GrammarText, as_fields
+from lookahead.serve.service import Service
+
+CHUNK_SECONDS = 0.001
+"""What a chunk may take of the hops' time. With n sequences each sends a chunk every n times that at most, of as many
+steps as there were: a hop carries about a thousand chunks a second, and more would pile up in front of it. On two busy
+cores a chunk takes 2 ms of proxy, ingress and replica together. Not tuned: it is meant for GPUs."""
+TOKEN_BYTES = 4
+"""A prompt's tokens count as so many bytes of a body, when it is decided which thread prepares it."""
+
+
+@dataclass
+class Events(Piece):
+    """A piece that is not read as text here: the ingress does that."""
+
+    events: Sequence[Event] = ()
+
+
+class ReplicaJob(Job):
+    """A job whose events are handed on as they are."""
+
+    def read(self, events: Sequence[Event]) -> Piece:
+        self.tried += sum(event.tried for event in events)
+        return Events(self, "", [], [], events[-1].finish_reason, events=events)
+
+
+class ReplicaService(Service):
+    """The service of a replica: the same engine, metrics and memories as in one process, without texts."""
+
+    def make_job(self, ask: Ask, index: int) -> Job:
+        return ReplicaJob(self.model, self.tokenizer, ask, index)
+
+
+class Replica:
+    """The engine's deployment. Every call of `decode` is one sequence."""
+
+    async def __init__(  # type: ignore[misc]
+        self, settings: RaySettings, board: DeploymentHandle[Any]
+    ) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
+        context = serve.get_replica_context()
+        self.name, self._board = context.replica_id.unique_id, board
+        model = await asyncio.to_thread(  # Ray asks meanwhile whether the process is alive
+            lookahead.load,
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            backend=settings.backend,
+            config=settings.config,
+        )
+        told = settings.for_replicas()
+        if told.memory_folder is not None:  # two replicas must not write the same file
+            told = replace(told, memory_folder=told.memory_folder / f"replica-{context.rank.rank}")
+        self.service = ReplicaService(model, told)
+        self.version = version_of(model, settings)
+        await self.service.start()
+        await self.introduce(self.name)
+        self._posting = asyncio.ensure_future(self._post_now_and_then())
+
+    async def facts(self) -> Facts:
+        """What an ingress has to know of the model."""
+        return Facts.of(self.service.model, self.version)
+
+    @serve.multiplexed(max_num_models_per_replica=1)  # type: ignore[untyped-decorator]
+    async def introduce(self, name: str) -> str:
+        """Tell Ray's router this replica's name, as if it were that of a model which only this replica has. Then the
+        router sends requests for it here, and elsewhere if this replica is full or gone."""
+        return name
+
+    async def decode(self, errand: Errand) -> AsyncIterator[Chunk]:
+        """Generate a sequence, or what is left of it. One chunk per step, or fewer if there are many sequences."""
+        at = len(errand.ask.output)
+        try:
+            if errand.version != self.version:
+                raise unavailable("the model was replaced while it answered; ask again")
+            reply = await self.service.open(lambda: [self._ask(errand)], TOKEN_BYTES * len(errand.ask.prompt))
+            async with reply:
+                job = reply.jobs[0]
+                while (pieces := await reply.next()) is not None:
+                    for piece in cast("list[Events]", pieces):
+                        yield self._chunk(at, job, piece.events)
+                        at += sum(len(event.tokens) for event in piece.events)
+                    if (others := len(self.service.replies) - 1) > 0:
+                        await asyncio.sleep(CHUNK_SECONDS * others)
+        except ApiError as error:
+            yield Chunk(at, [], error=as_fields(error))
+        except Exception as error:
+            yield Chunk(at, [], error=as_fields(internal(error)))
+
+    def _ask(self, errand: Errand) -> Ask:
+        """The sequence with an owner and a mask of this process."""
+        ask, owners = errand.ask, self.service.keys.owners
+        if errand.owner >= len(owners):
+            raise bad_request("the replica does not know this key; deploy it anew")
+        mask = ask.mask.mask(self.service.grammars) if isinstance(ask.mask, GrammarText) else ask.mask
+        return replace(ask, owner=owners[errand.owner], mask=mask)
+
+    def _chunk(self, at: int, job: Job, events: Sequence[Event]) -> Chunk:
+        nobody = cast(Request, None)  # the ingress puts its own request in
+        chunk = Chunk(at, [replace(event, request=nobody) for event in events], self.name)
+        if events[-1].finish_reason is not None:
+            prediction = job.sequence.prediction
+            chunk.cached, chunk.stats = job.request.cached, job.sequence.stats
+            chunk.predicted = 0 if prediction is None else prediction.accepted
+        return chunk
+
+    async def check_health(self) -> None:
+        """Ray asks this now and then, and replaces a replica that fails several times."""
+        self.service.check_ready()
+
+    async def _post_now_and_then(self) -> None:
+        service = self.service
+        while True:
+            text = service.metrics.text(service.model, service.settings.vllm_metrics)
+            with suppress(RayError, RayServeException):
+                await self._board.post.remote("replica", self.name, text)
+            await asyncio.sleep(PERIOD)
+
+    async def __del__(self) -> None:
+        """Called by Ray when the replica has drained."""
+        if hasattr(self, "_posting"):
+            self._posting.cancel()
+            await self.service.close()
+
+
+def version_of(model: LookaheadModel, settings: RaySettings) -> str:
+    """Tells models apart: another name, tokenizer, shape or number format is another version."""
+    return f"{folder_of(model, Path()).name}-{model.dtype}-{settings.dtype}"

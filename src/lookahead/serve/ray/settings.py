@@ -1,0 +1,93 @@
+"""The settings of replicas. Each is checked once, and an error says what to change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lookahead.config import LookaheadConfig
+from lookahead.serve.settings import ServeSettings
+
+MOST_REPLICAS = 4096
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What the replicas of a server can be told, besides the server's own settings (`serve`).
+
+    `model`, `dtype`, `device`, `backend` and `config` are those of `lookahead.load`, which every replica calls.
+    `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many that
+    each has about `target_ongoing` sequences. `gpus` and `cpus` are what a replica is given of a machine's. A part of a
+    GPU is allowed, then several replicas share one. `ingresses` is how many processes speak HTTP.
+
+    `serve.max_concurrency` counts the sequences of one replica. `serve.max_queue` counts those that wait at one
+    ingress.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    config: LookaheadConfig | None = None
+    replicas: int = 2
+    max_replicas: int | None = None
+    target_ongoing: float | None = None
+    gpus: float = 0.0
+    cpus: float = 1.0
+    ingresses: int = 1
+    serve: ServeSettings = field(default_factory=ServeSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "ingresses"):
+            if not 1 <= getattr(self, name) <= MOST_REPLICAS:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 1 to {MOST_REPLICAS}")
+        if self.max_replicas is not None and not self.replicas <= self.max_replicas <= MOST_REPLICAS:
+            raise ValueError(
+                f"max_replicas={self.max_replicas} must be from replicas={self.replicas} to {MOST_REPLICAS}; leave it "
+                "out for a fixed number"
+            )
+        if self.target_ongoing is not None and not 0 < self.target_ongoing <= self.serve.max_concurrency:
+            raise ValueError(
+                f"target_ongoing={self.target_ongoing} must be above 0, and at most "
+                f"max_concurrency={self.serve.max_concurrency}"
+            )
+        for name in ("gpus", "cpus"):
+            value = getattr(self, name)
+            if not (0 <= value < math.inf) or (name == "gpus" and value > 1 and value % 1):
+                raise ValueError(f"{name}={value} must be 0 or more, and whole above 1 if it counts GPUs")
+
+    @property
+    def most(self) -> int:
+        """The most replicas that there can be."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def target(self) -> float:
+        """How many sequences of a replica are enough: without a setting, three quarters of what it takes at most."""
+        return self.target_ongoing or max(1.0, 0.75 * self.serve.max_concurrency)
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any], keys: tuple[str, ...] = ()) -> RaySettings:
+        """The settings of a file for `serve deploy`: one flat mapping of the fields of both classes."""
+        own = {name for name in cls.__dataclass_fields__ if name not in ("serve", "config")}
+        others = {name for name in ServeSettings.__dataclass_fields__ if name not in ("host", "port", "keys")}
+        if "ranks" in options:
+            raise ValueError(f"ranks={options['ranks']}: a replica is one process; leave it out, or use more replicas")
+        for name in options:
+            if name not in own | others:
+                raise ValueError(f"unknown setting {name!r}; there are {', '.join(sorted(own | others))}")
+        given = {name: value for name, value in options.items() if name in others}
+        if given.get("memory_folder") is not None:
+            given["memory_folder"] = Path(given["memory_folder"])
+        if "cors_origins" in given:
+            given["cors_origins"] = tuple(given["cors_origins"])
+        return cls(**{name: options[name] for name in own & options.keys()}, serve=ServeSettings(**given, keys=keys))
+
+    def for_replicas(self) -> ServeSettings:
+        """The server's settings as a replica gets them. It is told how many keys there are, but none of them. The
+        ingress keeps the time of a request and its queue."""
+        owners = tuple(f"owner-number-{number}" for number in range(len(self.serve.keys)))
+        longest = 2 * self.serve.request_timeout + 3600
+        return replace(self.serve, host="127.0.0.1", keys=owners, request_timeout=longest, cors_origins=())

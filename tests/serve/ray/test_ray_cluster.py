@@ -1,0 +1,256 @@
+"""Two replicas on this machine, as users run them: identity, stickiness, and what happens when processes are killed.
+
+The cluster takes half a minute to start, so that only `make test-all` runs these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+from http_server import Running, soon
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray_bodies import requests, same, told
+
+from lookahead import LookaheadConfig
+from lookahead.serve.ray.application import NAME, build
+from lookahead.serve.ray.local import cluster
+from lookahead.serve.ray.settings import RaySettings
+from lookahead.serve.settings import ServeSettings
+
+pytestmark = pytest.mark.slow
+PATIENCE = 240.0
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path, settings: LookaheadConfig) -> RaySettings:
+    own = ServeSettings(port=0, model_name="tiny", drain_seconds=20, max_concurrency=16)
+    return RaySettings(model=str(folder), backend="eager", config=settings, replicas=2, serve=own)
+
+
+@pytest.fixture(scope="module")
+def client(wanted: RaySettings) -> Iterator[httpx.Client]:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with cluster(wanted, print) as url, httpx.Client(base_url=url, timeout=PATIENCE) as one:
+        assert soon(lambda: replicas(one) == 2, PATIENCE)
+        yield one
+
+    def left() -> list[str]:
+        found = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        return [child.name() for child in found if child.status() != psutil.STATUS_ZOMBIE]
+
+    assert soon(lambda: not left()), left()
+
+
+def processes(kind: str) -> list[int]:
+    """The processes of a deployment, all of them children of this one."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if f"ray::ServeReplica:{NAME}:{kind}" in " ".join(child.cmdline()):
+                found.append(child.pid)
+        except psutil.Error:  # it has just ended
+            continue
+    return found
+
+
+def samples(client: httpx.Client, name: str) -> dict[str, float]:
+    """A metric of every replica."""
+    answer = client.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    families = text_string_to_metric_families(answer.text)
+    return {
+        sample.labels["replica"]: sample.value
+        for family in families
+        for sample in family.samples
+        if family.name == f"lookahead:{name}" and not sample.name.endswith("_created")
+    }
+
+
+def replicas(client: httpx.Client) -> int:
+    return len(samples(client, "kv_cache_usage_perc"))
+
+
+def test_forty_mixed_requests_are_as_with_one_process(client: httpx.Client, one_process: Running) -> None:
+    mixed = [*requests(16), *requests(24), *requests(40)[:6]]
+    assert len(mixed) == 40
+
+    def ask(request: tuple[str, dict[str, Any]]) -> Any:
+        answer = client.post(request[0], json=request[1])
+        assert answer.status_code == 200, answer.text
+        return told(answer.json())
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(ask, mixed))
+    for (path, body), one in zip(mixed, found, strict=True):
+        assert same(one, told(one_process.post(path, **body).json())), body
+    assert soon(lambda: all(value > 0 for value in samples(client, "generation_tokens").values()))
+
+
+def test_the_interface_is_the_same(client: httpx.Client, one_process: Running) -> None:
+    for path in ("/v1/models", "/ready", "/health"):
+        ours, theirs = client.get(path), one_process.client.get(path)
+        assert ours.status_code == theirs.status_code == 200
+        assert {**ours.json(), "data": 0} == {**theirs.json(), "data": 0}
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "n": 0}),
+        ("/v1/nothing", {}),
+        ("/tokenize", {"prompt": "x"}),
+    ):
+        ours, theirs = client.post(path, json=body), one_process.client.post(path, json=body)
+        assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+
+
+def test_a_conversation_stays_on_its_replica(client: httpx.Client) -> None:
+    def tokens() -> dict[str, float]:
+        time.sleep(2.5)  # the replicas post once a second
+        return samples(client, "generation_tokens")
+
+    for headers, words in (({"X-Session-Id": "one"}, "short"), ({}, "a long story of a true name and no count")):
+        before = tokens()
+        messages = [{"role": "user", "content": words}]
+        for _ in range(6):
+            body = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
+            said = client.post("/v1/chat/completions", json=body, headers=headers).json()
+            text = said["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+            time.sleep(0.5)  # the router is told where the conversation is
+        after = tokens()
+        gained = sorted(after[name] - before.get(name, 0) for name in after)
+        assert gained == [0, 48], headers
+
+
+def long_bodies() -> list[dict[str, Any]]:
+    """Requests that take a few seconds each, of which every step is one token."""
+    common = {"max_tokens": 400, "ignore_eos": True, "stream": True, "lookahead": False}
+    sampled = {"temperature": 1.0, "frequency_penalty": 0.2}
+    return [
+        {"prompt": f"true {number} false", **common, **(sampled if number % 2 else {"temperature": 0}), "seed": number}
+        for number in range(8)
+    ]
+
+
+class Reader(threading.Thread):
+    """Reads one stream."""
+
+    def __init__(self, url: Any, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.url, self.body, self.text, self.chunks, self.over = url, body, "", 0, False
+        self.error: Any = None
+        self.longest = 0.0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            last = 0.0
+            with (
+                httpx.Client(base_url=self.url, timeout=PATIENCE) as client,
+                client.stream("POST", "/v1/completions", json=self.body) as answer,
+            ):
+                if answer.status_code != 200:
+                    self.error = answer.status_code
+                for line in answer.iter_lines():
+                    now = time.monotonic()
+                    self.longest, last = max(self.longest, now - (last or now)), now
+                    self._read(line)
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def _read(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.over = True
+        elif line.startswith("data: "):
+            event = json.loads(line[6:])
+            if "error" in event:
+                self.error = event
+            else:
+                self.text += event["choices"][0]["text"]
+                self.chunks += 1
+
+
+def solo(one_process: Running, body: dict[str, Any]) -> str:
+    found: str = one_process.complete(**{**body, "stream": False})["choices"][0]["text"]
+    return found
+
+
+def test_streams_survive_the_death_of_a_replica(client: httpx.Client, one_process: Running) -> None:
+    readers = [Reader(client.base_url, body) for body in long_bodies()]
+    assert soon(lambda: all(reader.chunks > 20 for reader in readers), PATIENCE)
+    assert not any(reader.over for reader in readers)
+    begin = time.monotonic()
+    os.kill(processes("Replica")[0], signal.SIGKILL)
+    for reader in readers:
+        reader.join(PATIENCE)
+    print(f"over after {time.monotonic() - begin:.1f} s; pauses:", [round(reader.longest, 2) for reader in readers])
+    for reader in readers:
+        assert reader.error is None
+        assert reader.over
+        assert reader.text == solo(one_process, reader.body)
+    assert sum(samples(client, "replicas_lost").values()) > 0
+    assert soon(lambda: len(processes("Replica")) == 2 and replicas(client) == 2, PATIENCE)
+
+
+def test_a_rolling_change_loses_nothing(client: httpx.Client, one_process: Running, wanted: RaySettings) -> None:
+    """Every replica and the ingress are replaced while requests come."""
+    stop, failed, texts = threading.Event(), [], list[tuple[int, str]]()
+    body = {"prompt": "true false", "max_tokens": 40, "temperature": 1, "ignore_eos": True}
+
+    def ask(first: int) -> None:
+        number = first
+        with httpx.Client(base_url=client.base_url, timeout=PATIENCE) as own:
+            while not stop.is_set():
+                answer = own.post("/v1/completions", json={**body, "seed": number})
+                if answer.status_code != 200:
+                    failed.append(answer.text)
+                else:
+                    texts.append((number, answer.json()["choices"][0]["text"]))
+                number += 10
+
+    threads = [threading.Thread(target=ask, args=(first,), daemon=True) for first in range(4)]
+    before = set(processes("Replica") + processes("Ingress"))
+    for thread in threads:
+        thread.start()
+    changed = replace(wanted, serve=replace(wanted.serve, max_concurrency=17))
+    serve.run(build(changed), name=NAME, route_prefix="/")
+    time.sleep(1)
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not failed
+    assert len(texts) > 4
+    for number, text in texts[:: max(1, len(texts) // 20)]:
+        assert text == solo(one_process, {**body, "seed": number})
+    assert soon(lambda: not before & set(processes("Replica") + processes("Ingress")), PATIENCE)
+
+
+def test_a_dead_ingress_is_replaced_and_its_clients_get_an_error(client: httpx.Client, one_process: Running) -> None:
+    reader = Reader(client.base_url, long_bodies()[1])
+    assert soon(lambda: reader.chunks > 20, PATIENCE)
+    begin = time.monotonic()
+    os.kill(processes("Ingress")[0], signal.SIGKILL)
+    reader.join(PATIENCE)
+    assert not reader.is_alive()
+    assert reader.error is not None
+    assert not reader.over
+
+    def ready() -> bool:
+        return client.get("/ready").status_code == 200
+
+    assert soon(ready, PATIENCE)
+    print(f"up again after {time.monotonic() - begin:.1f} s")
+    body = long_bodies()[0]
+    again = Reader(client.base_url, body)
+    again.join(PATIENCE)
+    assert again.text == solo(one_process, body)

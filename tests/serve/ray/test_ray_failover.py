@@ -1,0 +1,227 @@
+"""Streams survive their replica, bit for bit: replicas in this process, which die wherever a test wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from http_server import Running
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+from ray_bodies import requests, same, told
+
+from lookahead.serve.app import make_app
+from lookahead.serve.ray.front import RemoteFront
+from lookahead.serve.ray.ingress import IngressService
+from lookahead.serve.ray.mirror import RemoteModel
+from lookahead.serve.ray.replica import Replica, ReplicaService
+from lookahead.serve.ray.wire import Chunk, Errand, Facts
+from lookahead.serve.settings import ServeSettings
+
+
+class LocalReplica(Replica):
+    """A replica without Ray around it."""
+
+    def __init__(self, model: Any, settings: ServeSettings) -> None:
+        self.service, self.version = ReplicaService(model, settings), "1"
+        self.name = "first"
+
+    def __del__(self) -> None: ...  # type: ignore[override]
+
+
+class Call:
+    """Stands in for a stream of Ray's: it dies after so many chunks."""
+
+    def __init__(self, chunks: AsyncIterator[Chunk], death: int | None, error: Exception) -> None:
+        self.chunks, self.death, self.error, self.cancelled = chunks, death, error, False
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        sent = 0
+        async for chunk in self.chunks:
+            if sent == self.death:
+                break
+            sent += 1
+            yield chunk
+        else:
+            return
+        await self.chunks.aclose()  # type: ignore[attr-defined]
+        raise self.error
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """Stands in for Ray's handle. The first calls die after as many chunks as `deaths` says."""
+
+    def __init__(self, replica: LocalReplica, deaths: list[int | None], error: Exception | None = None) -> None:
+        self.replica, self.deaths, self.error = replica, list(deaths), error or ActorDiedError()
+        self.errands: list[Errand] = []
+        self.names: list[str] = []
+        self.calls: list[Call] = []
+        self.decode = self
+
+    def options(self, stream: bool, multiplexed_model_id: str) -> Handle:
+        assert stream
+        self.names.append(multiplexed_model_id)
+        return self
+
+    def remote(self, errand: Errand) -> Call:
+        self.errands.append(errand)
+        death = self.deaths.pop(0) if self.deaths else None
+        self.calls.append(Call(self.replica.decode(errand), death, self.error))
+        return self.calls[-1]
+
+
+Test = Callable[[httpx.AsyncClient, Handle, IngressService], Awaitable[Any]]
+
+
+def with_ingress(
+    model: Any, deaths: list[int | None], test: Test, error: Exception | None = None, **settings: Any
+) -> Any:
+    """Run a test against an ingress whose first calls of a replica die."""
+
+    async def run() -> Any:
+        replica = LocalReplica(model, ServeSettings(**settings))
+        await replica.service.start()
+        handle: Any = Handle(replica, deaths, error)
+        remote = RemoteModel(Facts.of(model, "1"), RemoteFront(handle, "1"))
+        app = make_app(remote, ServeSettings(**settings), partial(IngressService, board=None, process="ingress"))
+        service = app.state.service
+        await super(IngressService, service).start()  # without the board
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
+            found = await test(client, handle, service)
+        assert not service.replies
+        assert not service.front._tasks
+        assert not replica.service.replies
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("deaths", [[], [0], [2], [7]], ids=str)
+def test_every_kind_of_request_is_as_with_one_process(
+    served: Any, one_process: Running, deaths: list[int | None]
+) -> None:
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        for path, body in requests(24):
+            handle.deaths = list(deaths)
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert same(told(answer.json()), told(one_process.post(path, **body).json())), body
+
+    with_ingress(served, [], test, model_name="tiny")
+
+
+def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> None:
+    body = {"prompt": "true false", "max_tokens": 20, "temperature": 1.1, "seed": 3, "stream": True, "logprobs": 1}
+    expected = joined(one_process.client.post("/v1/completions", json=body).text)
+
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        for death in range(12):
+            before = len(handle.errands)
+            handle.deaths = [death]
+            answer = await client.post("/v1/completions", json=body)
+            assert joined(answer.text) == expected, death
+            first, second = handle.errands[before:]
+            assert list(first.ask.output) == []
+            assert len(second.ask.output) >= death
+        assert service.front.counts["lost"] == 12
+
+    with_ingress(served, [], test)
+
+
+def joined(text: str) -> tuple[str, list[str], list[float]]:
+    """The text of a stream, its tokens and their log-probabilities."""
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert not any("error" in event for event in events), text
+    parts = [event["choices"][0] for event in events]
+    tokens = [token for part in parts for token in part["logprobs"]["tokens"]]
+    values = [round(value, 4) for part in parts for value in part["logprobs"]["token_logprobs"]]
+    return "".join(part["text"] for part in parts), tokens, values
+
+
+def test_a_request_that_kills_two_replicas_is_given_up(served: Any) -> None:
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        body = {"prompt": "true", "max_tokens": 20, "ignore_eos": True}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 502
+        assert answer.json()["error"]["code"] == "replicas_lost"
+        assert len(handle.calls) == 2
+        handle.deaths = [1, 1]
+        answer = await client.post("/v1/completions", json={**body, "stream": True})
+        *_, last, done, empty = answer.text.split("\n\n")
+        assert json.loads(last[6:])["error"]["code"] == "replicas_lost"
+        assert (done, empty) == ("data: [DONE]", "")
+        assert service.front.counts == {"lost": 4, "given_up": 2}
+
+    with_ingress(served, [3, 0], test)
+
+
+def test_a_full_queue_is_a_429_unless_the_request_has_begun(served: Any) -> None:
+    full = BackPressureError(num_queued_requests=3, max_queued_requests=3)
+
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "true"})
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "queue_full"
+        handle.deaths = [2]  # as if a dead replica's sequences did not fit into the queue of the other one
+        answer = await client.post("/v1/completions", json={"prompt": "true", "ignore_eos": True})
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 16
+
+    with_ingress(served, [0], test, full)
+
+
+def test_a_mistake_of_the_request_is_not_retried(served: Any) -> None:
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        schema = {"name": "x", "schema": {"type": "no such type"}}
+        format = {"type": "json_schema", "json_schema": schema}
+        body = {"messages": [{"role": "user", "content": "hi"}], "response_format": format}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        answer = await client.post("/v1/completions", json={"prompt": "x" * 9000})
+        assert answer.status_code == 400
+        assert not handle.calls
+
+    with_ingress(served, [], test)
+
+
+def test_another_model_does_not_continue_a_stream(served: Any) -> None:
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        handle.replica.version = "2"
+        answer = await client.post("/v1/completions", json={"prompt": "true"})
+        assert answer.status_code == 503
+        assert "the model was replaced" in answer.json()["error"]["message"]
+
+    with_ingress(served, [], test)
+
+
+def test_turns_of_a_conversation_ask_for_its_replica(served: Any) -> None:
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        messages = [{"role": "user", "content": "tell me a long story of a true name"}]
+        for _ in range(3):
+            body = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
+            answer = await client.post("/v1/chat/completions", json=body)
+            said = answer.json()["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+        assert handle.names == ["", "first", "first"]
+        handle.names.clear()
+        other = [{"role": "user", "content": "or write a short letter to another name"}]
+        await client.post("/v1/chat/completions", json={"messages": other, "max_tokens": 8})
+        assert handle.names == [""]
+        # The replica dies: the conversation goes where there is room, and stays there.
+        handle.names.clear()
+        handle.deaths = [2]
+        for name in ("second", "third"):
+            handle.replica.name = name
+            await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, "ignore_eos": True})
+        assert handle.names == ["first", "", "second"]
+
+    with_ingress(served, [], test)
