@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -62,7 +63,7 @@ class Served:
     """A server in this process, and clients in another."""
 
     def __init__(self, model: LookaheadModel, concurrency: int, path: str = "completions") -> None:
-        from lookahead.serve.life import SWITCH_SECONDS, make_server
+        from lookahead.serve.life import SWITCH_SECONDS, YOUNG_OBJECTS, make_server
         from lookahead.serve.settings import ServeSettings
 
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -70,6 +71,9 @@ class Served:
         self.path = path
         self.server = make_server(model, settings, lambda line: None)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        gc.collect()
+        gc.freeze()  # as `life.serve` does
+        gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         self.thread.start()
         while not self.server.started:
             sleep(0.01)
@@ -83,6 +87,7 @@ class Served:
     def close(self) -> None:
         self.server.begin_drain()
         self.thread.join(60)
+        gc.unfreeze()
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
