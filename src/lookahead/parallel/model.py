@@ -12,9 +12,10 @@ from typing import Any
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.engine.answer import Answer, Stream
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
-from lookahead.generate import Answer, LookaheadModel, Prompt, Stream, as_plain, check_settings, is_batch, new_seed
+from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch, new_seed
 from lookahead.loading import step_cost as cost
 from lookahead.loading.load import asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend

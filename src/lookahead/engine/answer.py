@@ -1,0 +1,137 @@
+"""One answer: the text of a request as it is read from the engine's events, whole or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from inspect import GEN_CLOSED, getgeneratorstate
+
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.config import LookaheadConfig
+from lookahead.engine.front import Front, Ticket
+from lookahead.engine.request import Event, Request, TokenLogprobs
+from lookahead.engine.text import TextStream
+from lookahead.stats import Stats
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length', or 'interrupted' (closed early).
+
+    `logprobs` aligns with `token_ids`, and is None unless it was asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats = field(repr=False)
+    method: str
+    config: LookaheadConfig = field(repr=False)
+    seed: int
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+
+
+class Piece(str):
+    """A piece of streamed text. `token_ids` are the tokens accepted since the piece before it.
+
+    `logprobs` aligns with them, and is None unless it was asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+    def __new__(cls, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.token_ids, piece.logprobs = token_ids, logprobs
+        return piece
+
+
+class Answer:
+    """An answer that is being generated: the engine's request, and what was read of it so far."""
+
+    def __init__(self, request: Request, text: TextStream, method: str) -> None:
+        self.request, self.text, self.method = request, text, method
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None
+        if request.sequence.sampling.logprobs is not None:
+            self.logprobs = []
+        self.finish_reason: str | None = None
+        self.ticket: Ticket | None = None
+
+    @property
+    def sequence(self) -> DecodingSequence:
+        return self.request.sequence
+
+    def read(self, tokens: Sequence[int], finish_reason: str | None) -> None:
+        """Take the next tokens, and the reason why there are no more. An EOS is no text."""
+        self.tokens += tokens
+        self.finish_reason = finish_reason
+        for token in tokens[:-1] if finish_reason == "eos" else tokens:
+            self.text.push_token(token)
+
+    def read_logprobs(self, event: Event) -> None:
+        """Take what an event says of its tokens, if that was asked for."""
+        if self.logprobs is not None:
+            self.logprobs += event.logprobs or []
+
+    def completion(self) -> Completion:
+        self.text.finish()
+        reason = self.finish_reason or "interrupted"
+        return Completion(
+            text=self.text.text,
+            token_ids=self.tokens,
+            finish_reason="stop" if self.text.stop is not None and reason != "eos" else reason,
+            stats=self.sequence.stats,
+            method=self.method,
+            config=self.sequence.config,
+            seed=self.sequence.sampling.seed,
+            logprobs=self.logprobs,
+        )
+
+
+class Stream(Iterator[Piece]):
+    """The text of one answer, piece by piece as steps accept tokens. After the last one, read `completion`.
+
+    The answer goes on while nobody reads. A stream that is closed or dropped ends it.
+    """
+
+    def __init__(self, front: Front, answer: Answer) -> None:
+        self._answer = answer
+        self._pieces = _pieces(front, answer)
+        self._completion: Completion | None = None
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer. It is available once the stream has been read to its end or closed."""
+        if getgeneratorstate(self._pieces) != GEN_CLOSED:
+            raise RuntimeError("the answer is still being generated; exhaust the stream, or close() it")
+        if self._completion is None:
+            self._completion = self._answer.completion()
+        return self._completion
+
+    def close(self) -> None:
+        """Stop early; `completion` then holds what was read so far."""
+        self._pieces.close()
+        if self._answer.ticket is not None:
+            self._answer.ticket.join()
+
+
+def _pieces(front: Front, answer: Answer) -> Generator[Piece, None, None]:
+    """Run one answer to its end. Every accepted token is in a piece; the last piece may have no text."""
+    tokens: list[int] = []
+    answer.ticket = front.submit(answer.request)
+    try:
+        for event in answer.ticket:
+            answer.read(event.tokens, event.finish_reason)
+            answer.read_logprobs(event)
+            tokens += event.tokens
+            text = answer.text.finish() if event.finish_reason else answer.text.take()
+            if text or event.finish_reason:
+                told = answer.logprobs
+                yield Piece(text, tokens, None if told is None else told[len(told) - len(tokens) :])
+                tokens = []
+    finally:
+        front.cancel(answer.ticket)
