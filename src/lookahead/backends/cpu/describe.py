@@ -43,8 +43,8 @@ from lookahead.backends.cpu.weights import Layer, Linear, Weights, joined
 HIDDEN = -1e30
 """What the mask adds to a score that does not count."""
 LOWEST, NOTHING = -80.0, 1e-34
-"""The lowest argument of an exponential, and what counts as 0 behind it: exp(LOWEST) does. Below it the exponential itself
-would become 0, or nearly, and takes 8 times as long then: processors are slow at numbers so near to 0."""
+"""The lowest argument of an exponential, and how small a result counts as 0. exp(LOWEST) does, so masked cells add
+exact zeros. A lower argument would take 8 times as long: processors are slow at numbers so near to 0."""
 OPSET, IR_VERSION = 18, 10
 MICROSOFT = "com.microsoft"
 

@@ -37,18 +37,11 @@ class Int8Products(Products):
         return result
 
 
-def quantised_rows(made: Description, x: str) -> tuple[str, str]:
-    """Rows [R, in] as whole numbers: x / largest * 127, rounded. Returns them, as floats, and `largest` [R, 1]."""
-    largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
-    largest = made.add("Max", largest, made.constant(1e-30, np.float32))
-    scaled = made.add("Mul", x, made.add("Div", made.constant(LEVELS, np.float32), largest))
-    return made.add("Round", scaled), largest
-
-
 def quantised_bytes(made: Description, x: str) -> tuple[str, str]:
     """Rows [R, in] as bytes, and their scales [R, 1]: x is about (bytes - MIDDLE) * scales.
 
-    All that is quantised in one description must have the same number of rows. A row of zeros has the scale 0. Its bytes may be any, because the scale multiplies what becomes of them.
+    All that is quantised in one description must have the same number of rows. A row of zeros has the scale 0. Its
+    bytes may be any, because the scale multiplies what becomes of them.
     """
     largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=0)
     steps = made.add("Mul", largest, made.constant(1 / LEVELS, np.float32))

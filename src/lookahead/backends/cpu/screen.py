@@ -34,7 +34,7 @@ from onnx import TensorProto, helper
 
 from lookahead.backends.cpu.describe import FLOAT, INT64, MICROSOFT, Description, onnx_file
 from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total
-from lookahead.backends.cpu.int8 import LEVELS, MIDDLE, integer_product, quantise, quantised_rows
+from lookahead.backends.cpu.int8 import LEVELS, MIDDLE, integer_product, quantise
 from lookahead.backends.cpu.session import start
 from lookahead.backends.cpu.weights import Array
 
@@ -105,8 +105,11 @@ def describe_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any
 
 def _integers(made: Description, x: str) -> tuple[str, str, str]:
     """Rows [N, H] as whole numbers times a step [N, 1], and what is left over. Returns all three."""
-    rounded, largest = quantised_rows(made, x)
-    step = made.add("Div", largest, made.constant(LEVELS, np.float32))
+    largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
+    largest = made.add("Max", largest, made.constant(1e-30, np.float32))
+    levels = made.constant(LEVELS, np.float32)
+    rounded = made.add("Round", made.add("Mul", x, made.add("Div", levels, largest)))
+    step = made.add("Div", largest, levels)
     return rounded, step, made.add("Sub", x, made.add("Mul", rounded, step))
 
 
