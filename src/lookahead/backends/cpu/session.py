@@ -17,7 +17,7 @@ from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.weights import Array, Weights
 
 REVISION = 2
-"""Counts the changes of `describe` after which steps take longer or shorter. Measured times are kept for one of them."""
+"""Counts the changes of `describe` that changed how long steps take. Times that were measured before are not used."""
 KERNELS = f"onnxruntime {onnxruntime.__version__}, step {REVISION}"
 """What computes a step. How long one takes depends on it."""
 
