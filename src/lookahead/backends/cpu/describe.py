@@ -73,6 +73,10 @@ class Description:
         """Add a node whose outputs have these names."""
         self.nodes.append(helper.make_node(kind, list(inputs), names, domain=domain, **attributes))
 
+    def rename_last(self, name: str) -> None:
+        """Give the output of the last node this name."""
+        self.nodes[-1].output[0] = name
+
     def constant(self, value: Any, dtype: Any = np.int64) -> str:
         """A small constant, kept in the file."""
         array = np.asarray(value, dtype=dtype)
