@@ -193,12 +193,17 @@ class CpuBackend:
         return outputs
 
     def _rotary(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The rotary tables at these positions."""
+        """The rotary tables of the rows' vectors: queries and keys at these positions, values not turned."""
         furthest = int(positions.max()) + 1
         if furthest > len(self._tables[0]):
             self._tables = self._weights.tables(-(-furthest // (8 * BLOCK)) * 8 * BLOCK)
-        cosine, sine = self._tables
-        return cosine[positions], sine[positions]
+        heads, kv_heads = self._weights.heads, self._weights.kv_heads
+        made = []
+        for table, still in zip(self._tables, (1, 0), strict=True):
+            lines = np.full((len(positions), heads + 2 * kv_heads, table.shape[1]), still, np.float32)
+            lines[:, : heads + kv_heads] = table[positions][:, None]
+            made.append(lines.reshape(-1, table.shape[1]))
+        return made[0], made[1]
 
 
 def _reads_logits(item: StepInput) -> bool:

@@ -1,13 +1,15 @@
 """The model's step as an ONNX model: rows of tokens in, hidden states of the needed ones out, K/V written in place.
 
-Inputs (R rows; L lanes of at most P rows each; B blocks; N needed rows; G query heads share a K/V head):
+Inputs (R rows; L lanes of at most P rows each; B blocks; N needed rows; G query heads share a K/V head). A row has
+A = H + 2 Hkv vectors of width D: its queries, its keys and its values.
 
     tokens [R]            the rows' tokens
-    rows [1, R]           0 to R - 1, the lines of the rotary tables
-    cosine, sine [R, D/2] the rotary tables at the rows' positions
-    cells [R Hkv, 4]      lane, block, K/V head and cell that a row's key and value are written to
-    padded [L, P]         the row at each place of a lane; any row, where a lane has fewer
-    unpadded [R]          where a row stands among the L P places
+    vectors [1, R A]      0 to R A - 1, the lines of the rotary tables
+    cosine, sine [R A, D/2]  the rotary tables at the vectors' positions; 1 and 0 for values, which are not turned
+    query [L, 1, Hkv, G P]   the vector at each place of a lane; any vector, where a lane has fewer rows
+    key, value [R, Hkv]   which vectors are keys, and which are values
+    cells [1, R, Hkv, 4]  lane, block, K/V head and cell that a key and a value are written to
+    answers [R, H]        where the result of a row's head stands among the L 2 Hkv G P ones
     mask_w [L, B, 1, G P, BLOCK]  0 where a row sees a cell, HIDDEN elsewhere; one for each sliding window w
     ones [2, B]           ones, by which blocks are added up
     needed [N]            the rows that a head computes logits of
@@ -20,10 +22,14 @@ A row's numbers must not depend on the other rows of its step, bit for bit. Most
 Softmax's own sum is the exception (it adds in lanes of a vector, so a cell's place matters), and so is a product with
 one row, for which there is another kernel. Hence attention is exp, and a product with [V | 1] per block (see `cells`);
 the blocks are added up by a product with two rows of ones. See `invariance` for the check.
+
+A node takes some microseconds, whatever it computes, and there are dozens in each layer. So q, k and v are one product
+and are turned at once, and inputs say where vectors come from, instead of nodes that reshape and transpose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +38,13 @@ import onnx
 from onnx import helper, numpy_helper
 
 from lookahead.backends.cpu.cells import BLOCK
-from lookahead.backends.cpu.weights import Layer, Linear, Weights
+from lookahead.backends.cpu.weights import Layer, Linear, Weights, joined
 
 HIDDEN = -1e30
-"""What the mask adds to a score that does not count. Its exponential is exactly 0."""
+"""What the mask adds to a score that does not count."""
+LOWEST, NOTHING = -80.0, 1e-34
+"""The lowest argument of an exponential, and how small a result counts as 0. exp(LOWEST) does, so masked cells add
+exact zeros. A lower argument would take 8 times as long: processors are slow at numbers so near to 0."""
 OPSET, IR_VERSION = 18, 10
 MICROSOFT = "com.microsoft"
 
@@ -50,6 +59,7 @@ class Description:
     initializers: list[Any] = field(default_factory=list)
     arrays: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     _constants: dict[Any, str] = field(default_factory=dict)
+    _shared: dict[str, str] = field(default_factory=dict)
     _values: int = 0
 
     def add(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
@@ -63,6 +73,10 @@ class Description:
         """Add a node whose outputs have these names."""
         self.nodes.append(helper.make_node(kind, list(inputs), names, domain=domain, **attributes))
 
+    def rename_last(self, name: str) -> None:
+        """Give the output of the last node this name."""
+        self.nodes[-1].output[0] = name
+
     def constant(self, value: Any, dtype: Any = np.int64) -> str:
         """A small constant, kept in the file."""
         array = np.asarray(value, dtype=dtype)
@@ -71,6 +85,12 @@ class Description:
             self._constants[key] = f"constant_{len(self._constants)}"
             self.initializers.append(numpy_helper.from_array(array, self._constants[key]))
         return self._constants[key]
+
+    def once(self, name: str, make: Callable[[], str]) -> str:
+        """The value of this name, which is made when it is asked for the first time."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
 
     def weight(self, name: str, array: np.ndarray[Any, Any]) -> str:
         """A weight that stays in the caller's memory; the session gets it beside the file."""
@@ -107,8 +127,8 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
         normed, x = _add_norm(made, weights, x, added, made.weight(f"{number}.before", layer.before))
         attended = _attention(made, weights, products, layer, number, normed)
         normed, x = _add_norm(made, weights, x, attended, made.weight(f"{number}.after", layer.after))
-        gate = products.linear(made, f"{number}.gate", normed, layer.gate)
-        up = products.linear(made, f"{number}.up", normed, layer.up)
+        both = products.linear(made, f"{number}.gate_up", normed, joined(layer.gate, layer.up))
+        gate, up = made.add("Split", both, outputs=2, axis=1, num_outputs=2)
         # QuickGelu with alpha 1 is SiLU.
         inner = made.add("Mul", made.add("QuickGelu", gate, domain=MICROSOFT, alpha=1.0), up)
         added = products.linear(made, f"{number}.down", inner, layer.down)
@@ -121,66 +141,63 @@ def describe(weights: Weights, products: Products) -> tuple[bytes, dict[str, np.
 def _add_norm(made: Description, weights: Weights, x: str, added: str | None, gain: str) -> tuple[str, str]:
     """RMSNorm of x + added. Returns it and the sum."""
     if added is None:
-        normed = made.add("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=weights.eps, stash_type=1)
-        return normed, x
+        return _norm(made, weights, x, gain), x
     normed, _, _, total = made.add(
         "SkipSimplifiedLayerNormalization", x, added, gain, outputs=4, domain=MICROSOFT, epsilon=weights.eps
     )
     return normed, total
 
 
-def _rotated(
-    made: Description, weights: Weights, x: str, heads: int, gain: np.ndarray[Any, Any] | None, name: str
-) -> str:
-    """q or k [R, heads D] with Qwen3's norm, if there is one, at its rows' positions: [1, R, heads D]."""
-    if gain is not None:
-        split = made.add("Reshape", x, made.constant([-1, heads, weights.dim]))
-        x = made.add(
-            "SimplifiedLayerNormalization", split, made.weight(name, gain), axis=-1, epsilon=weights.eps, stash_type=1
-        )
-    x = made.add("Reshape", x, made.constant([1, -1, heads * weights.dim]))
+def _norm(made: Description, weights: Weights, x: str, gain: str) -> str:
+    """RMSNorm along the last axis."""
+    normed: str = made.add("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=weights.eps, stash_type=1)
+    return normed
+
+
+def _vectors(made: Description, weights: Weights, products: Products, layer: Layer, number: int, normed: str) -> str:
+    """The rows' queries, keys and values at their positions: [R, hidden] -> [1, R A, D]."""
+    heads, kv_heads, dim = weights.heads, weights.kv_heads, weights.dim
+    x = products.linear(made, f"{number}.qkv", normed, joined(layer.q, layer.k, layer.v))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        x = made.add("Reshape", x, made.constant([0, -1, dim]))
+        q, k, v = made.add("Split", x, made.constant([heads, kv_heads, kv_heads]), outputs=3, axis=1)
+        q = _norm(made, weights, q, made.weight(f"{number}.q_norm", layer.q_norm))
+        k = _norm(made, weights, k, made.weight(f"{number}.k_norm", layer.k_norm))
+        x = made.add("Concat", q, k, v, axis=1)
+    x = made.add("Reshape", x, made.constant([1, -1, dim]))
     turned: str = made.add(
-        "RotaryEmbedding", x, "rows", "cosine", "sine", domain=MICROSOFT, num_heads=heads,
-        rotary_embedding_dim=weights.dim, interleaved=0,
+        "RotaryEmbedding", x, "vectors", "cosine", "sine", domain=MICROSOFT, num_heads=1,
+        rotary_embedding_dim=dim, interleaved=0,
     )  # fmt: skip
     return turned
 
 
 def _attention(made: Description, weights: Weights, products: Products, layer: Layer, number: int, normed: str) -> str:
     """Attention of one layer. Writes the rows' K/V, then reads all of them: [R, hidden] -> [R, hidden]."""
-    heads, kv_heads, dim = weights.heads, weights.kv_heads, weights.dim
-    group = heads // kv_heads
+    heads, dim = weights.heads, weights.dim
     # 1. q, k and v; k and v go to their cells.
-    q = products.linear(made, f"{number}.q", normed, layer.q)
-    k = products.linear(made, f"{number}.k", normed, layer.k)
-    v = products.linear(made, f"{number}.v", normed, layer.v)
-    q = _rotated(made, weights, q, heads, layer.q_norm, f"{number}.q_norm")
-    k = _rotated(made, weights, k, kv_heads, layer.k_norm, f"{number}.k_norm")
-    k = made.add("Reshape", k, made.constant([-1, dim]))
-    v = made.add("Reshape", v, made.constant([-1, dim]))
-    v = made.add("Pad", v, made.constant([0, 0, 0, 1]), made.constant(1, np.float32))
+    vectors = _vectors(made, weights, products, layer, number, normed)
+    q, k, v = (made.add("Gather", vectors, which, axis=1) for which in ("query", "key", "value"))
+    v = made.add("Pad", v, made.constant([0, 0, 0, 0, 0, 0, 0, 1]), made.constant(1, np.float32))
     keys, values = f"keys_{number}_out", f"values_{number}_out"
     made.add_named("ScatterND", [f"keys_{number}", "cells", k], [keys])
     made.add_named("ScatterND", [f"values_{number}", "cells", v], [values])
-    # 2. Scores [L, B, Hkv, G P, BLOCK], and their exponentials.
-    q = made.add("Gather", made.add("Reshape", q, made.constant([-1, heads * dim])), "padded")
-    q = made.add("Reshape", q, made.constant([0, 0, kv_heads, group, dim]))
-    q = made.add("Transpose", q, perm=[0, 2, 3, 1, 4])
-    q = made.add("Reshape", q, made.constant([0, 1, kv_heads, -1, dim]))
+    # 2. Scores [1, L, B, Hkv, G P, BLOCK], and their exponentials. The highest of each block comes first: a maximum
+    #    over two axes at once takes several times as long.
     scores = made.add("FusedMatMul", q, keys, domain=MICROSOFT, transB=1, alpha=weights.scale)
     scores = made.add("Add", scores, f"mask_{layer.window}")
-    highest = made.add("ReduceMax", scores, made.constant([1, 4]), keepdims=1)
-    powers = made.add("Exp", made.add("Sub", scores, highest))
-    # 3. Per block the values' sums and the exponentials' sum, then the sum over blocks, and the division.
-    sums = made.add("Reshape", made.add("MatMul", powers, values), made.constant([0, 0, -1]))
-    sums = made.add("Gather", made.add("MatMul", "ones", sums), made.constant(0), axis=1)
-    sums = made.add("Reshape", sums, made.constant([0, -1, dim + 1]))
+    highest = made.add("ReduceMax", scores, made.constant([5]), keepdims=1)
+    highest = made.add("ReduceMax", highest, made.constant([2]), keepdims=1)
+    powers = made.add("Exp", made.add("Max", made.add("Sub", scores, highest), made.constant(LOWEST, np.float32)))
+    powers = made.add("ThresholdedRelu", powers, alpha=NOTHING)
+    # 3. Per block the values' sums and the exponentials' sum, then the sum over blocks.
+    sums = made.add("Reshape", made.add("MatMul", powers, values), made.constant([0, 0, 0, -1]))
+    sums = made.add("Reshape", made.add("MatMul", "ones", sums), made.constant([-1, dim + 1]))
+    # 4. Back to rows [R, H, D + 1], and the division.
+    sums = made.add("Gather", sums, "answers")
     weighted, total = made.add("Split", sums, made.constant([dim, 1]), outputs=2, axis=-1)
-    result = made.add("Reshape", made.add("Div", weighted, total), made.constant([0, heads, -1, dim]))
-    # 4. Back to rows [R, H D].
-    result = made.add("Transpose", result, perm=[0, 2, 1, 3])
-    result = made.add("Reshape", result, made.constant([-1, heads * dim]))
-    return products.linear(made, f"{number}.out", made.add("Gather", result, "unpadded"), layer.out)
+    result = made.add("Reshape", made.add("Div", weighted, total), made.constant([-1, heads * dim]))
+    return products.linear(made, f"{number}.out", result, layer.out)
 
 
 def _step_file(made: Description, weights: Weights) -> bytes:
@@ -189,12 +206,14 @@ def _step_file(made: Description, weights: Weights) -> bytes:
     value = helper.make_tensor_value_info
     inputs = [
         value("tokens", INT64, ["R"]),
-        value("rows", INT64, [1, "R"]),
-        value("cosine", FLOAT, ["R", half]),
-        value("sine", FLOAT, ["R", half]),
-        value("cells", INT64, ["W", 4]),
-        value("padded", INT64, ["L", "P"]),
-        value("unpadded", INT64, ["R"]),
+        value("vectors", INT64, [1, "V"]),
+        value("cosine", FLOAT, ["V", half]),
+        value("sine", FLOAT, ["V", half]),
+        value("query", INT64, ["L", 1, weights.kv_heads, f"{group}P"]),
+        value("key", INT64, ["R", weights.kv_heads]),
+        value("value", INT64, ["R", weights.kv_heads]),
+        value("cells", INT64, [1, "R", weights.kv_heads, 4]),
+        value("answers", INT64, ["R", weights.heads]),
         value("ones", FLOAT, [2, "B"]),
         value("needed", INT64, ["N"]),
         *(value(f"mask_{w}", FLOAT, ["L", "B", 1, f"{group}P", BLOCK]) for w in weights.windows),

@@ -60,8 +60,8 @@ class Head:
 def describe_head(matrix: Array, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of the full head, and the arrays of the weights that it names."""
     made = Description()
-    logits = products.linear(made, "head", "hidden", Linear(matrix))
-    made.add_named("Identity", [logits], ["logits"])
+    products.linear(made, "head", "hidden", Linear(matrix))
+    made.rename_last("logits")  # an Identity node would copy them
     made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
     add_total(made, "logits")
     value = helper.make_tensor_value_info

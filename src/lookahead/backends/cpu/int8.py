@@ -28,33 +28,42 @@ class Int8Products(Products):
 
     def linear(self, made: Description, name: str, x: str, linear: Linear) -> str:
         # 1. Quantise the rows.
-        rounded, largest = quantised_rows(made, x)
+        rows, steps = quantised_bytes(made, x)
         # 2. Multiply the integers, then both scales.
         quantised, scales = quantise(linear.matrix)
-        result = integer_product(made, name, rounded, quantised, scales / np.float32(LEVELS))
-        result = made.add("Mul", result, largest)
+        result = made.add("Mul", integer_product(made, name, rows, quantised, scales), steps)
         if linear.bias is not None:
             result = made.add("Add", result, made.weight(f"{name}.bias", linear.bias))
         return result
 
 
-def quantised_rows(made: Description, x: str) -> tuple[str, str]:
-    """Rows [R, in] as whole numbers: x / largest * 127, rounded. Returns them, as floats, and `largest` [R, 1]."""
-    largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
-    largest = made.add("Max", largest, made.constant(1e-30, np.float32))
-    scaled = made.add("Mul", x, made.add("Div", made.constant(LEVELS, np.float32), largest))
-    return made.add("Round", scaled), largest
+def quantised_bytes(made: Description, x: str) -> tuple[str, str]:
+    """Rows [R, in] as bytes, and their scales [R, 1]: x is about (bytes - MIDDLE) * scales.
+
+    All that is quantised in one description must have the same number of rows. A row of zeros has the scale 0. Its
+    bytes may be any, because the scale multiplies what becomes of them.
+    """
+    largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=0)
+    steps = made.add("Mul", largest, made.constant(1 / LEVELS, np.float32))
+    rows = made.add("QuantizeLinear", x, steps, made.once("middles", lambda: _middles(made, steps)), axis=0)
+    return rows, made.add("Unsqueeze", steps, made.constant([1]))
 
 
-def integer_product(made: Description, name: str, rounded: str, quantised: np.ndarray[Any, Any], scales: Array) -> str:
-    """Rows [R, in] of whole numbers up to 127, times int8 weights [in, out], times the scales [out]: [R, out]."""
+def _middles(made: Description, steps: str) -> str:
+    """The byte that stands for zero, once for each row."""
+    middle = helper.make_tensor("middle", onnx.TensorProto.UINT8, [1], [MIDDLE])
+    middles: str = made.add("ConstantOfShape", made.add("Shape", steps), value=middle)
+    return middles
+
+
+def integer_product(made: Description, name: str, rows: str, quantised: np.ndarray[Any, Any], scales: Array) -> str:
+    """Rows [R, in] of bytes around MIDDLE, times int8 weights [in, out], times the scales [out]: [R, out]."""
     zero: Any = np.int8(0)
     if not signed_products_are_exact():
         quantised, zero = (quantised.astype(np.int16) + MIDDLE).astype(np.uint8), np.uint8(MIDDLE)
-    shifted = made.add("Add", rounded, made.constant(MIDDLE, np.float32))
     result: str = made.add(
         "MatMulIntegerToFloat",
-        made.add("Cast", shifted, to=onnx.TensorProto.UINT8),
+        rows,
         made.weight(f"{name}.int8", quantised),
         made.constant(1, np.float32),
         made.weight(f"{name}.scales", scales),

@@ -45,7 +45,7 @@ def layout(parts: Sequence[Part], blocks: int, kv_heads: int, group: int, window
     sizes = [len(part.cells) for part in parts]
     # A product with a single row has a kernel of its own, which adds up in another order.
     places = max(max(sizes), 2 if group == 1 else 1)
-    padded = np.zeros((lanes, places), dtype=np.int64)
+    padded = np.zeros((lanes, places), dtype=np.int64)  # the row at each place
     masks = {window: np.full((lanes, places, blocks * BLOCK), HIDDEN, dtype=np.float32) for window in windows}
     home = positions_of(blocks * BLOCK)
     tokens, positions, needed, written, unpadded = [], [], list[int](), [], []
@@ -68,19 +68,35 @@ def layout(parts: Sequence[Part], blocks: int, kv_heads: int, group: int, window
         spots[..., 0] = lane
         spots[..., 1], spots[..., 3] = (part.cells // BLOCK)[:, None], (part.cells % BLOCK)[:, None]
         spots[..., 2] = np.arange(kv_heads)
-        written.append(spots.reshape(-1, 4))
+        written.append(spots)
         start += size
     return {
         "tokens": np.concatenate(tokens),
         "positions": np.concatenate(positions),
-        "rows": np.arange(start, dtype=np.int64)[None],
-        "cells": np.concatenate(written),
-        "padded": padded,
-        "unpadded": np.concatenate(unpadded),
+        "cells": np.concatenate(written)[None],
+        **vectors(padded, np.concatenate(unpadded), kv_heads, group),
         "ones": np.ones((2, blocks), dtype=np.float32),
         "needed": np.asarray(needed or [0], dtype=np.int64),
         **{f"mask_{window}": per_block(mask, blocks, group) for window, mask in masks.items()},
     }
+
+
+def vectors(padded: Integers, unpadded: Integers, kv_heads: int, group: int) -> dict[str, Integers]:
+    """The inputs that say which of the rows' vectors stands where.
+
+    `padded` [L, P] are the rows at the places, and `unpadded` [R] the rows' places among all L P.
+    """
+    lanes, places = padded.shape
+    heads, rows = kv_heads * group, len(unpadded)
+    each = heads + 2 * kv_heads
+    head = np.arange(heads).reshape(kv_heads, group, 1)
+    query = (padded[:, None, None] * each + head).reshape(lanes, 1, kv_heads, group * places)
+    key = np.arange(rows)[:, None] * each + heads + np.arange(kv_heads)
+    # Results stand as [L, 2, heads, P]; both of a lane's halves are the same.
+    lane, place = np.divmod(unpadded, places)
+    answers = (lane[:, None] * 2 * heads + np.arange(heads)) * places + place[:, None]
+    everything = np.arange(rows * each)[None]
+    return {"vectors": everything, "query": query, "key": key, "value": key + kv_heads, "answers": answers}
 
 
 def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int) -> np.ndarray[Any, Any]:

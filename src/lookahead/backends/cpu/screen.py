@@ -34,7 +34,7 @@ from onnx import TensorProto, helper
 
 from lookahead.backends.cpu.describe import FLOAT, INT64, MICROSOFT, Description, onnx_file
 from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total
-from lookahead.backends.cpu.int8 import LEVELS, integer_product, quantise, quantised_rows
+from lookahead.backends.cpu.int8 import LEVELS, MIDDLE, integer_product, quantise
 from lookahead.backends.cpu.session import start
 from lookahead.backends.cpu.weights import Array
 
@@ -77,7 +77,9 @@ def describe_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any
     first, first_step, rest = _integers(made, "hidden")
     second, second_step, rest = _integers(made, rest)
     # 2. Approximate and upper logits.
-    both = integer_product(made, "head", made.add("Concat", first, second, axis=0), copy, scales)
+    rows = made.add("Add", made.add("Concat", first, second, axis=0), made.constant(MIDDLE, np.float32))
+    rows = made.add("Cast", rows, to=TensorProto.UINT8)
+    both = integer_product(made, "head", rows, copy, scales)
     coarse, fine = made.add("Split", both, outputs=2, axis=0, num_outputs=2)
     approximate = made.add("Add", made.add("Mul", coarse, first_step), made.add("Mul", fine, second_step))
     lengths = [made.add("ReduceL2", rows, made.constant([1]), keepdims=1) for rows in ("hidden", rest)]
@@ -103,8 +105,11 @@ def describe_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any
 
 def _integers(made: Description, x: str) -> tuple[str, str, str]:
     """Rows [N, H] as whole numbers times a step [N, 1], and what is left over. Returns all three."""
-    rounded, largest = quantised_rows(made, x)
-    step = made.add("Div", largest, made.constant(LEVELS, np.float32))
+    largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
+    largest = made.add("Max", largest, made.constant(1e-30, np.float32))
+    levels = made.constant(LEVELS, np.float32)
+    rounded = made.add("Round", made.add("Mul", x, made.add("Div", levels, largest)))
+    step = made.add("Div", largest, levels)
     return rounded, step, made.add("Sub", x, made.add("Mul", rounded, step))
 
 

@@ -69,6 +69,14 @@ class Weights:
         return cosine.numpy(), sine.numpy()
 
 
+def joined(*linears: Linear) -> Linear:
+    """Layers of the same input as one, with their outputs one after the other. This copies them."""
+    if all(linear.bias is None for linear in linears):
+        return Linear(np.concatenate([linear.matrix for linear in linears]))
+    biases = [np.zeros(len(one.matrix), np.float32) if one.bias is None else one.bias for one in linears]
+    return Linear(np.concatenate([linear.matrix for linear in linears]), np.concatenate(biases))
+
+
 def check_cpu(model: Any) -> None:
     """Raise UnsupportedModelError, with the reason, for a model that the CPU backend does not run."""
     check_family(model, "cpu")
