@@ -30,18 +30,13 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     `targets` aligns with `tree.needed`. Returns the nodes of the accepted guesses and the accepted tokens. The tokens
     are these guesses and the target after the last of them, so there is always at least one.
     """
-    below, guessed, place = tree.guesses_below(), tree.tokens, len(tree.needed) - len(tree.tokens)
-    node, token = 0, targets[0]
-    path, tokens = list[int](), [token]
-    while node in below:
-        for guess in below[node]:
-            if guessed[guess] == token:
-                break
-        else:
-            break
-        node, token = guess, targets[guess + place]  # the guesses are the last of the needed nodes
-        path.append(node)
+    index, place, token = tree.guess_index(), len(tree.needed) - len(tree.tokens), targets[0]
+    path, tokens, guess = list[int](), [token], index.get((0, token))
+    while guess is not None:
+        token = targets[guess + place]  # the guesses are the last of the needed nodes
+        path.append(guess)
         tokens.append(token)
+        guess = index.get((guess, token))
     return path, tokens
 
 
@@ -57,6 +52,8 @@ def cut(
     The tokens are tested one after the other, as autoregressive decoding does: EOS, then `ends` (stop strings), then
     length.
     """
+    if ends is None and generated + len(tokens) < room and rules.eos_ids.isdisjoint(tokens):
+        return len(tokens), None
     for count, token in enumerate(tokens, start=1):
         if token in rules.eos_ids:
             return count, "eos"
