@@ -64,6 +64,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
+        self._full = False  # the next request found no room, and nothing has changed that since
 
     # Requests come and go.
 
@@ -83,6 +84,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request, and free its K/V."""
+        self._full = False
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
             return
@@ -99,6 +101,7 @@ class Scheduler:
     def remember(self, request: Request) -> None:
         """Let later requests share the K/V that this one has cached."""
         if not request.keeps_slot:
+            self._full = False  # a request that shares these needs less room
             self.backend.remember(request.slot, request.sequence.tokens[: self.backend.length(request.slot)])
 
     # A step.
@@ -120,13 +123,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Open slots for waiting requests, in their order, while there is room for the next one's text and a step."""
-        while self.waiting and len(self.running) < self.max_sequences:
+        while self.waiting and len(self.running) < self.max_sequences and not (self._full and self.running):
             request = self.waiting[0]
             tokens = request.sequence.tokens
             request.slot = self.backend.open(tokens, request.salt)
             if not self.backend.reserve(request.slot, len(tokens) + request.sequence.config.budget) and self.running:
                 self.backend.close(request.slot)
-                request.slot = -1
+                request.slot, self._full = -1, True
                 return
             self.running[request.id] = self.waiting.popleft()
             request.cached = self.backend.length(request.slot)

@@ -152,6 +152,8 @@ class Packet:
         wanted = [len(tree.needed) for tree in trees]
         if wanted == rows:  # all of them
             self._write("needed", self._counting[: 4 * count], self._zeros)
+        elif roots == [0]:
+            self._write("needed", trees[0].needed.tobytes(), self._zeros)
         else:
             needed = [root + node for root, tree in zip(roots, trees, strict=True) for node in tree.needed]
             self._write("needed", pack(f"{len(needed)}i", *needed), self._zeros)
