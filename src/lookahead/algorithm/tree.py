@@ -45,7 +45,6 @@ class TokenTree:
     origins: array[int]
     expected: float
     _below: dict[int, list[int]] | None = field(init=False, repr=False, compare=False)
-    _guess: dict[tuple[int, int], int] | None = field(init=False, repr=False, compare=False)
     _packed: bytes | None = field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -64,7 +63,7 @@ class TokenTree:
             needed, origins = _integers(needed), _integers(origins)
         self.tokens, self.parents, self.depths, self.needed = tokens, parents, depths, needed
         self.branch, self.width, self.origins, self.expected = branch, width, origins, expected
-        self._below = self._guess = self._packed = None
+        self._below = self._packed = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,7 +90,7 @@ class TokenTree:
 
     def get_ready(self) -> None:
         """Compute, while the device runs the tree's step, what verifying it and learning from it will ask for."""
-        self.guess_index()
+        self.guesses_below()
         self.packed()
 
     def packed(self) -> bytes:
@@ -100,17 +99,9 @@ class TokenTree:
             self._packed = b"".join((self.tokens, self.parents, self.needed))
         return self._packed
 
-    def guess_index(self) -> dict[tuple[int, int], int]:
-        """The guesses by the node that they stand right below, and their token."""
-        if self._guess is None:
-            self._guess = {}
-            for guess in range(self.branch, len(self.tokens)):
-                self._guess.setdefault((self.parents[guess], self.tokens[guess]), guess)
-        return self._guess
-
     def guess_below(self, node: int, token: int) -> int | None:
         """The guess of this token right below a node, if there is one."""
-        return self.guess_index().get((node, token))
+        return next((guess for guess in self.guesses_below().get(node, ()) if self.tokens[guess] == token), None)
 
 
 def _integers(numbers: Iterable[int]) -> array[int]:

@@ -30,13 +30,18 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     `targets` aligns with `tree.needed`. Returns the nodes of the accepted guesses and the accepted tokens. The tokens
     are these guesses and the target after the last of them, so there is always at least one.
     """
-    index, place, token = tree.guess_index(), len(tree.needed) - len(tree.tokens), targets[0]
-    path, tokens, guess = list[int](), [token], index.get((0, token))
-    while guess is not None:
-        token = targets[guess + place]  # the guesses are the last of the needed nodes
-        path.append(guess)
+    below, guessed, place = tree.guesses_below(), tree.tokens, len(tree.needed) - len(tree.tokens)
+    node, token = 0, targets[0]
+    path, tokens = list[int](), [token]
+    while node in below:
+        for guess in below[node]:
+            if guessed[guess] == token:
+                break
+        else:
+            break
+        node, token = guess, targets[guess + place]  # the guesses are the last of the needed nodes
+        path.append(node)
         tokens.append(token)
-        guess = index.get((guess, token))
     return path, tokens
 
 
