@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -47,7 +47,7 @@ class Stats:
         """Mean size of a step's tree. The prompt is not counted."""
         return self.step_tokens / self.steps if self.steps else 0.0
 
-    def count_step(self, tree_tokens: int, accepted: int, sources: list[str], expected: float = 0.0) -> None:
+    def count_step(self, tree_tokens: int, accepted: int, sources: Sequence[str], expected: float = 0.0) -> None:
         """Count a step: its tree's tokens, its accepted tokens, the source of each accepted guess, and how many guesses
         were expected to be accepted."""
         self.steps += 1
@@ -59,6 +59,15 @@ class Stats:
                 self.accepted_by_depth.append(0)
             self.accepted_by_depth[depth] += 1
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
+
+    def count_times(self, propose: float, forward: float, absorb: float, seconds: float) -> None:
+        """Count the parts of a step's time. The request has taken so many seconds in all."""
+        self.propose_seconds += propose
+        self.forward_seconds += forward
+        self.absorb_seconds += absorb
+        self.seconds = seconds
+        if not self.first_token_seconds:
+            self.first_token_seconds = seconds
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:

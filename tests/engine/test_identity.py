@@ -208,6 +208,26 @@ def test_a_put_back_text_is_read_again_and_goes_on() -> None:
     assert sequences[2].stats.queue_seconds > 0
 
 
+def test_a_request_without_room_is_tried_again_only_when_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, opened = PagedToy(pages=8, page_size=4, most_rows=16), list[int]()
+    engine, open_slot = Engine(backend), backend.open
+    monkeypatch.setattr(backend, "open", lambda *args: opened.append(1) or open_slot(*args))
+    asked = [(tuple(range(20)), 6, 0, 0), (tuple(range(30, 50)), 6, 0, 0)]
+    requests = [request_of(one) for one in asked]
+    for request in requests:
+        engine.submit(request)
+    tries = list[int]()
+    while engine.running:
+        engine.step()
+        tries.append(len(opened))
+    assert not engine.preemptions
+    assert tries[0] == 2  # the first was admitted, and the second found no room
+    assert tries[4] <= 3  # what the first has cached after its prompt might have helped
+    assert tries[-1] <= 4
+    texts = [request.sequence.output for request in requests]
+    assert texts == [alone(p, n, sampling)[0] for p, n, _, sampling in asked]
+
+
 def test_a_request_that_can_never_run_is_refused() -> None:
     engine = Engine(PagedToy(pages=8, page_size=4))
     with pytest.raises(ValueError, match=r"need room for 46 tokens, and the backend holds 32; lower max_tokens"):

@@ -63,9 +63,8 @@ def rows_of(
     group, block = queries
     packet = Packet(size, size, 2 * len(parts) + -(-size * group // block), False)
     packet.begin()
-    for number, part in enumerate(parts):
-        line = number if lines is None else lines[number]
-        packet.put(line, part.length, [1] * part.trail, tree_of(part.parents), queries)
+    trails, trees = [[1] * part.trail for part in parts], [tree_of(part.parents) for part in parts]
+    packet.put(lines or range(len(parts)), [part.length for part in parts], trails, trees, queries)
     packet.end((), ())
     most = max(len(part.parents) for part in parts)
     rows = new_rows(packet.views(packet.host.to(tables.device)), tables, max(32, most))

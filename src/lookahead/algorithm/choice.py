@@ -50,16 +50,18 @@ def choose_trees(
     floor = SLACK * max([sequence.cut for sequence in sequences])
     for sequence, share, layout in zip(sequences, shares, layouts, strict=True):
         config, trust = sequence.config, sequence.trust
-        own = not config.shared or (cost is None and config.step_cost is not None)
-        if own:
+        if config.shared and (cost is not None or config.step_cost is None):
+            budget = config.budget
+            offers.append(sequence.offer(layout, budget, config.step_cost, floor / trust, trust, False))
+            if budget > filled:
+                filled = budget
+        else:
             weighed = None if share < config.budget else config.step_cost
             offers.append(sequence.offer(layout, share, weighed, 0.0, trust, True))
-        else:
-            offers.append(sequence.offer(layout, config.budget, config.step_cost, floor / trust, trust, False))
-            filled = max(filled, config.budget)
     # 3. The step takes the best of all.
     most = None if cost is not None else filled - sum([offer.layout.size for offer in offers if not offer.kept])
     trees, cut = sequences[0].drafter.choose(offers, cost, most, None if limit is None else limit - rows)
+    refused = floor if cut is None else cut
     for sequence in sequences:
-        sequence.cut = floor if cut is None else cut
+        sequence.cut = refused
     return trees

@@ -102,7 +102,7 @@ class Offer:
     """
 
     layout: WindowLayout
-    branch: array[int]
+    branch: Sequence[int]
     draft: Draft | None
     most: int
     max_depth: int

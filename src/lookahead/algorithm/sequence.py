@@ -6,7 +6,6 @@ A sequence knows nothing of tensors or text, and a backend nothing of windows or
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Callable, Sequence
 
 from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer
@@ -17,6 +16,9 @@ from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.stats import Stats
+
+AHEAD = 64
+"""For so many output positions the uniforms are drawn before a step needs them, while the device runs."""
 
 
 class DecodingSequence:
@@ -61,7 +63,10 @@ class DecodingSequence:
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
-        self._adjusts = self.sampling.penalised or bool(self.sampling.logit_bias)
+        self._bonus = TAUGHT if self.wants_top else 0.0
+        self._greedy = self.sampling.greedy
+        self._penalised = self.sampling.penalised or bool(self.sampling.logit_bias)
+        self.adjusts = self._penalised or bool(self.rules.min_tokens and self.rules.eos_ids)
         self._waiting: Outcome | None = None
         self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
@@ -147,17 +152,18 @@ class DecodingSequence:
         """
         # 1. The root and the lookahead branch.
         text = self.tokens
-        branch = array("i", [text[-1], *self._window.flat()] if layout.width else text[-1:])
+        branch = [text[-1], *self._window.flat()] if layout.width else text[-1:]
         # 2. The verification branch: the best guesses that the rest has room for.
         # An accepted guess at depth d means d + 1 tokens, so no guess deeper than left - 1 can count.
-        room, deepest = most - layout.size, min(self.room - self.generated - 1, self._deepest)
+        room, deepest = most - layout.size, self.room - (len(text) - self.prompt_tokens) - 1
+        if deepest > self._deepest:
+            deepest = self._deepest
         draft = self._draft if room > 0 and deepest > 0 and self._sources else None
         if draft is not None:
             draft.restart(text)
             for source in self._sources:
                 source.propose(text, draft)
-        bonus = TAUGHT if self.wants_top else 0.0
-        return Offer(layout, branch, draft, room, deepest, cost, floor, trust, bonus, kept)
+        return Offer(layout, branch, draft, room, deepest, cost, floor, trust, self._bonus, kept)
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
@@ -168,28 +174,32 @@ class DecodingSequence:
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
         config, width, limit = self.config, self._window.width, self.rules.max_length
-        if not width or self.left <= 1:
-            return self._root_alone
         crowds = share < config.budget and 2 * self._window_tokens > share
+        if not width or crowds or self.left <= 1:
+            return self._root_alone
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
-        return window_layout(width, config.ngram) if fits and not crowds else self._root_alone
+        return window_layout(width, config.ngram) if fits else self._root_alone
 
     def adjustment(self) -> Adjustment | None:
-        """What the next step's logits are adjusted by, or None if they are taken as they come."""
+        """What the next step's logits are adjusted by, or None if they are taken as they come. That is always so where
+        `adjusts` is false."""
         rules = self.rules
-        if not self._adjusts and (self.generated >= rules.min_tokens or not rules.eos_ids):
+        if not self._penalised and (self.generated >= rules.min_tokens or not rules.eos_ids):
             return None
         return Adjustment(self.tokens, self.prompt_tokens, rules.eos_ids, rules.min_tokens)
 
     def uniforms(self, tree: TokenTree) -> list[float]:
         """Per needed node, the uniform of the output position that it predicts. The window's nodes take the argmax."""
-        if self.sampling.greedy:
+        if self._greedy:
             return []
-        generated, depths = self.generated, tree.depths[tree.branch :]
-        self._draw_uniforms(generated + len(depths) + 1)  # no guess is deeper than there are guesses
-        ahead = self._uniforms[generated:]
+        generated, depths = len(self.tokens) - self.prompt_tokens, tree.depths[tree.branch :]
+        if len(self._uniforms) <= generated + len(depths):
+            self._draw_uniforms(generated + len(depths) + 1)  # no guess is deeper than there are guesses
+        ahead = self._uniforms[generated : generated + len(depths) + 1]
+        if not tree.width:
+            return [ahead[0], *[ahead[depth] for depth in depths]]
         window = len(tree.needed) - 1 - len(depths)
-        return [ahead[0], *[NO_DRAW] * window, *map(ahead.__getitem__, depths)]
+        return [ahead[0], *[NO_DRAW] * window, *[ahead[depth] for depth in depths]]
 
     def next_uniforms(self, count: int) -> list[float]:
         """The uniforms of the output positions after the next one. None of them for greedy decoding."""
@@ -207,7 +217,7 @@ class DecodingSequence:
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
         path, tokens = accept(tree, output.targets)
-        count, reason = cut(tokens, self.generated, self.room, self.rules, self.ends)
+        count, reason = cut(tokens, len(self.tokens) - self.prompt_tokens, self.room, self.rules, self.ends)
         return Verdict(path, tokens) if reason is None else Verdict(path[: count - 1], tokens[:count], reason)
 
     def absorb(self, tree: TokenTree, output: StepOutput, verdict: Verdict | None = None) -> Verdict:
@@ -220,11 +230,10 @@ class DecodingSequence:
         self.tokens += tokens
         if self.prediction is not None:
             self.prediction.follow(self.tokens, tokens)
-        sources = [source_of(tree.origins[node - tree.branch]) for node in path] if path else []
+        sources = [source_of(tree.origins[node - tree.branch]) for node in path] if path else ()
         self.stats.count_step(len(tree.tokens), len(tokens), sources, self._trust.ratio * tree.expected)
         if self.finish_reason is not None:
             return verdict
-        self._trust.learn(len(path), tree.expected)
         # 2. The window: one n-gram per column, and a new window row.
         ngrams: list[tuple[int, ...]] = []
         if tree.width:
@@ -235,17 +244,20 @@ class DecodingSequence:
         # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
         if self._waiting is not None:
             self.learn_while_running()  # the engine did not call it, and the step before would be lost
-        self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
+        outcome = self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
         for source in self._sources:
-            source.absorb(self._waiting)
+            source.absorb(outcome)
         return verdict
 
     def learn_while_running(self) -> None:
         """Do the part of learning that may wait until the device runs the next step: how good the guesses were, and
         what the sources leave for it."""
+        if not self._greedy:
+            self._draw_uniforms(self.generated + AHEAD)
         if self._waiting is None:
             return
         outcome, self._waiting = self._waiting, None
+        self._trust.learn(len(outcome.path), outcome.tree.expected)
         self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
         for source in self._sources:
             source.learn_while_running()

@@ -45,6 +45,7 @@ class TokenTree:
     origins: array[int]
     expected: float
     _below: dict[int, list[int]] | None = field(init=False, repr=False, compare=False)
+    _packed: bytes | None = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class TokenTree:
             needed, origins = _integers(needed), _integers(origins)
         self.tokens, self.parents, self.depths, self.needed = tokens, parents, depths, needed
         self.branch, self.width, self.origins, self.expected = branch, width, origins, expected
-        self._below = None
+        self._below = self._packed = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,6 +87,17 @@ class TokenTree:
             for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
                 self._below.setdefault(parent, []).append(guess)
         return self._below
+
+    def get_ready(self) -> None:
+        """Compute, while the device runs the tree's step, what verifying it and learning from it will ask for."""
+        self.guesses_below()
+        self.packed()
+
+    def packed(self) -> bytes:
+        """The tokens, the parents and the needed nodes, one after the other, as C reads them."""
+        if self._packed is None:
+            self._packed = b"".join((self.tokens, self.parents, self.needed))
+        return self._packed
 
     def guess_below(self, node: int, token: int) -> int | None:
         """The guess of this token right below a node, if there is one."""
@@ -143,13 +155,15 @@ NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
 class WindowLayout:
     """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes.
 
-    `parent_array` and `depth_array` are the same numbers as `parents` and `depths`, as trees and C have them.
+    `parent_array` and `depth_array` are the same numbers as `parents` and `depths`, as trees have them, and
+    `parents_and_depths` are both one after the other, as C has them.
     """
 
     def __init__(self, width: int, parents: Sequence[int], depths: Sequence[int], newest: Sequence[int]) -> None:
         self.width, self.size = width, len(parents)
         self.parents, self.depths, self.newest = tuple(parents), tuple(depths), tuple(newest)
         self.parent_array, self.depth_array = array("i", parents), array("i", depths)
+        self.parents_and_depths = self.parent_array.tobytes() + self.depth_array.tobytes()
         self._branch_needs = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
         self._needed: dict[int, array[int]] = {}
 

@@ -57,6 +57,8 @@ def cut(
     The tokens are tested one after the other, as autoregressive decoding does: EOS, then `ends` (stop strings), then
     length.
     """
+    if ends is None and generated + len(tokens) < room and rules.eos_ids.isdisjoint(tokens):
+        return len(tokens), None
     for count, token in enumerate(tokens, start=1):
         if token in rules.eos_ids:
             return count, "eos"

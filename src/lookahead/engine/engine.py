@@ -166,10 +166,9 @@ class Engine:
             self._failed += failed
             one.parts = [part for part in one.parts if all(part.request is not request for request, _ in failed)]
             trees = [part.request.sequence.bare_root() for part in one.parts]
-        each = (perf_counter() - begin) / len(sequences)
         for part, tree in zip(one.parts, trees, strict=True):
             part.tree = tree
-            part.request.sequence.stats.propose_seconds += each
+        one.propose_seconds = (perf_counter() - begin) / len(sequences)
 
     def _trees(self, sequences: Sequence[DecodingSequence], limit: int | None, beside: int) -> list[TokenTree]:
         """A tree for each sequence, in a pass that has `beside` tokens of prompts."""
@@ -213,11 +212,12 @@ class Engine:
         seconds = perf_counter() - begin
         if self.watch is not None:
             self.watch(one.tokens, seconds)
-        results = []
+        results, before = list[StepResult](), one.propose_seconds
         for part, item, output in zip(one.parts, inputs, outputs, strict=True):
-            part.request.sequence.stats.forward_seconds += seconds
             if part.whole:
-                results.append(StepResult(part.request, item, output))
+                results.append(StepResult(part.request, item, output, before, seconds))
+            else:
+                part.request.sequence.stats.forward_seconds += seconds
         return results
 
     def _inputs(self, one: Pass, only_pass: bool) -> list[StepInput]:
@@ -245,10 +245,12 @@ class Engine:
         if (noise := request.noise) is not None:
             return StepInput(request.slot, part.trail, tree, noise.sampling, (), top, noise=noise.lines(tree))
         item = StepInput(request.slot, part.trail, tree, sequence.sampling, sequence.uniforms(tree), top)
-        item.continues_alone = only_pass and sequence.continues_alone
-        if item.continues_alone:
-            item.next_uniforms = sequence.next_uniforms(MOST_AHEAD)
-        item.logprobs, item.adjustment = sequence.sampling.logprobs, sequence.adjustment()
+        if only_pass and sequence.continues_alone:
+            item.continues_alone, item.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
+        if sequence.sampling.logprobs is not None:
+            item.logprobs = sequence.sampling.logprobs
+        if sequence.adjusts:
+            item.adjustment = sequence.adjustment()
         if request.mask is not None:
             item.adjustment = masked(request, tree, item.adjustment, self.backend.vocab_size)
         return item
@@ -261,7 +263,7 @@ class Engine:
                 part.request.sequence.learn_while_running()
             except Exception as error:
                 self._failed.append((part.request, error))
-            part.tree.guesses_below()
+            part.tree.get_ready()
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.
@@ -275,28 +277,31 @@ class Engine:
         if self._failed:
             out = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in out]
-        for result, verdict in zip(results, verify(results), strict=True):
+        for result, given in zip(results, verify(results), strict=True):
+            request = result.request
             try:
-                if isinstance(verdict, Exception):
-                    raise verdict
-                settled.append((result, result.request.sequence.absorb(result.input.tree, result.output, verdict)))
-                if result.request.mask is not None:
-                    result.request.mask.accept(settled[-1][1].tokens)
+                if isinstance(given, Exception):
+                    raise given
+                verdict = request.sequence.absorb(result.input.tree, result.output, given)
+                settled.append((result, verdict))
+                if request.mask is not None:
+                    request.mask.accept(verdict.tokens)
             except Exception as error:
-                self._failed.append((result.request, error))
+                self._failed.append((request, error))
         absorbed = perf_counter()
         # 2. Commit: the accepted tokens' K/V move next to the prefix.
         if commit and settled:
             self.backend.commit([(result.input.slot, verdict.path) for result, verdict in settled])
         done = perf_counter()
         # 3. Tell.
+        each, commit_seconds = (absorbed - begin) / max(1, len(results)), done - absorbed
         events = []
-        each = (absorbed - begin) / max(1, len(results))
         for result, verdict in settled:
-            stats = result.request.sequence.stats
-            stats.absorb_seconds += each
-            stats.forward_seconds += done - absorbed
-            events.append(self._event(result, verdict, done))
+            request = result.request
+            request.sequence.stats.count_times(
+                result.propose_seconds, result.forward_seconds + commit_seconds, each, done - request.begin
+            )
+            events.append(self._event(result, verdict))
         for request, reason in self._failed:
             request.sequence.finish_reason = "error"
             self.cancel(request.id)
@@ -304,11 +309,9 @@ class Engine:
         self._failed, self._spent = [], results
         return events
 
-    def _event(self, result: StepResult, verdict: Verdict, now: float) -> Event:
+    def _event(self, result: StepResult, verdict: Verdict) -> Event:
         """What the step gave a request. One that has finished leaves."""
-        request, tree, stats = result.request, result.input.tree, result.request.sequence.stats
-        stats.seconds = now - request.begin
-        stats.first_token_seconds = stats.first_token_seconds or stats.seconds
+        request, tree = result.request, result.input.tree
         if verdict.finish_reason is not None:
             if request.finished is not None:
                 request.finished(request)
@@ -329,6 +332,8 @@ def verify(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:
     All requests of a verifier that raises have its exception.
     """
     verdicts: list[Verdict | Exception | None] = [None] * len(results)
+    if all(result.request.verifier is None for result in results):
+        return verdicts
     groups: dict[Verifier, list[int]] = {}
     for place, result in enumerate(results):
         if result.request.verifier is not None:

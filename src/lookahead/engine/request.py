@@ -50,11 +50,13 @@ class Request:
 
 @dataclass(slots=True)
 class StepResult:
-    """One request's part of a step that has run: its input and its output."""
+    """One request's part of a step that has run: its input, its output, and how long it took to propose and to run."""
 
     request: Request
     input: StepInput
     output: StepOutput
+    propose_seconds: float = 0.0
+    forward_seconds: float = 0.0
 
 
 class Noise(Protocol):

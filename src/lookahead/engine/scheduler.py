@@ -33,13 +33,15 @@ class Part:
 class Pass:
     """The parts of one forward pass. Their trees may have `limit` tokens together; None: any number.
 
-    The requests in `waiting` take what the trees leave of the pass's `rows` (see `Scheduler.fill`).
+    The requests in `waiting` take what the trees leave of the pass's `rows` (see `Scheduler.fill`). `propose_seconds`
+    is how long each of its trees took to propose.
     """
 
     parts: list[Part]
     limit: int | None = None
     waiting: list[Request] = field(default_factory=list)
     rows: int = 0
+    propose_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -62,6 +64,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
+        self._full = False  # the next request found no room, and nothing has changed that since
 
     # Requests come and go.
 
@@ -81,6 +84,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request, and free its K/V."""
+        self._full = False
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
             return
@@ -97,6 +101,7 @@ class Scheduler:
     def remember(self, request: Request) -> None:
         """Let later requests share the K/V that this one has cached."""
         if not request.keeps_slot:
+            self._full = False  # a request that shares these needs less room
             self.backend.remember(request.slot, request.sequence.tokens[: self.backend.length(request.slot)])
 
     # A step.
@@ -106,7 +111,10 @@ class Scheduler:
         self._admit()
         decoding, unread, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
-            (decoding if len(request.sequence.tokens) - 1 == cached(request.slot) else unread).append(request)
+            if len(request.sequence.tokens) - 1 == cached(request.slot):
+                decoding.append(request)
+            else:
+                unread.append(request)
         if self.backend.most_rows is not None:
             return [self._shared_pass(decoding, unread, self.backend.most_rows)] if self.running else []
         # A pass is padded to its longest part, so each prompt runs alone.
@@ -115,13 +123,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Open slots for waiting requests, in their order, while there is room for the next one's text and a step."""
-        while self.waiting and len(self.running) < self.max_sequences:
+        while self.waiting and len(self.running) < self.max_sequences and not (self._full and self.running):
             request = self.waiting[0]
             tokens = request.sequence.tokens
             request.slot = self.backend.open(tokens, request.salt)
             if not self.backend.reserve(request.slot, len(tokens) + request.sequence.config.budget) and self.running:
                 self.backend.close(request.slot)
-                request.slot = -1
+                request.slot, self._full = -1, True
                 return
             self.running[request.id] = self.waiting.popleft()
             request.cached = self.backend.length(request.slot)
@@ -133,8 +141,8 @@ class Scheduler:
         Prompts get all rows if nothing decodes, and else what the roots leave, but at least half of the rows are theirs
         before there are guesses.
         """
-        held, most_nodes = self._held(unread), self.backend.most_nodes
-        parts = [Part(request, (), True, NO_TREE) for request in decoding if request.verifier not in held]
+        held, most_nodes = self._held(unread) if unread else set(), self.backend.most_nodes
+        parts = [Part(request, (), True, NO_TREE) for request in decoding if not held or request.verifier not in held]
         if parts and unread:
             rows = min(rows, max(self._most_beside, 2 * len(parts)))
         share = rows - max(len(parts), rows // 2) if parts else rows
@@ -142,8 +150,8 @@ class Scheduler:
         while waiting and waiting[0].verifier not in held and self._rest(waiting[0]) < share:
             parts.append(self._part(waiting.popleft()))
             share -= len(parts[-1].trail) + 1
-        share = min(share, sum(self._rest(request) + 1 for request in waiting))
-        limit = rows - share - sum(len(part.trail) for part in parts)
+        share = min(share, sum([self._rest(request) + 1 for request in waiting]))
+        limit = rows - share - sum([len(part.trail) for part in parts])
         if most_nodes is not None:  # every prompt may come to its root
             limit = min(limit, max(len(parts), most_nodes - len(waiting)))
         return Pass(parts, limit, list(waiting), rows)

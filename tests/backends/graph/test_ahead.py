@@ -43,7 +43,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
     def note_step(captured: CapturedStep) -> None:
-        told.append("step" if captured.packet._needed else "prompt")
+        told.append("step" if captured.packet.needed else "prompt")
         step(captured)
 
     def note_ahead(captured: CapturedStep, turn: int) -> None:

@@ -11,7 +11,15 @@ import numpy as np
 
 from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.draft import MOST_GUESSES, TAUGHT, Draft, Limits, Offer
-from lookahead.algorithm.native.memory import NO_STEP, NO_TEXT, NativeTable, NativeText, Numbers, check
+from lookahead.algorithm.native.memory import (
+    NO_STEP,
+    NO_TEXT,
+    NativeTable,
+    NativeText,
+    Numbers,
+    check,
+    computed_step,
+)
 from lookahead.algorithm.successors import SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
 
@@ -60,8 +68,8 @@ class NativeDrafter:
         numbers, steps, searched, branches, guesses = list[Numbers](), list[bytes](), list[DraftInC | None](), 0, 0
         tables: list[array[float]] = []  # C reads them, so they must outlive its call
         for offer in offers:
-            draft, layout = offer.draft, offer.layout
-            layout.check(offer.branch)
+            draft, layout, branch = offer.draft, offer.layout, offer.branch
+            layout.check(branch)
             if draft is None or offer.most < 1 or offer.max_depth < 1:
                 steps.append(_NO_DRAFT.pack(layout.size))
                 searched.append(None)
@@ -74,7 +82,7 @@ class NativeDrafter:
                 steps.append(kept.step(draft, offer, layout.size, times, numbers, offer.trust, offer.bonus, offer.kept))
                 searched.append(kept)
                 guesses += offer.most
-            numbers += offer.branch, layout.parent_array, layout.depth_array
+            numbers += pack(f"{layout.size}i", *branch), layout.parents_and_depths
             branches += layout.size
         # 2. Search, choose, write the trees.
         times = None if cost is None else array("d", np.asarray(cost, dtype=np.float64).tobytes())
@@ -153,9 +161,9 @@ class DraftInC:
             numbers.append(pack(f"{count}i", *tokens, *draft.chain_origins, *lengths))
         if self.text is not None and self.text.waiting is not None:
             new_text, text = self.text.waiting
-            numbers.append(text)
+            numbers.append(pack(f"{len(text)}i", *text))
         if self.last is not None and self.last.waiting is not None:
-            last_step, arrays = self.last.waiting
+            last_step, arrays = computed_step(*self.last.waiting, True)
             numbers += arrays
         room = limits.most if limits.most < MOST_GUESSES else MOST_GUESSES
         address, count = (0, 0) if times is None else _table(times)

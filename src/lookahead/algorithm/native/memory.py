@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import c_int32
-from functools import lru_cache
 from struct import Struct, pack
 from typing import Any
 
@@ -38,13 +37,13 @@ _COMPUTED = Struct("6i")
 class NativeTable:
     """A `SuccessorTable` in C. Its memory is freed with this object.
 
-    `waiting` is a step that alone is to be kept, and is not yet: C's `Computed`, and the arrays of tree and top tokens.
+    `waiting` is a step that alone is to be kept, and is not yet: what `keep` was given.
     """
 
     def __init__(self, library: Any) -> None:
         self._c = library
         self.handle: int = library.table_new() or 0
-        self.waiting: tuple[tuple[int, ...], tuple[Numbers, ...]] | None = None
+        self.waiting: tuple[TokenTree, tuple[int, int], npt.NDArray[np.int32]] | None = None
         if not self.handle:
             raise MemoryError
         weakref.finalize(self, library.table_free, self.handle)
@@ -54,31 +53,21 @@ class NativeTable:
 
     def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
         """Keep what a step computed. With `only` this waits for the next draft, or for whoever asks."""
-        nodes, needed, (given, numbers) = len(tree.tokens), len(tree.needed), top.shape
-        if given != needed:
-            raise ValueError(f"top tokens of {given} nodes, and {needed} nodes are needed")
-        if len(tree.parents) != nodes:
-            raise ValueError(f"a tree of {nodes} tokens with {len(tree.parents)} parents")
-        if not top.flags.c_contiguous or top.dtype is not INT32:
-            top = np.ascontiguousarray(top, dtype=np.int32)
-        computed = nodes, needed, successor_count(numbers), before[0], before[1], only
-        step = computed, (tree.tokens, tree.parents, tree.needed, top)
         if only:
-            self.waiting = step
+            self.waiting = tree, before, top
         else:
             self._take_waiting()
-            self._keep(step)
+            self._keep(tree, before, top, only)
 
     def _take_waiting(self) -> None:
         if self.waiting is not None:
             step, self.waiting = self.waiting, None
-            self._keep(step)
+            self._keep(*step, True)
 
-    def _keep(self, step: tuple[tuple[int, ...], tuple[Numbers, ...]]) -> None:
-        computed, (tokens, parents, needed, top) = step
-        # Copies, because numpy takes ten times as long to tell an array's address.
-        tree = b"".join((tokens, parents, needed))
-        check(self._c.table_keep(self.handle, _COMPUTED.pack(*computed), tree, bytes(top)))
+    def _keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool) -> None:
+        computed, (numbers, top) = computed_step(tree, before, top, only)
+        # A copy, because numpy takes ten times as long to tell an array's address.
+        check(self._c.table_keep(self.handle, _COMPUTED.pack(*computed), numbers, bytes(top)))
 
     def get(self, key: Key) -> Successors | None:
         self._take_waiting()
@@ -115,13 +104,13 @@ class NativeText:
     """A text in C, with what its sources know of it (see `sources.text`). Its memory is freed with this object.
 
     The settings are those of C's `Settings`, in their order; the first is N. `waiting` is what the text takes next: how
-    many tokens and n-grams, and their numbers.
+    many tokens and n-grams, and all of their tokens.
     """
 
     def __init__(self, library: Any, *settings: int) -> None:
         self._c, self._ngram = library, settings[0]
         self.handle: int = library.text_new(pack(f"{len(settings)}i", *settings)) or 0
-        self.waiting: tuple[tuple[int, int], bytes] | None = None
+        self.waiting: tuple[tuple[int, int], Sequence[int]] | None = None
         if not self.handle:
             raise MemoryError
         weakref.finalize(self, library.text_free, self.handle)
@@ -136,24 +125,36 @@ class NativeText:
 
     def take_later(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]] = ()) -> None:
         """The same as `take`, but it waits for the next draft."""
-        self._take_waiting()
+        if self.waiting is not None:
+            self._take_waiting()
         numbers = tokens
         if ngrams:
             made = [token for ngram in ngrams for token in ngram]
             if len(made) != len(ngrams) * self._ngram:
                 raise ValueError(f"n-grams of {[len(ngram) for ngram in ngrams]} tokens; they need {self._ngram}")
             numbers = [*tokens, *made]
-        self.waiting = (len(tokens), len(ngrams)), _integers(len(numbers)).pack(*numbers)
+        self.waiting = (len(tokens), len(ngrams)), numbers
 
     def _take_waiting(self) -> None:
         if self.waiting is not None:
-            ((tokens, ngrams), numbers), self.waiting = self.waiting, None
+            ((tokens, ngrams), given), self.waiting = self.waiting, None
+            numbers = pack(f"{len(given)}i", *given)
             check(self._c.text_take(self.handle, numbers, tokens, numbers[4 * tokens :], ngrams))
 
 
-@lru_cache(maxsize=256)
-def _integers(count: int) -> Struct:
-    return Struct(f"{count}i")
+def computed_step(
+    tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool
+) -> tuple[tuple[int, ...], tuple[Numbers, ...]]:
+    """C's `Computed` of a step that is kept, and the numbers of its tree and its top tokens."""
+    nodes, needed, (given, numbers) = len(tree.tokens), len(tree.needed), top.shape
+    if given != needed:
+        raise ValueError(f"top tokens of {given} nodes, and {needed} nodes are needed")
+    if len(tree.parents) != nodes:
+        raise ValueError(f"a tree of {nodes} tokens with {len(tree.parents)} parents")
+    if not top.flags.c_contiguous or top.dtype is not INT32:
+        top = np.ascontiguousarray(top, dtype=np.int32)
+    computed = nodes, needed, successor_count(numbers), before[0], before[1], only
+    return computed, (tree.packed(), top)
 
 
 def _c_key(key: Key) -> Any:

@@ -63,7 +63,7 @@ class RecycleSource:
         if self._waiting is not None:
             self.learn_while_running()  # the engine did not call it, and the step before would be lost
         self._waiting = outcome.tree, before, top
-        self.tables.last.keep(*self._waiting, only=True)
+        self.tables.last.keep(outcome.tree, before, top, True)
 
     def learn_while_running(self) -> None:
         """Put the last step's successors into the large tables; `last` is asked before them, so they may wait."""

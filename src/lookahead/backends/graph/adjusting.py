@@ -87,8 +87,15 @@ class Adjusting:
 
     # A step's packet.
 
-    def put(self, packet: Packet, slot: Slot, item: StepInput) -> None:
-        """Write how an input's logits are adjusted, and the tokens of its text that are not counted yet."""
+    def put(self, packet: Packet, slots: Sequence[Slot], items: Sequence[StepInput]) -> None:
+        """Write how a step's logits are adjusted, and the tokens of its texts that are not counted yet."""
+        self._masks = 0
+        self._bans.clear()
+        for slot, item in zip(slots, items, strict=True):
+            self._put(packet, slot, item)
+
+    def _put(self, packet: Packet, slot: Slot, item: StepInput) -> None:
+        """The part of one input."""
         adjustment, line = item.adjustment, slot.rules_line
         if adjustment is None:
             packet.put_rules(-1, NO_RULES, NO_MASK * len(item.tree.needed))
@@ -99,11 +106,6 @@ class Adjusting:
                 self.write(line, item.sampling, adjustment)
             slot.counted = len(text)
         packet.put_rules(line, rules_of(item.sampling), self.put_masks(adjustment, item.tree))
-
-    def begin(self) -> None:
-        """Start a new step: no masks yet."""
-        self._masks = 0
-        self._bans.clear()
 
     def put_masks(self, adjustment: Adjustment, tree: TokenTree) -> array[int]:
         """Note what a sequence allows after its tree's needed nodes. Returns the number of each node's mask, or -1."""

@@ -64,6 +64,11 @@ class StepAhead:
         self._paused = False
         self._last_slots: list[int] = []  # those of the last step, noted while paused
 
+    @property
+    def watches(self) -> bool:
+        """Whether `take` must see the next step: one runs ahead, or none does until the same sequences step again."""
+        return self._running is not None or self._paused
+
     def may_follow(self, before: RunningStep) -> bool:
         """Whether the inputs of the step after `before` are known."""
         if self._paused or not all(item.continues_alone and is_plain(item) for item in before.inputs):
@@ -93,8 +98,6 @@ class StepAhead:
 
         `lengths` are the inputs' cached tokens, `open` the slots that are open.
         """
-        if self._running is None and not self._paused:
-            return None
         roots, running, slots = self._roots, self.forget(), [item.slot for item in inputs]
         if running is None:  # paused: go on when the same slots step again
             self._paused, self._last_slots = slots != self._last_slots, slots

@@ -242,8 +242,9 @@ class GraphBackend:
     @on_its_device
     def launch(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step, unless it runs ahead already; then start the next one ahead, if it is known."""
-        lengths = [self._slots[item.slot].length for item in inputs]
-        running = self._ahead.take(inputs, lengths, self._slots)
+        running = None
+        if self._ahead.watches:
+            running = self._ahead.take(inputs, [self._slots[item.slot].length for item in inputs], self._slots)
         if running is None:
             running = self._start(inputs)
         if self._ahead.may_follow(running) and all(map(self._has_page_ahead, running.inputs)):
@@ -261,12 +262,13 @@ class GraphBackend:
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
         # 1. Take the pages first: without them, nothing has happened yet.
-        items, slots, rows = list(inputs), [self._slots[item.slot] for item in inputs], 0
-        self._check_trees([len(item.tree.tokens) for item in items])
+        items, slots = list(inputs), self._slots.of(inputs)
+        sizes = [len(item.tree.tokens) for item in items]
+        self._check_trees(sizes)
+        needs = [slot.length + len(item.trail) + own for item, slot, own in zip(items, slots, sizes, strict=True)]
+        self._slots.need_pages(slots, needs)
+        rows = sum(needs) - sum([slot.length for slot in slots])
         for item, slot in zip(items, slots, strict=True):
-            own = len(item.trail) + len(item.tree.tokens)
-            self._slots.need_pages(slot, slot.length + own)
-            rows += own
             if item.adjustment is not None and slot.rules_line < 0:
                 self._take_rules_line(slot, item.sampling)
         # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
@@ -279,27 +281,27 @@ class GraphBackend:
         # 3. Choose the captured step.
         step = self._captured_step(items)
         # 4. Fill the packet, and go.
-        packet, starts, lengths, drawn = step.packet, list[int](), list[int](), step.kind.drawn
+        packet, adjusted = step.packet, step.kind.adjusted
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
-        if step.kind.adjusted:
-            self.state.buffers.adjusting.begin()
-        for item, slot in zip(items, slots, strict=True):
+        for slot in slots:
             if slot.told < len(slot.table.pages):
                 self._slots.tell_pages(slot)
-            start = packet.put(slot.line, slot.length, item.trail, item.tree, step.queries)
-            if drawn:
-                packet.put_draws(start, item)
-            if step.kind.adjusted:
-                self.state.buffers.adjusting.put(packet, slot, item)
-            starts.append(start)
-            slot.length += len(item.trail)  # now it is the root's position, where `commit` starts
-            lengths.append(slot.length)
+        trails, trees = [item.trail for item in items], [item.tree for item in items]
+        lines, lengths = [slot.line for slot in slots], [slot.length for slot in slots]
+        starts = packet.put(lines, lengths, trails, trees, step.queries)
+        if step.kind.drawn:
+            packet.put_draws(items)
+        if adjusted:
+            self.state.buffers.adjusting.put(packet, slots, items)
         packet.end(commits, moves)
-        if step.kind.adjusted:
+        for slot, trail in zip(slots, trails, strict=True):
+            slot.length += len(trail)  # now it is the root's position, where `commit` starts
+        if adjusted:
             self.state.buffers.adjusting.send_masks()
         step.run()
-        return RunningStep(step, items, starts, lengths, 0, stream_of(self.device))
+        self._slots.take_pages_ahead(slots, needs)
+        return RunningStep(step, items, starts, [slot.length for slot in slots], 0, stream_of(self.device))
 
     def _take_rules_line(self, slot: Slot, sampling: SamplingParams) -> None:
         """Give a sequence with penalties or a bias its line in the tables."""
@@ -335,7 +337,7 @@ class GraphBackend:
 
     def _kind(self, items: Sequence[StepInput]) -> StepKind:
         """The kind of a step of these inputs."""
-        lengths = [self._slots[item.slot].length for item in items]
+        lengths = [slot.length for slot in self._slots.of(items)]
         return kind_of(items, lengths, self.weights, self.state.ops.processors, self.invariant)
 
     def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
@@ -362,17 +364,13 @@ class GraphBackend:
         """
         running.wait()
         # One copy of everything: a call to NumPy takes as long for all inputs as for one.
-        step, outputs, tops = running.step, list[StepOutput](), dict[int, Any]()
-        end = running.starts[-1] + len(running.inputs[-1].tree.needed)
-        results = step.top.arrays[running.turn][:end]
+        step, outputs, starts = running.step, list[StepOutput](), running.starts
+        ends = [*starts[1:], starts[-1] + len(running.inputs[-1].tree.needed)]
+        results = step.top.arrays[running.turn][: ends[-1]]
         targets = results[:, 0].tolist()
-        for start, item in zip(running.starts, running.inputs, strict=True):
-            end = start + len(item.tree.needed)
-            output = StepOutput(targets[start:end])
-            if item.top:
-                if item.top not in tops:
-                    tops[item.top] = step.top.best(results, item.top)
-                output.top = tops[item.top][start:end]
+        tops = {count: step.top.best(results, count) for count in {item.top for item in running.inputs} if count}
+        for start, end, item in zip(starts, ends, running.inputs, strict=True):
+            output = StepOutput(targets[start:end], tops[item.top][start:end] if item.top else None)
             if item.logits and end > start:
                 with torch.inference_mode():
                     output.logits = self.state.buffers.logits[start:end].clone()
@@ -402,7 +400,7 @@ class GraphBackend:
         self._flush()  # a pending move might write to the pages that are taken now
         state = self._slots[slot]
         self._slots.forget_pages(state)
-        self._slots.need_pages(state, length)
+        self._slots.need_pages([state], [length])
         self.kv.write([page + 1 for page in state.table.pages], length, layers)
         state.length = length
 

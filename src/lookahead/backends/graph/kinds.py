@@ -61,35 +61,34 @@ def kind_of(
 
     `processors` are the device's multiprocessors. `invariant`: steps are to be so where they can.
     """
-    rows = needed = largest = small_tiles = large_tiles = 0
-    small, drawn, raced, group = True, False, False, weights.heads // weights.kv_heads
-    adjusted = logprobs = False
+    group = weights.heads // weights.kv_heads
     few = 2 * SMALL_TILE // group
-    for item, length in zip(items, lengths, strict=True):
-        trail, nodes = len(item.trail), len(item.tree.tokens)
-        rows, needed = rows + trail + nodes, needed + len(item.tree.needed)
-        largest = nodes if nodes > largest else largest
-        drawn, raced = drawn or bool(item.uniforms), raced or bool(item.noise)
-        adjusted, logprobs = adjusted or item.adjustment is not None, logprobs or item.logprobs is not None
-        # Small tiles serve best who has few queries, or little to read.
-        small = small and nodes <= few and (trail <= few or length + trail <= SHORT)
-        for count in (trail, nodes) if trail else (nodes,):
-            small_tiles += -(-count * group // SMALL_TILE)
-            large_tiles += -(-count * group // LARGE_TILE)
-    rows = bucket(rows)
-    tiles, block = (small_tiles, SMALL_TILE) if small else (large_tiles, LARGE_TILE)
+    parts, trails = [len(item.tree.tokens) for item in items], [len(item.trail) for item in items]
+    largest = max(parts)
+    # Small tiles serve best who has few queries, or little to read.
+    small = largest <= few
+    if any(trails):
+        parts += trails
+        small = small and all(
+            trail <= few or length + trail <= SHORT for trail, length in zip(trails, lengths, strict=True)
+        )
+    rows = bucket(sum(parts))
+    block = SMALL_TILE if small else LARGE_TILE
+    tiles = sum([-(-count * group // block) for count in parts])
     alone = tiles * weights.kv_heads >= processors
+    plain = all(item.adjustment is None and item.logprobs is None and not item.noise for item in items)
+    raced = not plain and any(item.noise for item in items)
     return StepKind(
         rows=rows,
-        needed=needed_bucket(rows, needed),
-        drawn=drawn or raced,
+        needed=needed_bucket(rows, sum([len(item.tree.needed) for item in items])),
+        drawn=raced or any(item.uniforms for item in items),
         raced=raced,
         small=small,
         alone=alone,
         one=not alone and tiles <= -(-rows * group // block),
         invariant=invariant and largest <= INVARIANT_ROWS,
-        adjusted=adjusted,
-        logprobs=logprobs,
+        adjusted=not plain and any(item.adjustment is not None for item in items),
+        logprobs=not plain and any(item.logprobs is not None for item in items),
     )
 
 

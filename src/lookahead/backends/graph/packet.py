@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, repeat
+from operator import add, mul
+from struct import pack, pack_into
 from typing import Any
 
 import numpy as np
@@ -25,11 +28,14 @@ TILE = 6
 the first row of the trail or tree that it is part of, how many rows that has, which block of queries the tile is, and 1
 for a tree. A tile repeats what its entry says, because a program that has to look up one after the other waits."""
 
-NO_PARENT = NO_MASK = array("i", (-1,))
+NO_MASK = array("i", (-1,))
 NO_RULES = (1.0, 0.0, 0.0, 0.0)
 """The `rules` of an entry whose logits are taken as they come."""
 NOT_DRAWN = (0.0, 0.0, 1.0, 0.0)
 """The settings of a row whose target is the argmax."""
+
+Numbers = Any
+"""32-bit integers in one piece of memory: bytes or an array."""
 
 
 class Packet:
@@ -98,61 +104,108 @@ class Packet:
             name: view.numpy() for name, view in self.views(self.host).items()
         }
         self.adjusted = adjusted
-        # Arrays grow, join and are copied in C: NumPy would take a microsecond for each of these.
-        self._memory = memoryview(self.host.numpy())  # type: ignore[arg-type]
-        self._zeros, self._minus_ones = array("i", [0]) * rows, array("i", [-1]) * rows
-        self._counting = array("i", range(rows))
+        # A step is written for all entries at once, in bytes and arrays: one entry after the other takes three times as
+        # long, and NumPy takes a microsecond for each of its calls.
+        self._memory = memoryview(self.host.numpy()).cast("B")  # type: ignore[arg-type]
+        self._zeros, self._minus_ones = bytes(4 * rows), b"\xff" * (4 * rows)
+        self._counting = array("i", range(rows)).tobytes()
+        self._numbers = [array("i", (entry,)).tobytes() for entry in range(entries)]
         self.entries_room, self.moves_room = entries, moves
         self.begin()
 
     def begin(self) -> None:
         """Start a new step: no entries yet."""
-        self._tokens, self._entry_of, self._parents, self._needed = array("i"), array("i"), array("i"), array("i")
-        self._entries, self._tiles = list[int](), list[int]()
-        # Of the draws: the settings of each entry, how many rows they are for, and the uniforms of these.
-        self._settings, self._drawn_rows, self._uniforms = list[tuple[float, ...]](), list[int](), array("d")
+        self.needed = self._tiles = 0
         if self.adjusted:
             self._line_of, self._rules, self._mask_of = array("i"), array("f"), array("i")
             self._counted = array("i"), array("i")
 
-    def put(self, line: int, length: int, trail: Sequence[int], tree: TokenTree, queries: tuple[int, int]) -> int:
-        """Write an entry. Returns where its needed rows begin.
+    def put(
+        self,
+        lines: Sequence[int],
+        lengths: Sequence[int],
+        trails: Sequence[Sequence[int]],
+        trees: Sequence[TokenTree],
+        queries: tuple[int, int],
+    ) -> list[int]:
+        """Write the entries. Returns where the needed rows of each begin.
 
-        `line` is the sequence's line in the page tables, `length` its cached tokens. `queries` are how many queries a
-        row has per K/V head, and how many a tile has.
+        `lines` are the sequences' lines in the page tables, `lengths` their cached tokens. `queries` are how many
+        queries a row has per K/V head, and how many a tile has.
         """
-        first, trail_rows, nodes = len(self._tokens), len(trail), len(tree.tokens)
-        root = first + trail_rows
-        if trail:
-            self._tokens.extend(trail)
-            self._parents += self._minus_ones[:trail_rows]
-            self._add_tiles(line, length + trail_rows, first, trail_rows, queries, 0)
-        if nodes:
-            self._tokens += tree.tokens
-            self._parents += tree.parents
-            self._add_tiles(line, length + trail_rows, root, nodes, queries, 1)
-        self._entry_of += array("i", (len(self._entries) // ENTRY,)) * (trail_rows + nodes)
-        self._entries += line, length, first, trail_rows, nodes
-        start, needed = len(self._needed), tree.needed
-        if len(needed) == nodes:  # all of them
-            self._needed += self._counting[root : root + nodes]
+        # 1. The rows: of each entry its trail, then its tree.
+        trail_rows, nodes = [len(trail) for trail in trails], [len(tree.tokens) for tree in trees]
+        tokens: list[Numbers] = [tree.tokens for tree in trees]
+        parents: list[Numbers] = [tree.parents for tree in trees]
+        rows, ends, some_trail = nodes, lengths, any(trail_rows)
+        if some_trail:
+            none = [self._minus_ones[: 4 * count] for count in trail_rows]
+            tokens = list(chain.from_iterable(zip([array("i", trail) for trail in trails], tokens, strict=True)))
+            parents = list(chain.from_iterable(zip(none, parents, strict=True)))
+            rows, ends = list(map(add, trail_rows, nodes)), list(map(add, trail_rows, lengths))
+        self._write("tokens", b"".join(tokens), self._zeros)
+        self._write("parents", b"".join(parents), self._minus_ones)
+        self._write("entry_of", b"".join(map(mul, self._numbers, rows)), self._minus_ones)
+        # 2. Which of them are needed.
+        *firsts, count = accumulate(rows, initial=0)
+        roots = list(map(add, firsts, trail_rows)) if some_trail else firsts
+        wanted = [len(tree.needed) for tree in trees]
+        if wanted == rows:  # all of them
+            self._write("needed", self._counting[: 4 * count], self._zeros)
+        elif roots == [0]:
+            self._write("needed", trees[0].needed.tobytes(), self._zeros)
         else:
-            self._needed.extend([root + node for node in needed])
-        return start
+            needed = [root + node for root, tree in zip(roots, trees, strict=True) for node in tree.needed]
+            self._write("needed", pack(f"{len(needed)}i", *needed), self._zeros)
+        # 3. The entries and their tiles.
+        entries = zip(lines, lengths, firsts, trail_rows, nodes, strict=True)
+        self._write_first("entries", list(chain.from_iterable(entries)))
+        parts: Iterable[tuple[int, ...]] = zip(lines, ends, roots, nodes, repeat(1), strict=False)
+        if some_trail:
+            of_trails = zip(lines, ends, firsts, trail_rows, repeat(0), strict=False)
+            parts = chain.from_iterable(zip(of_trails, parts, strict=True))
+        group, block = queries
+        tiles = [
+            (line, end, first, size, number, is_tree)
+            for line, end, first, size, is_tree in parts
+            for number in range(-(-size * group // block))
+        ]
+        self._write_first("tiles", list(chain.from_iterable(tiles)))
+        self._tiles = len(tiles)
+        *starts, self.needed = accumulate(wanted, initial=0)
+        return starts
 
-    def put_draws(self, start: int, item: StepInput) -> None:
-        """Write how the targets of an input's needed rows, from `start` on, are drawn: not at all without uniforms and
-        without noise. This is called for every entry, or for none."""
-        rows, sampling, settings = len(item.tree.needed), item.sampling, NOT_DRAWN
-        if item.uniforms or item.noise:
-            settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        self._settings.append(settings)
-        self._drawn_rows.append(rows)
-        self._uniforms.extend(item.uniforms or [0.0] * rows)
-        if item.next_uniforms:
-            self.fields["next_uniforms"][start, : len(item.next_uniforms)] = item.next_uniforms
-        if item.noise:
-            self.fields["noise"][start : start + rows] = item.noise
+    def _write(self, name: str, numbers: bytes, rest: bytes) -> None:
+        """Write the numbers into a field, and the `rest` behind them, up to the field's end."""
+        start, end, *_ = self._places[name]
+        start, end, middle = 4 * start, 4 * end, 4 * start + len(numbers)
+        self._memory[start:middle] = numbers
+        self._memory[middle:end] = rest[: end - middle]
+
+    def _write_first(self, name: str, numbers: Sequence[int]) -> None:
+        """Write the first numbers of a field."""
+        start = self._places[name][0]
+        pack_into(f"{len(numbers)}i", self._memory, 4 * start, *numbers)
+
+    def put_draws(self, items: Sequence[StepInput]) -> None:
+        """Write how the targets of the inputs' needed rows are drawn: not at all without uniforms and without noise."""
+        rows = [len(item.tree.needed) for item in items]
+        settings, uniforms, start = list[tuple[float, ...]](), array("d"), 0
+        for item, count in zip(items, rows, strict=True):
+            sampling, drawn = item.sampling, item.uniforms or item.noise
+            settings.append(
+                (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) if drawn else NOT_DRAWN
+            )
+            uniforms.extend(item.uniforms or [0.0] * count)
+            if item.next_uniforms:
+                self.fields["next_uniforms"][start, : len(item.next_uniforms)] = item.next_uniforms
+            if item.noise:
+                self.fields["noise"][start : start + count] = item.noise
+            start += count
+        draws = self.fields["draws"]
+        draws[:start, :4] = settings[0] if len(set(settings)) == 1 else np.repeat(settings, rows, axis=0)
+        draws[:start, 4] = uniforms
+        draws[start:, 0] = 0.0
 
     def put_rules(self, line: int, rules: Sequence[float], mask_of: array[int]) -> None:
         """Write how the last entry's logits are adjusted."""
@@ -169,43 +222,13 @@ class Packet:
         counted.extend(tokens)
         return True
 
-    def _add_tiles(self, line: int, end: int, first: int, rows: int, queries: tuple[int, int], is_tree: int) -> None:
-        group, block = queries
-        for number in range(-(-rows * group // block)):
-            self._tiles += line, end, first, rows, number, is_tree
-
     def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
-        """Write what the entries gave, and the moves of accepted K/V, flat as in the fields."""
-        places, memory = self._places, self._memory
-        for name, numbers, rest in (
-            ("tokens", self._tokens, self._zeros),
-            ("entry_of", self._entry_of, self._minus_ones),
-            ("parents", self._parents, self._minus_ones),
-            ("needed", self._needed, self._zeros),
-        ):
-            start, end, *_ = places[name]
-            middle = start + len(numbers)
-            memory[start:middle] = numbers
-            memory[middle:end] = rest[: end - middle]
-        for name, flat in (("entries", self._entries), ("tiles", self._tiles), ("commits", commits), ("moves", moves)):
-            start = places[name][0]
-            memory[start : start + len(flat)] = array("i", flat)
-        start = places["counts"][0]
-        memory[start : start + 2] = array("i", (len(self._tiles) // TILE, len(commits) // 2))
-        if len(self.fields["draws"]):
-            self._end_draws()
+        """Write the moves of accepted K/V, flat as in the fields, and what is left to write."""
+        self._write_first("commits", commits)
+        self._write_first("moves", moves)
+        self._write_first("counts", (self._tiles, len(commits) // 2))
         if self.adjusted:
             self._end_rules()
-
-    def _end_draws(self) -> None:
-        """Write the settings and the uniforms of the needed rows."""
-        draws, count = self.fields["draws"], len(self._needed)
-        if len(set(self._settings)) == 1:
-            draws[:count, :4] = self._settings[0]
-        else:
-            draws[:count, :4] = np.repeat(self._settings, self._drawn_rows, axis=0)
-        draws[:count, 4] = self._uniforms
-        draws[count:, 0] = 0.0
 
     def _end_rules(self) -> None:
         """Write how the entries' logits are adjusted, and what is to be counted."""

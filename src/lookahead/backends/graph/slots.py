@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.pages import PagePool, PageTable
@@ -48,6 +49,11 @@ class Slots:
     def __getitem__(self, number: int) -> Slot:
         return self._open[number]
 
+    def of(self, inputs: Sequence[StepInput]) -> list[Slot]:
+        """The slots of these inputs."""
+        slots = self._open
+        return [slots[item.slot] for item in inputs]
+
     def __contains__(self, number: object) -> bool:
         return number in self._open
 
@@ -85,13 +91,18 @@ class Slots:
             slot.told = min(slot.told, len(slot.table.pages))
         return tokens <= self.kv.longest * PAGE and self.pool.reserve(slot.table, tokens)
 
-    def need_pages(self, slot: Slot, tokens: int) -> None:
-        """Take pages for so many tokens of the sequence, or raise MemoryError."""
-        if not self.has_pages(slot, tokens):
-            raise MemoryError(
-                f"no pages for a sequence of {tokens} tokens: {self.pool.used} of {self.kv.pages} pages are in use, "
-                f"and a sequence may have {self.kv.longest} of them"
-            )
+    def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
+        """Take pages for so many tokens of each sequence, or raise MemoryError."""
+        free = self.pool.free
+        for slot, count in zip(slots, tokens, strict=True):
+            if free and len(slot.table.pages) * PAGE >= count:
+                continue  # as `has_pages` would say, in a third of the time
+            if not self.has_pages(slot, count):
+                raise MemoryError(
+                    f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.kv.pages} pages are in use, "
+                    f"and a sequence may have {self.kv.longest} of them"
+                )
+            free = self.pool.free
 
     def tell_pages(self, slot: Slot) -> None:
         """Tell the device which pages the sequence has got since it was told last."""
@@ -99,6 +110,16 @@ class Slots:
         if slot.told < len(pages):
             self.kv.set_table(slot.line, [page + 1 for page in pages], slot.told)
             slot.told = len(pages)
+
+    def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
+        """Take the pages that sequences of so many tokens may need next, if there are plenty.
+
+        It takes long to tell the device of a page, so it is told while it runs a step, not between two of them.
+        """
+        for slot, count in zip(slots, tokens, strict=True):
+            enough = len(slot.table.pages) * PAGE >= count + PAGE // 2
+            if not enough and self.pool.free > len(self) and self.has_pages(slot, count + PAGE // 2):
+                self.tell_pages(slot)
 
     def forget_pages(self, slot: Slot) -> None:
         """Give all pages of a sequence back, if others may share some of them: new ones are its own."""

@@ -105,8 +105,9 @@ def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, a
     count = most_tiles(size, case.group, cut.block_m)
     packet = Packet(size, size, count, pinned=False)
     packet.begin()
-    for sequence in range(case.sequences):
-        packet.put(sequence, case.context, (), tree_of(case.count), (case.group, cut.block_m))
+    lines, lengths = range(case.sequences), [case.context] * case.sequences
+    trees = [tree_of(case.count)] * case.sequences
+    packet.put(lines, lengths, [()] * case.sequences, trees, (case.group, cut.block_m))
     packet.end((), ())
     rows = new_rows(packet.views(packet.host.to(tables.device)), tables, size)
     fused.place_nodes(rows)

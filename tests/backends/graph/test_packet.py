@@ -1,0 +1,78 @@
+"""The packet, which is written for all entries at once, against one that is written row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from lookahead.algorithm.tree import NO_GUESSES, TokenTree, window_layout
+from lookahead.backends.base import NO_TREE, StepInput
+from lookahead.backends.graph.backend import chain
+from lookahead.backends.graph.packet import Packet
+from lookahead.config import SamplingParams
+
+WINDOWED = window_layout(3, 4).tree(range(20, 29), NO_GUESSES)
+FORKED = TokenTree([5, 6, 7, 8], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
+ENTRIES: dict[str, list[tuple[int, Sequence[int], TokenTree]]] = {
+    "trees": [(3, (), FORKED), (70, (), chain([9], 1)), (0, (), FORKED)],
+    "a window": [(3, (), FORKED), (12, (), WINDOWED)],
+    "trails": [(3, (), FORKED), (0, range(100, 105), chain([9], 1)), (64, [1, 2, 3], NO_TREE), (5, (), WINDOWED)],
+    "one trail": [(0, [4] * 7, NO_TREE)],
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+@pytest.mark.parametrize("queries", [(1, 16), (4, 2)])
+def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
+    entries, (group, block) = ENTRIES[case], queries
+    packet = Packet(32, 24, 80, False)
+    for field in packet.fields.values():
+        field.fill(77)  # what an earlier step has left
+    packet.begin()
+    lengths, trails, trees = (list(part) for part in zip(*entries, strict=True))
+    starts = packet.put([10 + i for i in range(len(entries))], lengths, trails, trees, queries)
+    packet.end([0, 2], [8, 9, 10, 11])
+
+    tokens, parents, owners, needed = list[int](), list[int](), list[int](), list[int]()
+    expected, tiles, begins = list[list[int]](), list[list[int]](), list[int]()
+    for i, (length, trail, tree) in enumerate(entries):
+        line, first, begin = 10 + i, len(tokens), length + len(trail)
+        root = first + len(trail)
+        begins.append(len(needed))
+        needed += [root + node for node in tree.needed]
+        tokens += [*trail, *tree.tokens]
+        parents += [*[-1] * len(trail), *tree.parents]
+        owners += [i] * (len(trail) + len(tree))
+        expected.append([line, length, first, len(trail), len(tree)])
+        for start, rows, is_tree in ((first, len(trail), 0), (root, len(tree), 1)):
+            tiles += [[line, begin, start, rows, n, is_tree] for n in range(-(-rows * group // block))]
+    fields, pad = packet.fields, 32 - len(tokens)
+    assert (starts, packet.needed) == (begins, len(needed))
+    assert fields["tokens"].tolist() == tokens + [0] * pad
+    assert fields["parents"].tolist() == parents + [-1] * pad
+    assert fields["entry_of"].tolist() == owners + [-1] * pad
+    assert fields["needed"].tolist() == needed + [0] * (24 - len(needed))
+    assert fields["entries"][: len(entries)].tolist() == expected
+    assert fields["tiles"][: len(tiles)].tolist() == tiles
+    assert fields["counts"].tolist() == [len(tiles), 1]
+    assert fields["commits"][0].tolist() == [0, 2]
+    assert fields["moves"][:2].tolist() == [[8, 9], [10, 11]]
+
+
+def test_draws_of_different_requests() -> None:
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    items = [
+        StepInput(0, (), FORKED, drawn, [0.1, 0.2, 0.3, 0.4]),
+        StepInput(1, (), chain([9], 1), greedy, ()),
+        StepInput(2, (), chain([9], 1), drawn, [0.5], next_uniforms=[0.6, 0.7]),
+    ]
+    packet = Packet(8, 8, 8, False, drawn=True)
+    packet.fields["draws"].fill(77)
+    packet.put_draws(items)
+    settings = [0.7, 5.0, 0.9, 0.1]
+    found = packet.fields["draws"].tolist()
+    assert found[:4] == [[*settings, uniform] for uniform in (0.1, 0.2, 0.3, 0.4)]
+    assert found[4:6] == [[0.0, 0.0, 1.0, 0.0, 0.0], [*settings, 0.5]]
+    assert [row[0] for row in found[6:]] == [0.0, 0.0]
+    assert packet.fields["next_uniforms"][5, :2].tolist() == [0.6, 0.7]
