@@ -115,16 +115,19 @@ def first_shapes(group: int) -> list[tuple[int, int]]:
 def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:
     """Steps of one sequence that together have every kind: the lengths of trail and tree, and the needed nodes.
 
-    A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`.
+    A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`. Kinds differ by their
+    sizes, and by how many tiles there are. A trail or a tree has most tiles for its rows where its last row begins one.
     """
     few = 2 * SMALL_TILE // group
-    trees = {0, 1, few, few + 1, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget}
+    begin = [{row * block // group + 1 for row in range(most * group // block)} for block in (SMALL_TILE, LARGE_TILE)]
+    trees = {0, few, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget, *begin[0], *begin[1]}
     before = 0
     for size in sizes_to(min(tokens + budget, most)):
-        for tree in sorted({min(tree, budget, size) for tree in trees | {size}}, reverse=True):
-            for rows in (before + 1, min(size, most)):
-                trail = rows - tree
-                for needed in (tree, min(1, tree)):
-                    if 0 <= trail <= tokens:
+        for tree in sorted({tree for tree in trees | {size} if tree <= min(budget, size)}, reverse=True):
+            least, longest = max(0, before + 1 - tree), min(size - tree, tokens)
+            trails = {least, longest, *[max((row for row in one if row <= longest), default=0) for one in begin]}
+            for trail in sorted(trails):
+                for needed in {tree, min(1, tree)}:
+                    if least <= trail <= longest:
                         yield trail, tree, needed
         before = size

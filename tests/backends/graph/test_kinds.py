@@ -1,0 +1,36 @@
+"""Kinds of steps: what is captured in advance is all that one sequence can ask for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lookahead.backends.base import StepInput
+from lookahead.backends.graph.backend import NO_TREE, chain
+from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of
+from lookahead.config import SamplingParams
+
+PROCESSORS = 132
+"""Those of an H200."""
+MOST_ROWS = 1024
+
+
+def kind(weights: Any, trail: int, nodes: int, needed: int) -> StepKind:
+    tree = chain([0] * nodes, needed) if nodes else NO_TREE
+    item = StepInput(0, [0] * trail, tree, SamplingParams(), ())
+    return kind_of([item], [0], weights, PROCESSORS, invariant=True)
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (32, 8), (32, 32)])
+def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, tokens: int, budget: int) -> None:
+    weights = SimpleNamespace(heads=heads, kv_heads=kv_heads)
+    shapes = set(every_shape(tokens, budget, MOST_ROWS, heads // kv_heads))
+    assert all(trail <= tokens and nodes <= budget and trail + nodes > 0 for trail, nodes, _ in shapes)
+    prepared = {kind(weights, *shape) for shape in shapes}
+    for trail in range(tokens + 1):
+        for nodes in range(0 if trail else 1, budget + 1):
+            for needed in {nodes, min(1, nodes)}:
+                assert kind(weights, trail, nodes, needed) in prepared, (trail, nodes, needed)
