@@ -115,8 +115,9 @@ def first_shapes(group: int) -> list[tuple[int, int]]:
 def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:
     """Steps of one sequence that together have every kind: the lengths of trail and tree, and the needed nodes.
 
-    A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`. Kinds differ by their
-    sizes, and by how many tiles there are. A trail or a tree has most tiles for its rows where its last row begins one.
+    A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`. Kinds differ by
+    their sizes, and by how many tiles there are. A trail or a tree has most tiles for its rows where its last row
+    begins one.
     """
     few = 2 * SMALL_TILE // group
     begin = [{row * block // group + 1 for row in range(most * group // block)} for block in (SMALL_TILE, LARGE_TILE)]
