@@ -20,7 +20,6 @@ import pytest
 from http_server import Running, running, soon
 
 from lookahead.serve import life
-from lookahead.serve import service as module
 from lookahead.serve.reply import Reply
 from lookahead.serve.settings import ServeSettings
 
@@ -311,29 +310,3 @@ def test_only_the_command_freezes_what_is_loaded(loaded: Any, monkeypatch: pytes
     life.serve(loaded, ServeSettings(), done.append)
     assert done == ["freeze", f"run with {life.YOUNG_OBJECTS}", "unfreeze"]
     assert gc.get_threshold() == threshold
-
-
-def test_a_request_waits_for_the_device_to_run(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its door, as long as the engine's thread prepares a step; and not for ever, if that never ends."""
-    service, front, loop = server.service, type(server.model.front), server.service._loop
-    assert loop is not None
-    monkeypatch.setattr(front, "busy", True)
-
-    def calm() -> Any:
-        future = asyncio.run_coroutine_threadsafe(service.calm(), loop)
-        assert soon(lambda: bool(service._waiting_for_calm) or future.done(), 2)
-        return future
-
-    assert calm().result(2) is None
-    service._waiting_for_calm.clear()
-    monkeypatch.setattr(module, "MOST_CALM", 60.0)
-    waits = calm()
-    assert not waits.done()
-    monkeypatch.setattr(front, "busy", False)
-    loop.call_soon_threadsafe(service._arrived, [], 0.0)
-    assert waits.result(2) is None
-    assert calm().result(2) is None  # nothing to wait for
-    monkeypatch.setattr(front, "busy", True)
-    monkeypatch.setattr(module, "MOST_CALM", 0.01)
-    answer = server.client.post("/v1/completions", json={"prompt": "the", "max_tokens": 3, "temperature": 0})
-    assert answer.status_code == 200

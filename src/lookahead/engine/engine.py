@@ -40,8 +40,7 @@ class Engine:
 
     With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
     was measured; the engine notes how long they really take (`times`). `most_beside`: see `scheduler`. `watch`, if set,
-    is called after every pass with its rows and its seconds, and `while_running` while the device runs one. `waits` is
-    True while the engine itself has nothing to do but wait for the device.
+    is called after every pass with its rows and its seconds, and `while_running` while the device runs one.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Engine:
         self.backend, self.pace = backend, pace
         self.watch: Callable[[int, float], None] | None = None
         self.while_running: Callable[[], None] | None = None
-        self.waits = False
         self.times = None if cost is None else PassTimes(cost)
         self._scheduler = Scheduler(backend, max_sequences, most_beside)
         self._requests: dict[int, Request] = {}
@@ -202,13 +200,9 @@ class Engine:
         begin = perf_counter()
         running = self.backend.launch(inputs)
         self._learn_while_running(one.parts)
-        self.waits = True
-        try:
-            if self.while_running is not None:
-                self.while_running()
-            outputs = self.backend.collect(running)
-        finally:
-            self.waits = False
+        if self.while_running is not None:
+            self.while_running()
+        outputs = self.backend.collect(running)
         seconds = perf_counter() - begin
         if self.watch is not None:
             self.watch(one.tokens, seconds)

@@ -115,11 +115,6 @@ class Front:
         """Why the engine cannot be trusted now: the error of its last step, or of its thread, which has ended."""
         return self._core.failure
 
-    @property
-    def busy(self) -> bool:
-        """Whether the engine's thread prepares the device's next step right now, while the device waits for it."""
-        return self._core.busy
-
     def submit(self, request: Request, told: Told | None = None) -> Ticket:
         """Hand a request in. Raises ValueError if it could never run. All tickets of a step that have the same `told`
         share one call of it."""
@@ -199,10 +194,6 @@ class Core:
         self._tell_late = getattr(engine.backend.device, "type", None) == "cuda"
         if self._tell_late:
             engine.while_running = self._tell
-
-    @property
-    def busy(self) -> bool:
-        return self._tell_late and bool(self.tickets) and not self.engine.waits
 
     def work(self) -> None:
         """Step until there is nothing left to do."""

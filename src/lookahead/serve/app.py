@@ -37,13 +37,7 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
     for part in (pages, tokens, completions, chat, responses):
         app.include_router(part.router)
     errors.install(app, service.metrics.refused)
-    app.add_middleware(
-        Gate,
-        keys=service.keys,
-        max_body=settings.max_body,
-        refused=service.metrics.refused,
-        calm=service.calm,
-    )
+    app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]

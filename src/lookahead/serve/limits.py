@@ -73,12 +73,10 @@ def is_open(method: str, path: str) -> bool:
 
 
 class Gate:
-    """Middleware in front of all routes: who asks, whether the body may come in, and the right moment (`calm`)."""
+    """Middleware in front of all routes: who asks, and whether the body may come in."""
 
-    def __init__(
-        self, app: App, keys: KeyRing, max_body: int, refused: Counter[str], calm: Callable[[], Awaitable[None]]
-    ) -> None:
-        self.app, self.keys, self.max_body, self.refused, self.calm = app, keys, max_body, refused, calm
+    def __init__(self, app: App, keys: KeyRing, max_body: int, refused: Counter[str]) -> None:
+        self.app, self.keys, self.max_body, self.refused = app, keys, max_body, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,7 +91,6 @@ class Gate:
             if scope["method"] == "POST":
                 self._check_headers(headers)
                 receive = await self._read_whole(receive)
-                await self.calm()
         except ApiError as error:
             self.refused[str(error.status)] += 1
             error.headers.setdefault("Connection", "close")  # what is left of the body is not read

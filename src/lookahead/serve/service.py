@@ -34,8 +34,6 @@ R = TypeVar("R")
 
 SMALL = 4096
 """Bytes of a body up to which it is prepared on the event loop: a longer one would hold up the other streams."""
-MOST_CALM = 0.01
-"""The most seconds that a request waits for a better moment: two steps on a GPU."""
 
 
 class Service:
@@ -59,7 +57,6 @@ class Service:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="lookahead-prepare")
         self._probing: Ticket | None = None
-        self._waiting_for_calm: list[asyncio.Future[None]] = []
         self.keeper: Keeper | None = None
         if settings.memory_folder is not None:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
@@ -139,19 +136,6 @@ class Service:
             self.queue.leave(perf_counter() - job.begin if finished else None)
             self.metrics.finished(job, perf_counter())
 
-    async def calm(self) -> None:
-        """Wait until the device runs a step, if the engine's thread is preparing one now.
-
-        To read a request and make its job takes about 2 ms of the interpreter, which the engine's thread would have to
-        share while the device stands still. The wait ends after `MOST_CALM` at the latest.
-        """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + MOST_CALM
-        while self.model.front.busy and (left := until - loop.time()) > 0:
-            turn = loop.create_future()
-            self._waiting_for_calm.append(turn)
-            await asyncio.wait([turn], timeout=left)
-
     # What the engine tells.
 
     def _told(self, tickets: Sequence[Ticket]) -> None:
@@ -162,10 +146,6 @@ class Service:
                 loop.call_soon_threadsafe(self._arrived, tickets, perf_counter())
 
     def _arrived(self, tickets: Sequence[Ticket], now: float) -> None:
-        waiting, self._waiting_for_calm = self._waiting_for_calm, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
         for ticket in tickets:
             found = self._jobs.get(ticket.request)
             if found is not None:

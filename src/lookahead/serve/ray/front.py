@@ -49,7 +49,6 @@ class RemoteFront:
     """
 
     failure: BaseException | None = None
-    busy = False
 
     def __init__(self, replicas: DeploymentHandle[Any], version: str) -> None:
         self._replicas, self._version = replicas, version
