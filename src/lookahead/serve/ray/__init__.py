@@ -8,6 +8,7 @@
     mirror         takes the place of the model and of its sequences there
     conversations  which requests belong together
     replica        an engine, which speaks no HTTP
+    ranks          the processes of a replica that is a group of ranks
     board          what the replicas say of themselves; gather: their metrics as one text
     wire           what goes over the hop between ingress and replica
 

@@ -41,6 +41,7 @@ def build(settings: RaySettings) -> serve.Application:
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         graceful_shutdown_timeout_s=own.drain_seconds,
         **_count(settings),
+        **_place(settings),
     ).bind(settings_for_replicas(settings), board)
     return deployed(
         serve.ingress()(Ingress),
@@ -80,6 +81,14 @@ def _count(settings: RaySettings) -> dict[str, Any]:
             target_ongoing_requests=settings.target,
         )
     }
+
+
+def _place(settings: RaySettings) -> dict[str, Any]:
+    """Where the ranks of a replica are: on one machine, all of them or none."""
+    if settings.ranks == 1:
+        return {}
+    given = {name: value for name, value in (("CPU", settings.cpus), ("GPU", settings.gpus)) if value}
+    return {"placement_group_bundles": [given] * settings.ranks, "placement_group_strategy": "STRICT_PACK"}
 
 
 def app(options: dict[str, Any]) -> serve.Application:

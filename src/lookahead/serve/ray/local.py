@@ -33,11 +33,13 @@ def check_machine(settings: RaySettings, gpus: int) -> None:
         raise ValueError(f"--device {settings.device} names one GPU, and Ray deals them out; use --device cuda")
     if not settings.gpus:
         return
+    processes = settings.most * settings.ranks
+    what = "replicas" if settings.ranks == 1 else f"ranks ({settings.most} replicas of {settings.ranks})"
     together = int(1 / settings.gpus) if settings.gpus <= 1 else 0  # how many replicas share a GPU
     room = gpus * together if together else gpus // int(settings.gpus)
-    if settings.most > room:
+    if processes > room:
         raise ValueError(
-            f"{settings.most} replicas with {settings.gpus:g} GPUs each, and this machine's {gpus} have room for "
+            f"{processes} {what} with {settings.gpus:g} GPUs each, and this machine's {gpus} have room for "
             f"{room}; lower --replicas, or --gpus-per-replica so that they share"
         )
 
@@ -54,7 +56,7 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, int(settings.most * settings.cpus) + 1),
+        num_cpus=max(os.cpu_count() or 1, int(settings.most * settings.ranks * settings.cpus) + 1),
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,12 @@ from lookahead.serve.errors import ApiError, bad_request, internal, unavailable
 from lookahead.serve.jobs import Ask, Job, Piece
 from lookahead.serve.life import SWITCH_SECONDS
 from lookahead.serve.memory import folder_of
+from lookahead.serve.ranks import LeadingService
 from lookahead.serve.ray.board import PERIOD
+from lookahead.serve.ray.ranks import Ranks
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Chunk, Errand, Facts, GrammarText, as_fields
+from lookahead.serve.ray.wire import Chunk, Errand, Facts, as_fields
+from lookahead.serve.recipes import GrammarText
 from lookahead.serve.service import Service
 
 CHUNK_SECONDS = 0.001
@@ -57,6 +60,10 @@ class ReplicaService(Service):
         return ReplicaJob(self.model, self.tokenizer, ask, index)
 
 
+class LeadingReplicaService(LeadingService, ReplicaService):
+    """The service of a replica that is a group of ranks."""
+
+
 class Replica:
     """The engine's deployment. Every call of `decode` is one sequence."""
 
@@ -66,18 +73,16 @@ class Replica:
         sys.setswitchinterval(SWITCH_SECONDS)
         context = serve.get_replica_context()
         self.name, self._board = context.replica_id.unique_id, board
-        model = await asyncio.to_thread(  # Ray asks meanwhile whether the process is alive
-            lookahead.load,
-            settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            backend=settings.backend,
-            config=settings.config,
-        )
+        ranks = Ranks(settings) if settings.ranks > 1 else None
+        # In a thread: Ray asks meanwhile whether the process is alive.
+        model = await asyncio.to_thread(load if ranks is None else ranks.load, settings)
+        kind: Callable[..., ReplicaService] = ReplicaService
+        if ranks is not None:
+            kind, self._ranks = LeadingReplicaService, asyncio.ensure_future(ranks.end_together())
         told = settings.for_replicas()
         if told.memory_folder is not None:  # two replicas must not write the same file
             told = replace(told, memory_folder=told.memory_folder / f"replica-{context.rank.rank}")
-        self.service = ReplicaService(model, told)
+        self.service = kind(model, told)
         self.version = version_of(model, settings)
         await self.service.start()
         await self.introduce(self.name)
@@ -144,9 +149,21 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Ray when the replica has drained."""
+        if hasattr(self, "_ranks"):
+            self._ranks.cancel()
         if hasattr(self, "_posting"):
             self._posting.cancel()
             await self.service.close()
+
+
+def load(settings: RaySettings) -> LookaheadModel:
+    return lookahead.load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        backend=settings.backend,
+        config=settings.config,
+    )
 
 
 def version_of(model: LookaheadModel, settings: RaySettings) -> str:

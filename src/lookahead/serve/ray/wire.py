@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine.request import Event, TokenMask
+from lookahead.engine.request import Event
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError
-from lookahead.serve.grammar import Grammars
 from lookahead.serve.jobs import Ask
 from lookahead.stats import Stats
 
@@ -46,17 +45,6 @@ class Facts:
             model.stop_ids,
             model.default_config,
         )
-
-
-@dataclass(frozen=True)
-class GrammarText:
-    """A grammar that is compiled where the sequence runs. It stands in place of a mask until then."""
-
-    grammar: str
-    least: int
-
-    def mask(self, grammars: Grammars) -> TokenMask:
-        return grammars.mask(self.grammar, self.least)
 
 
 @dataclass
