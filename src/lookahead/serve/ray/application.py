@@ -79,6 +79,8 @@ def _count(settings: RaySettings) -> dict[str, Any]:
             min_replicas=settings.replicas,
             max_replicas=settings.max_replicas,
             target_ongoing_requests=settings.target,
+            upscale_delay_s=settings.upscale_seconds,
+            downscale_delay_s=settings.downscale_seconds,
         )
     }
 

@@ -20,7 +20,8 @@ class RaySettings:
 
     `model`, `dtype`, `device`, `backend` and `config` are those of `lookahead.load`, which every replica calls.
     `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many that
-    each has about `target_ongoing` sequences. A replica may be a group of several `ranks` on one machine, which share
+    each has about `target_ongoing` sequences. Their number grows when the load has asked for that for `upscale_seconds`
+    on end, and shrinks after `downscale_seconds`; Ray looks every few seconds. A replica may be a group of several `ranks` on one machine, which share
     every step (see `lookahead.parallel`). `gpus` and `cpus` are what a replica, or each of its ranks, is given of a
     machine's. A part of a GPU is allowed, then several share one. `ingresses` is how many processes speak HTTP.
 
@@ -37,6 +38,8 @@ class RaySettings:
     ranks: int = 1
     max_replicas: int | None = None
     target_ongoing: float | None = None
+    upscale_seconds: float = 30.0
+    downscale_seconds: float = 600.0
     gpus: float = 0.0
     cpus: float = 1.0
     ingresses: int = 1
@@ -56,6 +59,9 @@ class RaySettings:
                 f"target_ongoing={self.target_ongoing} must be above 0, and at most "
                 f"max_concurrency={self.serve.max_concurrency}"
             )
+        for name in ("upscale_seconds", "downscale_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds from 0 up")
         for name in ("gpus", "cpus"):
             value = getattr(self, name)
             if not (0 <= value < math.inf) or (name == "gpus" and value > 1 and value % 1):
