@@ -66,7 +66,7 @@ def test_limits_are_wired_to_ray() -> None:
     ingress = build(RaySettings(replicas=2, **scales, gpus=0.5, serve=own))
     _, replicas, _ = ingress._bound_deployment.init_args
     deployment = replicas._bound_deployment
-    assert deployment.max_ongoing_requests == 7
+    assert deployment.max_ongoing_requests == 8  # and a channel of the ingress
     assert deployment.max_queued_requests == 11
     assert deployment.ray_actor_options["num_gpus"] == 0.5
     scaling = deployment._deployment_config.autoscaling_config

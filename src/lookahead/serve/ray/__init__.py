@@ -5,6 +5,7 @@
     local          `lookahead serve --replicas`: a cluster of one machine
     ingress        speaks HTTP: the same routes, keys and limits as one process, in front of replicas
     front          takes the place of the engine there; it continues a stream when a replica dies
+    channels       carry the chunks of many sequences in one stream
     mirror         takes the place of the model and of its sequences there
     conversations  which requests belong together
     replica        an engine, which speaks no HTTP

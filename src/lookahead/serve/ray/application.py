@@ -36,7 +36,7 @@ def build(settings: RaySettings) -> serve.Application:
     board = deployed(Board, num_replicas=1, max_ongoing_requests=MANY, ray_actor_options=light).bind()
     replicas = deployed(
         Replica,
-        max_ongoing_requests=own.max_concurrency,
+        max_ongoing_requests=own.max_concurrency + settings.ingresses,  # each ingress may have a channel
         max_queued_requests=max(1, own.max_queue),
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         graceful_shutdown_timeout_s=own.drain_seconds,

@@ -24,6 +24,7 @@ from lookahead.serve.life import SWITCH_SECONDS
 from lookahead.serve.memory import folder_of
 from lookahead.serve.ranks import LeadingService
 from lookahead.serve.ray.board import PERIOD
+from lookahead.serve.ray.channels import Numbered, Outbox
 from lookahead.serve.ray.ranks import Ranks
 from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.ray.wire import Chunk, Errand, Facts, as_fields
@@ -73,6 +74,7 @@ class Replica:
         sys.setswitchinterval(SWITCH_SECONDS)
         context = serve.get_replica_context()
         self.name, self._board = context.replica_id.unique_id, board
+        self._outboxes: dict[str, Outbox] = {}  # by ingress
         ranks = Ranks(settings) if settings.ranks > 1 else None
         # In a thread: Ray asks meanwhile whether the process is alive.
         model = await asyncio.to_thread(load if ranks is None else ranks.load, settings)
@@ -100,7 +102,7 @@ class Replica:
 
     async def decode(self, errand: Errand) -> AsyncIterator[Chunk]:
         """Generate a sequence, or what is left of it. One chunk per step, or fewer if there are many sequences."""
-        at = len(errand.ask.output)
+        first = at = len(errand.ask.output)
         try:
             if errand.version != self.version:
                 raise unavailable("the model was replaced while it answered; ask again")
@@ -109,7 +111,12 @@ class Replica:
                 job = reply.jobs[0]
                 while (pieces := await reply.next()) is not None:
                     for piece in cast("list[Events]", pieces):
-                        yield self._chunk(at, job, piece.events)
+                        chunk = self._chunk(at, job, piece.events)
+                        outbox = self._outboxes.get(errand.ingress)
+                        if outbox is None or at == first or chunk.stats is not None:
+                            yield chunk
+                        else:
+                            outbox.put(errand.number, chunk)
                         at += sum(len(event.tokens) for event in piece.events)
                     if (others := len(self.service.replies) - 1) > 0:
                         await asyncio.sleep(CHUNK_SECONDS * others)
@@ -117,6 +124,17 @@ class Replica:
             yield Chunk(at, [], error=as_fields(error))
         except Exception as error:
             yield Chunk(at, [], error=as_fields(internal(error)))
+
+    async def listen(self, ingress: str, replica: str) -> AsyncIterator[list[Numbered]]:
+        """A channel: chunks of all sequences of an ingress. Empty if it was meant for another replica."""
+        if replica != self.name or ingress in self._outboxes:
+            return
+        outbox = self._outboxes[ingress] = Outbox()
+        try:
+            async for batch in outbox.batches():
+                yield batch
+        finally:
+            del self._outboxes[ingress]
 
     def _ask(self, errand: Errand) -> Ask:
         """The sequence with an owner and a mask of this process."""

@@ -19,11 +19,12 @@ class RaySettings:
     """What the replicas of a server can be told, besides the server's own settings (`serve`).
 
     `model`, `dtype`, `device`, `backend` and `config` are those of `lookahead.load`, which every replica calls.
-    `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many that
-    each has about `target_ongoing` sequences. Their number grows when the load has asked for that for `upscale_seconds`
-    on end, and shrinks after `downscale_seconds`; Ray looks every few seconds. A replica may be a group of several `ranks` on one machine, which share
-    every step (see `lookahead.parallel`). `gpus` and `cpus` are what a replica, or each of its ranks, is given of a
-    machine's. A part of a GPU is allowed, then several share one. `ingresses` is how many processes speak HTTP.
+    `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many
+    that each has about `target_ongoing` sequences. Their number grows when the load has asked for that for
+    `upscale_seconds` on end, and shrinks after `downscale_seconds`; Ray looks every few seconds. A replica may be a
+    group of several `ranks` on one machine, which share every step (see `lookahead.parallel`). `gpus` and `cpus` are
+    what a replica, or each of its ranks, is given of a machine's. A part of a GPU is allowed, then several share one.
+    `ingresses` is how many processes speak HTTP.
 
     `serve.max_concurrency` counts the sequences of one replica. `serve.max_queue` counts those that wait at one
     ingress.

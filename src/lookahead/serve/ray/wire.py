@@ -51,17 +51,22 @@ class Facts:
 class Errand:
     """A sequence that a replica is asked for. `ask.output` is what other replicas have generated of it.
 
-    `owner` is the place of its key in the list of keys.
+    `owner` is the place of its key in the list of keys. `ingress` is who asks, and `number` the errand's own there: see
+    `channels`.
     """
 
     ask: Ask
     owner: int
     version: str
+    ingress: str = ""
+    number: int = 0
 
     @classmethod
-    def of(cls, ask: Ask, owner: int, version: str, output: Sequence[int]) -> Errand:
+    def of(
+        cls, ask: Ask, owner: int, version: str, output: Sequence[int], ingress: str = "", number: int = 0
+    ) -> Errand:
         without: Any = None  # an owner has memories, which stay where they are
-        return cls(replace(ask, owner=without, output=list(output)), owner, version)
+        return cls(replace(ask, owner=without, output=list(output)), owner, version, ingress, number)
 
 
 @dataclass
