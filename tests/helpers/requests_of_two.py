@@ -7,6 +7,16 @@ from typing import Any
 CONFIG = {"window": 3, "ngram": 4, "guesses": 4, "budget": 40}
 SAMPLED = {"max_tokens": 16, "temperature": 0.8, "seed": 5}
 CHANGES = ["none", "weight", "swap", "config", "dtype", "vocabulary"]
+LED: list[dict[str, Any]] = [
+    {"prompt": "the fox", "settings": {"max_tokens": 30}},
+    {"prompt": "once more", "settings": {**SAMPLED, "max_tokens": 24}},
+    {"prompt": "a dog", "settings": {"max_tokens": 40}, "cancel_after": 2},
+    {"prompt": "the fox and the dog", "settings": {**SAMPLED, "stop": ["o", "x"]}},
+    {"prompt": "once", "settings": {**SAMPLED, "max_tokens": 40, "seed": 8}, "cancel_after": 1},
+    {"prompt": "more", "settings": {"max_tokens": 12, "repetition_penalty": 1.3, "logit_bias": [[5, 2.0]]}},
+    {"prompt": "the dog", "settings": {**SAMPLED, "max_tokens": 20, "method": "autoregressive"}},
+]
+"""What rank 0 alone is asked for, all at once."""
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "the fox", "settings": {"max_tokens": 20}},
     {"prompt": ["the fox", "once more", "a dog"], "settings": SAMPLED},

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,46 @@ def _answer(model: Any, asked: list[Task], found: list[Any]) -> None:
             found.append([[*_said(answer), answer.text] for answer in answers])
         except (ValueError, TypeError) as error:
             found.append(str(error))
+
+
+def led(task: Task) -> Any:
+    """Rank 0 takes requests from many threads at once, in waves, and the others follow. It reports what each request
+    got, and how many notes are left in the store."""
+    import lookahead.parallel
+    from lookahead.parallel.lead import Recipe
+
+    group = join(timeout=30)
+    model = lookahead.parallel.load(task["model"], group=group, config=LookaheadConfig(**task["config"]))
+
+    def make(data: Task) -> Any:
+        return model._answer(data["prompt"], **data["settings"]).request
+
+    with group:
+        if RANK:
+            model.follow(make)
+            return model.backend.passes
+        model.lead()
+
+        def ask(asked: Task) -> list[int]:
+            request = make(asked)
+            request.recipe = Recipe(asked)
+            ticket, tokens, left = model.front.submit(request), [], asked.get("cancel_after", -1)
+            for event in ticket:
+                tokens += event.tokens
+                left -= 1
+                if left == 0:
+                    model.front.cancel(ticket)
+            return tokens
+
+        with ThreadPoolExecutor(len(task["requests"])) as threads:
+            waves = [list(threads.map(ask, task["requests"])) for _ in range(3)]
+        without = model._answer("the fox", max_tokens=2).request
+        try:
+            model.front.submit(without).wait()
+        except ValueError as error:
+            waves.append(str(error))
+        waves.append([model.backend.passes, model.front._core._written - model.front._core._erased])
+    return waves
 
 
 def _said(answer: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, decode_alone, random_cases
-from requests_of_two import CHANGES, CONFIG, REQUESTS
+from requests_of_two import CHANGES, CONFIG, LED, REQUESTS
 from worlds import World
 
 import lookahead
@@ -30,6 +30,7 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
         {"do": "requests", "model": str(folder), "config": CONFIG, "requests": REQUESTS},
         {"do": "requests", "model": str(folder), "requests": REQUESTS[:1]},
         {"do": "mismatch", "model": str(folder), "changes": CHANGES},
+        {"do": "led", "model": str(folder), "config": CONFIG, "requests": LED},
     ]
     home = tmp_path_factory.mktemp("two")
     with World(home, 2, *parts, variables={"LOOKAHEAD_CACHE": str(home / "cache")}) as world:
@@ -77,6 +78,24 @@ def test_a_measured_config_is_rank_0s(two: list[list[Any]]) -> None:
     window, times = first[0]
     assert window in (0, LookaheadConfig().window)
     assert times is None or min(times) > 0
+
+
+def test_rank_0_leads(two: list[list[Any]], folder: Path) -> None:
+    """It takes requests from many threads, and cancels some; the other rank makes the same steps."""
+    (*waves, refused, (passes, left)), followed = (report[4] for report in two)
+    alone = lookahead.load(folder, config=LookaheadConfig(**CONFIG))
+    assert len(waves) == 3
+    for wave in waves:
+        for asked, tokens in zip(LED, wave, strict=True):
+            expected = alone.generate(asked["prompt"], **asked["settings"]).token_ids
+            assert tokens
+            if "cancel_after" in asked:
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected
+    assert refused == "a request without a recipe cannot run on several ranks"
+    assert followed == passes > 0
+    assert left < 6  # what all ranks have read was erased
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from signal import Signals
 from typing import Any
 
 from lookahead.cli.common import FAILED, Host, Model
@@ -46,12 +47,13 @@ class Ranks:
         """Whether this process is a rank other than 0: it shows nothing."""
         return self.together and self.started and os.environ["RANK"] != "0"
 
-    def launch(self, host: Host, prompt: str | None) -> int:
-        """Start all ranks and wait for them; rank 0 reads `prompt` from its stdin. Returns the exit code."""
+    def launch(self, host: Host, prompt: str | None, forwarded: Sequence[Signals] = ()) -> int:
+        """Start all ranks and wait for them; rank 0 reads `prompt` from its stdin, and gets the `forwarded` signals.
+        Returns the exit code."""
         from lookahead.parallel.launch import LOOKAHEAD, launch
 
         command = [*LOOKAHEAD, *host.arguments]
-        return launch(command, self.count or 1, prompt, lambda line: host.say(line, style="red"))
+        return launch(command, self.count or 1, prompt, lambda line: host.say(line, style="red"), forwarded)
 
     def load(self, host: Host, settings: Settings) -> Model:
         """Load the model, together with the other ranks if there are any."""

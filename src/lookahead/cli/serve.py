@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lookahead.cli.common import Host
+from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import BACKENDS, DTYPES, check_place
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
@@ -63,17 +65,26 @@ def serve(
     ] = None,
     gpus: Annotated[
         float | None,
-        typer.Option("--gpus-per-replica", help="GPUs of each replica; 0.5 lets two share one. 1 if there are any."),
+        typer.Option("--gpus-per-replica", help="GPUs of each replica, or of each of its ranks; 0.5: two share one."),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Processes that share every step's tokens, each with the model.")
+    ] = None,
+    rank_timeout: Annotated[
+        float, typer.Option("--rank-timeout", help="Seconds without an answer of a rank that end the server.")
+    ] = 60.0,
 ) -> None:
     """Serve a model over HTTP, for any OpenAI client. A reply does not depend on who else is being served."""
     console = ctx.ensure_object(Host)
     check_place(dtype, device, backend)
     check_extra(EXTRA, "serve")
+    several = Ranks(ranks, rank_timeout, check=False)
     if replicas is not None:
         check_extra(RAY, "ray")
     elif gpus is not None:
         raise ValueError("--gpus-per-replica belongs to --replicas; give that, too")
+    if replicas is None and several.together and not several.started:
+        raise typer.Exit(several.launch(console, None, forwarded=(signal.SIGTERM, signal.SIGINT)))
 
     from lookahead.cache import cache_dir
     from lookahead.serve.keys import read_keys
@@ -98,10 +109,31 @@ def serve(
         log_prompts=log_prompts,
     )
     if replicas is not None:
-        serve_replicas(settings, replicas, gpus, console, model=model, dtype=dtype, device=device, backend=backend)
+        where = {"model": model, "dtype": dtype, "device": device, "backend": backend}
+        serve_replicas(settings, replicas, gpus, console, ranks=ranks or 1, **where)
+        return
+    if several.together:
+        with several.watched(console):
+            serve_together(several, settings, console, model, dtype=dtype, device=device, backend=backend)
         return
     loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=console.say)
     run(loaded, settings, console.say)
+
+
+def serve_together(several: Ranks, settings: Any, console: Host, name: str | None, **place: Any) -> None:
+    """Serve with an engine of several ranks, of which this process is one: rank 0 serves, and the others follow."""
+    import lookahead.parallel
+    from lookahead.serve.life import serve as run
+    from lookahead.serve.ranks import LeadingService, follow
+
+    log = None if several.follows else console.say
+    model = lookahead.parallel.load(name, **place, log=log, ranks=several.count, timeout=several.timeout)
+    if several.follows:
+        follow(model, settings)
+    else:
+        model.lead()
+        run(model, settings, console.say, LeadingService)
+    model.close()
 
 
 def serve_replicas(settings: Any, replicas: int, gpus: float | None, console: Host, **model: Any) -> None:

@@ -99,11 +99,11 @@ class Front:
     """A thread-safe door to an engine. The answer to a request is that of its run alone, whoever else asks.
 
     With `thread=False` the engine is stepped by the thread that reads a ticket. That is for ranks, which must all make
-    the same calls in the same order.
+    the same calls in the same order. `core` is what the thread works on, if it is not a plain `Core`.
     """
 
-    def __init__(self, engine: Engine, thread: bool = True) -> None:
-        self._core = Core(engine)
+    def __init__(self, engine: Engine, thread: bool = True, core: Core | None = None) -> None:
+        self._core = core or Core(engine)
         self._inbox: SimpleQueue[Core | None] | None = SimpleQueue() if thread else None
         self._threads: list[threading.Thread] = []  # none yet, or one
         self._starting = threading.Lock()
@@ -195,9 +195,13 @@ class Core:
         if self._tell_late:
             engine.while_running = self._tell
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.tickets or self.commands)
+
     def work(self) -> None:
         """Step until there is nothing left to do."""
-        while self.tickets or self.commands:
+        while self.has_work:
             self.turn()
 
     def turn(self) -> None:
@@ -215,11 +219,15 @@ class Core:
                 self._note(ticket)
                 self.failure = None
         except BaseException as error:
-            self.engine.abort()
-            self._fail(error)
+            self.recover(error)
         # The next step tells, if one follows, and unless this one had been meant to and did not run at all.
         if not self._tell_late or not self.tickets or self._news is untold:
             self._tell()
+
+    def recover(self, error: BaseException) -> None:
+        """After a step that failed: every request fails, and the engine is empty."""
+        self.engine.abort()
+        self._fail(error)
 
     def die(self, error: BaseException) -> None:
         """The thread ends with this error: nobody may wait for it."""

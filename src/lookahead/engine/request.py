@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,8 @@ class Request:
     called when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts.
     Only requests with the same `salt` share the K/V of a common beginning: `cached` tokens were there when the request
     was last admitted. With `tells_steps` its events say when their step ended and which sources were right, and those
-    of its next `trees` steps carry the step's tree.
+    of its next `trees` steps carry the step's tree. `recipe` is what other ranks make the same request from, if it has
+    to run on several (see `parallel.lead`); the engine does not look at it.
     """
 
     sequence: DecodingSequence
@@ -46,6 +47,7 @@ class Request:
     cached: int = 0
     tells_steps: bool = False
     trees: int = 0
+    recipe: Any = None
 
 
 @dataclass(slots=True)

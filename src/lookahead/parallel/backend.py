@@ -29,7 +29,7 @@ from lookahead.parallel.group import Group, Numbers
 from lookahead.parallel.watch import RankError
 
 HEADER = 4
-"""Integers before a rank's rows: the step's number, a checksum of its inputs, the number of rows, a spare."""
+"""Integers before a rank's rows: the step's number, a checksum of its inputs, the number of rows, and a word."""
 ROWS = 64
 """The fewest rows of the exchanged tensor, one row per needed node. A larger share gets the next power of two. 64 rows
 with their top-8 tokens are 4.4 kB per rank, and the size almost never changes."""
@@ -85,7 +85,11 @@ class SharedStep:
 
 
 class ParallelBackend:
-    """A backend that runs its rank's share of every tree on the backend `inner`. All ranks make the same calls."""
+    """A backend that runs its rank's share of every tree on the backend `inner`. All ranks make the same calls.
+
+    Every exchange carries a number of rank 0's beside the results: rank 0 sets `word`, and all ranks find in `heard`
+    the one that came with the last exchange. `passes` counts the passes, prompts included.
+    """
 
     def __init__(self, inner: Backend, group: Group) -> None:
         self.inner, self.group = inner, group
@@ -96,8 +100,9 @@ class ParallelBackend:
         self.most_rows: int | None = None if inner.most_rows is None else inner.most_rows // 2
         self.most_nodes: int | None = inner.most_nodes
         self.most_exact: int | None = inner.most_exact
+        self.word = self.heard = 0
         self.reset()
-        self._steps = 0
+        self.passes = 0
         self._slots: dict[int, Slot] = {}
         self._opened = 0
         self._last: dict[int, tuple[StepInput, list[Share]]] = {}
@@ -156,9 +161,11 @@ class ParallelBackend:
         with self.group.guarded():
             results = self.inner.collect(shared_step.inner)
         top = max(len_top(item, self.vocab_size) for item in shared_step.inputs)
-        packed = pack(shared_step, results, self.group.share, self._steps, top)
+        packed = pack(shared_step, results, self.group.share, self.passes, top)
+        packed[HEADER - 1] = self.word
         gathered = self._exchange(packed)
         self._check_headers(gathered[:, :HEADER])
+        self.heard = int(gathered[0, HEADER - 1])
         gathered = gathered[:: self.group.copies]  # of ranks that hold one model together, the first answers
         outputs = unpack(shared_step, gathered, top, self.vocab_size)
         if self.group.check:
@@ -227,7 +234,7 @@ class ParallelBackend:
         lacks = [self._slots[item.slot].lacks for item in inputs]
         again = [sum(column) for column in zip(*lacks, strict=True)]
         tokens = [sum(len(share.nodes) for share in column) for column in zip(*shares, strict=True)]
-        self._steps += 1
+        self.passes += 1
         counters.steps += 1
         counters.tree_tokens += sum(len(item.tree) for item in inputs)
         counters.slowest += max(map(sum, zip(tokens, again, strict=True)))
@@ -254,7 +261,7 @@ class ParallelBackend:
         hashes = self._exchange(digest)
         for rank, other in enumerate(hashes):
             if other.tobytes() != hashes[0].tobytes():
-                step = self._steps + 1
+                step = self.passes + 1
                 raise RankError(f"rank {rank} has come to another state than rank 0 before step {step}")
 
     def _exchange(self, numbers: Numbers) -> Numbers:

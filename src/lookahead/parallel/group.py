@@ -38,6 +38,7 @@ _all_gather: Any = getattr(distributed, "all_gather_single", None) or distribute
 
 def join(
     *,
+    place: Place | None = None,
     ranks: int | None = None,
     timeout: float = TIMEOUT,
     meeting_timeout: float | None = None,
@@ -47,13 +48,13 @@ def join(
 ) -> Group:
     """Join the other ranks; every rank calls this. A process that was not started as a rank is a group of one.
 
-    `ranks` is how many there must be. `timeout` is how many seconds a rank may be silent before the others end.
-    `meeting_timeout` is how many seconds the ranks wait for the last one to come, by default a minute, or `timeout` if
-    that is longer. Groups of `tensor_parallel` neighbouring ranks hold one copy of the model between them
-    (`Group.mesh`). `device` is auto, cpu, cuda or cuda:N. With `check`, before every step the ranks compare a hash of
-    what they are about to do.
+    `place` says which rank this is; without it, the variables that torchrun sets do. `ranks` is how many there must
+    be. `timeout` is how many seconds a rank may be silent before the others end. `meeting_timeout` is how many
+    seconds the ranks wait for the last one to come, by default a minute, or `timeout` if that is longer. Groups of
+    `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`). `device` is auto,
+    cpu, cuda or cuda:N. With `check`, before every step the ranks compare a hash of what they are about to do.
     """
-    place = Place.of(os.environ)
+    place = place or Place.of(os.environ)
     size = place.size if place else 1
     if ranks is not None and ranks != size:
         started = f"{size} ranks were started" if place else "one process was started"
@@ -135,6 +136,20 @@ class Group:
         if self._store is None:
             return [own]
         return self._store.agree(topic, own, limit or self.timeout)
+
+    def write_note(self, number: int, text: bytes) -> None:
+        """Leave a numbered note of rank 0's for the other ranks."""
+        if self._store is not None:
+            self._store.write_note(number, text)
+
+    def read_note(self, number: int) -> bytes | None:
+        """Wait for a note of rank 0's, for as long as it takes. None if rank 0 has left without writing it."""
+        return None if self._store is None else self._store.read_note(number)
+
+    def erase_note(self, number: int) -> None:
+        """Forget a note that all ranks have read."""
+        if self._store is not None:
+            self._store.erase_note(number)
 
     def exchange(self, numbers: Numbers) -> Numbers:
         """The one collective of a step: integers [n] of this rank -> those of every rank, [size, n].

@@ -37,10 +37,25 @@ LOOKAHEAD = (sys.executable, "-m", "lookahead")
 """The command of a rank, without its arguments."""
 
 
-def launch(command: Sequence[str], ranks: int, stdin: str | None, say: Callable[[str], None]) -> int:
-    """Run a command as this many ranks, with the text `stdin` for rank 0. `say` shows a line. Returns the exit code."""
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    stdin: str | None,
+    say: Callable[[str], None],
+    forwarded: Sequence[signal.Signals] = (),
+) -> int:
+    """Run a command as this many ranks, with the text `stdin` for rank 0. `say` shows a line. Returns the exit code.
+
+    The `forwarded` signals are passed on to rank 0, which ends when it is ready to.
+    """
     port = free_port()
     children: list[Child] = []
+
+    def forward(number: int, frame: Any) -> None:
+        if children:
+            children[0].process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in forwarded}
     try:
         for rank in range(ranks):
             children.append(_start(command, rank, ranks, port, stdin is not None))
@@ -52,6 +67,8 @@ def launch(command: Sequence[str], ranks: int, stdin: str | None, say: Callable[
         return INTERRUPTED
     finally:
         _end(children)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def free_port() -> int:
@@ -70,12 +87,7 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # we report a lost rank ourselves, once
-        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
-    }
+    defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **rank_variables()}
     stderr = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115, it is read when the rank has ended
     process = subprocess.Popen(
         list(command),
@@ -87,6 +99,13 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) 
         preexec_fn=_bound_to_parent(),
     )
     return Child(rank, process, stderr)
+
+
+def rank_variables() -> dict[str, str]:
+    """Variables that ranks of one machine should have, unless somebody has set them already."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # we report a lost rank ourselves, once
+    return {**quiet, "GLOO_SOCKET_IFNAME": loopback} if loopback else quiet
 
 
 def _bound_to_parent() -> Callable[[], None] | None:

@@ -15,12 +15,14 @@ from lookahead.config import LookaheadConfig, SamplingParams
 from lookahead.engine.answer import Answer, Stream
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
+from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch, new_seed
 from lookahead.loading import step_cost as cost
 from lookahead.loading.load import asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, Group, join
 from lookahead.parallel.handshake import compare, facts_of
+from lookahead.parallel.lead import Leader, follow
 
 
 class ParallelModel(LookaheadModel):
@@ -56,9 +58,9 @@ class ParallelModel(LookaheadModel):
                 self.default_config = fitted
         self.group = group
         configs = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
-        self.default_config = _config(json.loads(configs[0]))
+        self.default_config = config_of(json.loads(configs[0]))
         self.alone_backend = self.backend
-        self.backend = ParallelBackend(self.alone_backend, group)
+        self.backend = self._shared = ParallelBackend(self.alone_backend, group)
         self.engine = Engine(self.backend)
         self.front = Front(self.engine, thread=False)
 
@@ -76,6 +78,14 @@ class ParallelModel(LookaheadModel):
         """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
         _, (answer,) = self._agreed(prompt, settings, single=True)
         return Stream(self.front, answer)
+
+    def lead(self) -> None:
+        """From now on rank 0 alone decides what runs. Its `front` serves many threads, and the others `follow`."""
+        self.front = Front(self.engine, core=Leader(self.engine, self._shared, self.group))
+
+    def follow(self, make: Callable[[Any], Request]) -> None:
+        """Do what rank 0 does, until it leaves. `make` makes a request from a recipe's data."""
+        follow(self.engine, self._shared, self.group, make)
 
     def alone(self) -> LookaheadModel:
         """This rank's model by itself, on the same weights and backend, to compare the group with."""
@@ -110,7 +120,7 @@ class ParallelModel(LookaheadModel):
         for ids, seed in zip(first["prompts"], first["seeds"], strict=True):
             wants = {**first["settings"], "seed": seed}
             if wants["config"] is not None:
-                wants["config"] = _config(wants["config"])
+                wants["config"] = config_of(wants["config"])
             answers.append(self._answer(ids, **wants))
         return first["many"], answers
 
@@ -153,8 +163,8 @@ def load(
 ) -> ParallelModel:
     """As `lookahead.load`, called by every rank that torchrun started. Models that differ are refused.
 
-    `joining` are `join`'s `ranks`, `timeout`, `meeting_timeout` and `check`. Give a `group` if the ranks have joined
-    already, as with a tensor-parallel model.
+    `joining` are `join`'s `place`, `ranks`, `timeout`, `meeting_timeout` and `check`. Give a `group` if the ranks have
+    joined already, as with a tensor-parallel model.
     """
     if group is None:
         group = join(device=device, **joining)
@@ -166,7 +176,8 @@ def load(
     return ParallelModel(model, tokenizer, label, group, config, backend, log)
 
 
-def _config(fields: Mapping[str, Any]) -> LookaheadConfig:
+def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
+    """The config whose fields came as JSON."""
     times = fields["step_cost"]
     return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(times)})
 

@@ -90,6 +90,26 @@ class RankStore:
             self.keys.delete_key(f"said/{number - 2}/{self.rank}")
         return [self.keys.get(key) for key in keys.values()]
 
+    def write_note(self, number: int, text: bytes) -> None:
+        """Leave a numbered note of rank 0's for the other ranks."""
+        self.keys.set(f"note/{number}", text)
+
+    def read_note(self, number: int) -> bytes | None:
+        """Wait for a note, for as long as it takes. None if rank 0 has left without writing it."""
+        assert self.watch is not None
+        while True:
+            try:
+                self.keys.wait([f"note/{number}"], timedelta(seconds=BEAT))
+                return bytes(self.keys.get(f"note/{number}"))
+            except distributed.DistError:  # not there yet, or the store is gone: then the watch finds out why
+                if self.watch.has_left(0):
+                    return None
+                self.look()
+                sleep(0.01)
+
+    def erase_note(self, number: int) -> None:
+        self.keys.delete_key(f"note/{number}")
+
     def look(self) -> None:
         """Raise RankError if another rank is known to have failed."""
         if self.watch is not None:

@@ -106,6 +106,10 @@ class Watch:
         self._decide(f"{self._names(ranks)} {what}")
         self.check()
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has left the group, as a program does that has come to its end."""
+        return self._beats[rank][2] == "left"
+
     def close(self) -> None:
         """Leave the group. The rank that runs the store waits a few seconds for the others to leave first."""
         if self._stop.is_set():

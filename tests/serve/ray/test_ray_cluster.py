@@ -5,7 +5,6 @@ The cluster takes half a minute to start, so that only `make test-all` runs thes
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -20,9 +19,9 @@ import httpx2 as httpx
 import psutil
 import pytest
 from http_server import Running, soon
-from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray_bodies import requests, same, told
+from ray_clients import PATIENCE, Reader, long_bodies, processes, replicas, samples, solo
 
 from lookahead import LookaheadConfig
 from lookahead.serve.ray.application import NAME, build
@@ -31,7 +30,6 @@ from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.slow
-PATIENCE = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +50,6 @@ def client(wanted: RaySettings) -> Iterator[httpx.Client]:
         return [child.name() for child in found if child.status() != psutil.STATUS_ZOMBIE]
 
     assert soon(lambda: not left()), left()
-
-
-def processes(kind: str) -> list[int]:
-    """The processes of a deployment, all of them children of this one."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if f"ray::ServeReplica:{NAME}:{kind}" in " ".join(child.cmdline()):
-                found.append(child.pid)
-        except psutil.Error:  # it has just ended
-            continue
-    return found
-
-
-def samples(client: httpx.Client, name: str) -> dict[str, float]:
-    """A metric of every replica."""
-    answer = client.get("/metrics")
-    assert answer.status_code == 200, answer.text
-    families = text_string_to_metric_families(answer.text)
-    return {
-        sample.labels["replica"]: sample.value
-        for family in families
-        for sample in family.samples
-        if family.name == f"lookahead:{name}" and not sample.name.endswith("_created")
-    }
-
-
-def replicas(client: httpx.Client) -> int:
-    return len(samples(client, "kv_cache_usage_perc"))
 
 
 def test_forty_mixed_requests_are_as_with_one_process(client: httpx.Client, one_process: Running) -> None:
@@ -130,59 +99,6 @@ def test_a_conversation_stays_on_its_replica(client: httpx.Client) -> None:
         after = tokens()
         gained = sorted(after[name] - before.get(name, 0) for name in after)
         assert gained == [0, 48], headers
-
-
-def long_bodies() -> list[dict[str, Any]]:
-    """Requests that take a few seconds each, of which every step is one token."""
-    common = {"max_tokens": 400, "ignore_eos": True, "stream": True, "lookahead": False}
-    sampled = {"temperature": 1.0, "frequency_penalty": 0.2}
-    return [
-        {"prompt": f"true {number} false", **common, **(sampled if number % 2 else {"temperature": 0}), "seed": number}
-        for number in range(8)
-    ]
-
-
-class Reader(threading.Thread):
-    """Reads one stream."""
-
-    def __init__(self, url: Any, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.url, self.body, self.text, self.chunks, self.over = url, body, "", 0, False
-        self.error: Any = None
-        self.longest = 0.0
-        self.start()
-
-    def run(self) -> None:
-        try:
-            last = 0.0
-            with (
-                httpx.Client(base_url=self.url, timeout=PATIENCE) as client,
-                client.stream("POST", "/v1/completions", json=self.body) as answer,
-            ):
-                if answer.status_code != 200:
-                    self.error = answer.status_code
-                for line in answer.iter_lines():
-                    now = time.monotonic()
-                    self.longest, last = max(self.longest, now - (last or now)), now
-                    self._read(line)
-        except httpx.HTTPError as error:
-            self.error = error
-
-    def _read(self, line: str) -> None:
-        if line == "data: [DONE]":
-            self.over = True
-        elif line.startswith("data: "):
-            event = json.loads(line[6:])
-            if "error" in event:
-                self.error = event
-            else:
-                self.text += event["choices"][0]["text"]
-                self.chunks += 1
-
-
-def solo(one_process: Running, body: dict[str, Any]) -> str:
-    found: str = one_process.complete(**{**body, "stream": False})["choices"][0]["text"]
-    return found
 
 
 def test_streams_survive_the_death_of_a_replica(client: httpx.Client, one_process: Running) -> None:

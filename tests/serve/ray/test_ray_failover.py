@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
 import pytest
@@ -15,7 +15,9 @@ from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from ray_bodies import requests, same, told
 
+from lookahead.engine.request import Event
 from lookahead.serve.app import make_app
+from lookahead.serve.ray import channels
 from lookahead.serve.ray.front import RemoteFront
 from lookahead.serve.ray.ingress import IngressService
 from lookahead.serve.ray.mirror import RemoteModel
@@ -30,6 +32,7 @@ class LocalReplica(Replica):
     def __init__(self, model: Any, settings: ServeSettings) -> None:
         self.service, self.version = ReplicaService(model, settings), "1"
         self.name = "first"
+        self._outboxes = {}
 
     def __del__(self) -> None: ...  # type: ignore[override]
 
@@ -56,6 +59,20 @@ class Call:
         self.cancelled = True
 
 
+class Listening:
+    """Stands in for the channels' part of Ray's handle. `delay` and `broken` are what may happen to a channel."""
+
+    def __init__(self, replica: LocalReplica) -> None:
+        self.replica, self.delay, self.broken, self.batches, self.chunks = replica, 0.0, False, 0, 0
+
+    async def remote(self, ingress: str, replica: str) -> AsyncIterator[Any]:
+        async for batch in self.replica.listen(ingress, replica):
+            self.batches, self.chunks = self.batches + 1, self.chunks + len(batch)
+            await asyncio.sleep(self.delay)
+            if not self.broken:
+                yield batch
+
+
 class Handle:
     """Stands in for Ray's handle. The first calls die after as many chunks as `deaths` says."""
 
@@ -65,6 +82,7 @@ class Handle:
         self.names: list[str] = []
         self.calls: list[Call] = []
         self.decode = self
+        self.listen = Listening(replica)
 
     def options(self, stream: bool, multiplexed_model_id: str) -> Handle:
         assert stream
@@ -134,6 +152,50 @@ def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> 
         assert service.front.counts["lost"] == 12
 
     with_ingress(served, [], test)
+
+
+@pytest.mark.parametrize("happens", ["nothing", "slow", "broken", "deaths"])
+def test_many_sequences_share_a_channel(
+    served: Any, one_process: Running, happens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most chunks come by the channel, which may be late, or lose all of them; and replicas may die meanwhile."""
+    common = {"prompt": "true false", "max_tokens": 60, "ignore_eos": True, "stream": True, "lookahead": False}
+    bodies = [{**common, "temperature": number % 2, "seed": number, "logprobs": 1} for number in range(6)]
+    expected = [joined(one_process.client.post("/v1/completions", json=body).text) for body in bodies]
+    monkeypatch.setattr(channels, "MISSING", 0.2)
+
+    async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
+        handle.listen.delay, handle.listen.broken = 0.03 * (happens == "slow"), happens == "broken"
+        handle.deaths = [1, None, 1, None, 1, 1] if happens == "deaths" else []
+        answers = await asyncio.gather(*[client.post("/v1/completions", json=body) for body in bodies])
+        for answer, text in zip(answers, expected, strict=True):
+            assert joined(answer.text)[:2] == text[:2]  # log-probabilities depend on the batch in their last bits
+        assert handle.listen.chunks > 100
+        assert handle.listen.batches < handle.listen.chunks / 2
+        assert service.front.counts["lost"] == {"nothing": 0, "slow": 0, "broken": 6, "deaths": 4}[happens]
+        await asyncio.sleep(0)
+        open_channels = list(service.front._channels._open.values())
+        await asyncio.wait_for(asyncio.gather(*open_channels), 5)  # they close when nothing comes
+        assert not handle.replica._outboxes
+
+    with_ingress(served, [], test)
+
+
+def test_chunks_are_given_in_their_order() -> None:
+    def chunk(at: int, count: int) -> Chunk:
+        return Chunk(at, [Event(cast(Any, None), [0] * count, None)])
+
+    async def test() -> None:
+        inbox = channels.Inbox(3)
+        for at, size in ((6, 1), (3, 2), (7, 4), (5, 1), (3, 2)):
+            inbox.put(chunk(at, size))
+        found = [await inbox.next() for _ in range(4)]
+        assert [one.at for one in found if one is not None] == [3, 5, 6, 7]
+        inbox.end(ActorDiedError())
+        with pytest.raises(ActorDiedError):
+            await inbox.next()
+
+    asyncio.run(test())
 
 
 def joined(text: str) -> tuple[str, list[str], list[float]]:

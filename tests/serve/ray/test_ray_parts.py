@@ -36,7 +36,9 @@ from lookahead.serve.settings import ServeSettings
         ({"replicas": 3, "max_replicas": 2}, "max_replicas=2 must be from replicas=3"),
         ({"gpus": 1.5}, "gpus=1.5 must be 0 or more, and whole above 1"),
         ({"target_ongoing": 100}, "target_ongoing=100 must be above 0, and at most max_concurrency=64"),
-        ({"ranks": 2}, "ranks=2: a replica is one process"),
+        ({"ranks": 0}, "ranks=0 must be from 1 to 64"),
+        ({"ranks": 2, "cpus": 0}, "ranks=2 are placed by what they are given"),
+        ({"downscale_seconds": -1}, "downscale_seconds=-1 must be a number of seconds from 0 up"),
         ({"replica": 2}, "unknown setting 'replica'"),
         ({"max_queue": -1}, "max_queue=-1 must be at least 0"),
         ({"host": "0.0.0.0"}, "unknown setting 'host'"),
@@ -60,15 +62,24 @@ def test_replicas_do_not_get_the_keys() -> None:
 
 def test_limits_are_wired_to_ray() -> None:
     own = ServeSettings(max_concurrency=7, max_queue=11, drain_seconds=3)
-    ingress = build(RaySettings(replicas=2, max_replicas=5, target_ongoing=4, gpus=0.5, serve=own))
+    scales = {"max_replicas": 5, "target_ongoing": 4, "upscale_seconds": 5, "downscale_seconds": 50}
+    ingress = build(RaySettings(replicas=2, **scales, gpus=0.5, serve=own))
     _, replicas, _ = ingress._bound_deployment.init_args
     deployment = replicas._bound_deployment
-    assert deployment.max_ongoing_requests == 7
+    assert deployment.max_ongoing_requests == 8  # and a channel of the ingress
     assert deployment.max_queued_requests == 11
     assert deployment.ray_actor_options["num_gpus"] == 0.5
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 4)
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (5, 50)
     assert deployment._deployment_config.graceful_shutdown_timeout_s == 3
+
+
+def test_ranks_are_placed_on_one_machine() -> None:
+    ingress = build(RaySettings(ranks=3, gpus=1))
+    config = ingress._bound_deployment.init_args[1]._bound_deployment._replica_config
+    assert config.placement_group_bundles == [{"CPU": 1.0, "GPU": 1.0}] * 3
+    assert config.placement_group_strategy == "STRICT_PACK"
 
 
 def run(*args: str) -> Any:

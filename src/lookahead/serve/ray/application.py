@@ -36,11 +36,12 @@ def build(settings: RaySettings) -> serve.Application:
     board = deployed(Board, num_replicas=1, max_ongoing_requests=MANY, ray_actor_options=light).bind()
     replicas = deployed(
         Replica,
-        max_ongoing_requests=own.max_concurrency,
+        max_ongoing_requests=own.max_concurrency + settings.ingresses,  # each ingress may have a channel
         max_queued_requests=max(1, own.max_queue),
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         graceful_shutdown_timeout_s=own.drain_seconds,
         **_count(settings),
+        **_place(settings),
     ).bind(settings_for_replicas(settings), board)
     return deployed(
         serve.ingress()(Ingress),
@@ -78,8 +79,18 @@ def _count(settings: RaySettings) -> dict[str, Any]:
             min_replicas=settings.replicas,
             max_replicas=settings.max_replicas,
             target_ongoing_requests=settings.target,
+            upscale_delay_s=settings.upscale_seconds,
+            downscale_delay_s=settings.downscale_seconds,
         )
     }
+
+
+def _place(settings: RaySettings) -> dict[str, Any]:
+    """Where the ranks of a replica are: on one machine, all of them or none."""
+    if settings.ranks == 1:
+        return {}
+    given = {name: value for name, value in (("CPU", settings.cpus), ("GPU", settings.gpus)) if value}
+    return {"placement_group_bundles": [given] * settings.ranks, "placement_group_strategy": "STRICT_PACK"}
 
 
 def app(options: dict[str, Any]) -> serve.Application:

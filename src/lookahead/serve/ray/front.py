@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from lookahead.engine.front import Ticket, Told
 from lookahead.engine.request import Request
 from lookahead.serve.errors import ApiError
+from lookahead.serve.ray.channels import Channels, Inbox
 from lookahead.serve.ray.conversations import Homes
 from lookahead.serve.ray.mirror import Mirror
 from lookahead.serve.ray.wire import Chunk, Errand
@@ -56,6 +57,7 @@ class RemoteFront:
         self.owner_of: Callable[[Any], int] = lambda owner: 0
         self.counts: Counter[str] = Counter()
         self._homes = Homes()
+        self._channels = Channels(replicas)
 
     def submit(self, request: Request, told: Told | None = None) -> Ticket:
         ticket = Ticket(request, None, told)
@@ -85,7 +87,7 @@ class RemoteFront:
         mirror, losses = cast(Mirror, ticket.request.sequence), 0
         while mirror.finish_reason is None:
             try:
-                async with aclosing(self._chunks(mirror)) as chunks:
+                async with aclosing(self._chunks(mirror, by_channel=not losses)) as chunks:
                     async for chunk in chunks:
                         for event in mirror.take(chunk, ticket.request):
                             ticket.put(event)
@@ -106,36 +108,50 @@ class RemoteFront:
                     raise queue_full() from full
                 await asyncio.sleep(PAUSE)  # it was accepted before, so it may wait
 
-    async def _chunks(self, mirror: Mirror) -> AsyncGenerator[Chunk, None]:
-        """What one replica sends of a sequence, of which a part may have been sent already."""
-        ask = mirror.ask
-        errand = Errand.of(ask, self.owner_of(ask.owner), self._version, mirror.output)
+    async def _chunks(self, mirror: Mirror, by_channel: bool) -> AsyncGenerator[Chunk, None]:
+        """What one replica sends of a sequence, of which a part may have been sent already. After a loss it comes by
+        the sequence's own stream alone: the channel may have been what was lost."""
+        ask, inbox = mirror.ask, Inbox(len(mirror.output))
         replicas = self._replicas.options(stream=True, multiplexed_model_id=self._homes.find(ask.conversation))
-        stream = cast("DeploymentResponseGenerator[Chunk]", replicas.decode.remote(errand))
-        over = settled = False
-        try:
-            async for chunk in stream:
-                if chunk.error is not None:
-                    raise refusal(ApiError(**chunk.error))
-                if not settled:
-                    self._homes.settle(ask.conversation, chunk.replica)
-                    settled = True
-                yield chunk
-            over = True
-        except RayTaskError:  # a mistake in the replica's code, not its death
-            raise
-        except BackPressureError:
-            raise
-        except (RayError, RayServeException) as error:
-            over = True
-            raise ReplicaLostError(type(error).__name__) from error
-        finally:
-            if not over:
-                stream.cancel()
+        with self._channels.numbered(inbox) as number:
+            owner, name = self.owner_of(ask.owner), self._channels.name if by_channel else ""
+            errand = Errand.of(ask, owner, self._version, mirror.output, name, number)
+            stream = cast("DeploymentResponseGenerator[Chunk]", replicas.decode.remote(errand))
+            reading = asyncio.get_running_loop().create_task(read_into(inbox, stream))
+            settled = False
+            try:
+                while (chunk := await inbox.next()) is not None:
+                    if chunk.error is not None:
+                        raise refusal(ApiError(**chunk.error))
+                    if not settled:
+                        self._homes.settle(ask.conversation, chunk.replica)
+                        settled = True
+                    self._channels.use(chunk.replica)
+                    yield chunk
+            except RayTaskError:  # a mistake in the replica's code, not its death
+                raise
+            except BackPressureError:
+                raise
+            except (RayError, RayServeException) as error:
+                raise ReplicaLostError(type(error).__name__) from error
+            finally:
+                if not inbox.ended:
+                    stream.cancel()
+                    reading.cancel()
 
     def _tell(self, ticket: Ticket) -> None:
         if ticket.told is not None:
             ticket.told([ticket])
+
+
+async def read_into(inbox: Inbox, stream: DeploymentResponseGenerator[Chunk]) -> None:
+    """Read a sequence's own stream to its end."""
+    try:
+        async for chunk in stream:
+            inbox.put(chunk)
+        inbox.end()
+    except Exception as error:
+        inbox.end(error)
 
 
 def refusal(error: ApiError) -> Exception:

@@ -17,7 +17,6 @@ from ray.serve.handle import DeploymentHandle
 
 from lookahead.serve.app import make_app
 from lookahead.serve.errors import unavailable
-from lookahead.serve.grammar import GrammarMask, Grammars
 from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.limits import App, Receive, Scope, Send
 from lookahead.serve.ray.board import PERIOD, Post
@@ -26,7 +25,8 @@ from lookahead.serve.ray.front import RemoteFront
 from lookahead.serve.ray.gather import gathered, ingress_text
 from lookahead.serve.ray.mirror import RemoteJob, RemoteModel
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Facts, GrammarText
+from lookahead.serve.ray.wire import Facts
+from lookahead.serve.recipes import GrammarTexts, check_for_ranks
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
@@ -38,33 +38,34 @@ session: ContextVar[str] = ContextVar("session", default="")
 POLL = 0.02
 
 
-class GrammarTexts(Grammars):
-    """Checks grammars here, and leaves it to the replicas to follow them."""
-
-    def mask(self, grammar: str, least: int = 0) -> GrammarMask:
-        self._compiled(grammar)
-        return cast(GrammarMask, GrammarText(grammar, least))
-
-
 class IngressService(Service):
     """The service of an ingress: jobs go to replicas, and its queue grows with their number.
 
-    `process` is this ingress' name on the board.
+    `process` is this ingress' name on the board. A replica is a group of so many `ranks`.
     """
 
     model: RemoteModel
 
-    def __init__(self, model: RemoteModel, settings: ServeSettings, board: DeploymentHandle[Any], process: str) -> None:
+    def __init__(
+        self,
+        model: RemoteModel,
+        settings: ServeSettings,
+        board: DeploymentHandle[Any],
+        process: str,
+        ranks: int = 1,
+    ) -> None:
         super().__init__(model, settings)
-        self._board, self._process = board, process
+        self._board, self._process, self._ranks = board, process, ranks
         self._watching: asyncio.Task[None] | None = None
-        self.grammars = GrammarTexts(model)
+        self.grammars = GrammarTexts(model)  # the replicas follow them
         self.conversations = Conversations()
         self.front = cast(RemoteFront, model.front)
         self.front.owner_of = self.keys.owners.index
         self.live = 1  # this ingress has got the model's facts from one
 
     def make_job(self, ask: Ask, index: int) -> Job:
+        if self._ranks > 1:
+            check_for_ranks(ask)
         return RemoteJob(self.model, self.tokenizer, ask, index)
 
     async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
@@ -153,7 +154,8 @@ class Ingress:
         model = RemoteModel(facts, RemoteFront(replicas, facts.version))
         own = replace(settings.serve, memory_folder=None)
         process = serve.get_replica_context().replica_id.unique_id
-        self.app_ = make_app(model, own, partial(IngressService, board=board, process=process))
+        kind = partial(IngressService, board=board, process=process, ranks=settings.ranks)
+        self.app_ = make_app(model, own, kind)
         self.service: IngressService = self.app_.state.service
 
     def __serve_build_asgi_app__(self) -> App:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,13 @@ from lookahead.serve.errors import ApiError, bad_request, internal, unavailable
 from lookahead.serve.jobs import Ask, Job, Piece
 from lookahead.serve.life import SWITCH_SECONDS
 from lookahead.serve.memory import folder_of
+from lookahead.serve.ranks import LeadingService
 from lookahead.serve.ray.board import PERIOD
+from lookahead.serve.ray.channels import Numbered, Outbox
+from lookahead.serve.ray.ranks import Ranks
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Chunk, Errand, Facts, GrammarText, as_fields
+from lookahead.serve.ray.wire import Chunk, Errand, Facts, as_fields
+from lookahead.serve.recipes import GrammarText
 from lookahead.serve.service import Service
 
 CHUNK_SECONDS = 0.001
@@ -57,6 +61,10 @@ class ReplicaService(Service):
         return ReplicaJob(self.model, self.tokenizer, ask, index)
 
 
+class LeadingReplicaService(LeadingService, ReplicaService):
+    """The service of a replica that is a group of ranks."""
+
+
 class Replica:
     """The engine's deployment. Every call of `decode` is one sequence."""
 
@@ -66,18 +74,17 @@ class Replica:
         sys.setswitchinterval(SWITCH_SECONDS)
         context = serve.get_replica_context()
         self.name, self._board = context.replica_id.unique_id, board
-        model = await asyncio.to_thread(  # Ray asks meanwhile whether the process is alive
-            lookahead.load,
-            settings.model,
-            dtype=settings.dtype,
-            device=settings.device,
-            backend=settings.backend,
-            config=settings.config,
-        )
+        self._outboxes: dict[str, Outbox] = {}  # by ingress
+        ranks = Ranks(settings) if settings.ranks > 1 else None
+        # In a thread: Ray asks meanwhile whether the process is alive.
+        model = await asyncio.to_thread(load if ranks is None else ranks.load, settings)
+        kind: Callable[..., ReplicaService] = ReplicaService
+        if ranks is not None:
+            kind, self._ranks = LeadingReplicaService, asyncio.ensure_future(ranks.end_together())
         told = settings.for_replicas()
         if told.memory_folder is not None:  # two replicas must not write the same file
             told = replace(told, memory_folder=told.memory_folder / f"replica-{context.rank.rank}")
-        self.service = ReplicaService(model, told)
+        self.service = kind(model, told)
         self.version = version_of(model, settings)
         await self.service.start()
         await self.introduce(self.name)
@@ -95,7 +102,7 @@ class Replica:
 
     async def decode(self, errand: Errand) -> AsyncIterator[Chunk]:
         """Generate a sequence, or what is left of it. One chunk per step, or fewer if there are many sequences."""
-        at = len(errand.ask.output)
+        first = at = len(errand.ask.output)
         try:
             if errand.version != self.version:
                 raise unavailable("the model was replaced while it answered; ask again")
@@ -104,7 +111,12 @@ class Replica:
                 job = reply.jobs[0]
                 while (pieces := await reply.next()) is not None:
                     for piece in cast("list[Events]", pieces):
-                        yield self._chunk(at, job, piece.events)
+                        chunk = self._chunk(at, job, piece.events)
+                        outbox = self._outboxes.get(errand.ingress)
+                        if outbox is None or at == first or chunk.stats is not None:
+                            yield chunk
+                        else:
+                            outbox.put(errand.number, chunk)
                         at += sum(len(event.tokens) for event in piece.events)
                     if (others := len(self.service.replies) - 1) > 0:
                         await asyncio.sleep(CHUNK_SECONDS * others)
@@ -112,6 +124,17 @@ class Replica:
             yield Chunk(at, [], error=as_fields(error))
         except Exception as error:
             yield Chunk(at, [], error=as_fields(internal(error)))
+
+    async def listen(self, ingress: str, replica: str) -> AsyncIterator[list[Numbered]]:
+        """A channel: chunks of all sequences of an ingress. Empty if it was meant for another replica."""
+        if replica != self.name or ingress in self._outboxes:
+            return
+        outbox = self._outboxes[ingress] = Outbox()
+        try:
+            async for batch in outbox.batches():
+                yield batch
+        finally:
+            del self._outboxes[ingress]
 
     def _ask(self, errand: Errand) -> Ask:
         """The sequence with an owner and a mask of this process."""
@@ -144,9 +167,21 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Ray when the replica has drained."""
+        if hasattr(self, "_ranks"):
+            self._ranks.cancel()
         if hasattr(self, "_posting"):
             self._posting.cancel()
             await self.service.close()
+
+
+def load(settings: RaySettings) -> LookaheadModel:
+    return lookahead.load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        backend=settings.backend,
+        config=settings.config,
+    )
 
 
 def version_of(model: LookaheadModel, settings: RaySettings) -> str:

@@ -11,6 +11,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.serve.settings import ServeSettings
 
 MOST_REPLICAS = 4096
+MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,12 @@ class RaySettings:
     """What the replicas of a server can be told, besides the server's own settings (`serve`).
 
     `model`, `dtype`, `device`, `backend` and `config` are those of `lookahead.load`, which every replica calls.
-    `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many that
-    each has about `target_ongoing` sequences. `gpus` and `cpus` are what a replica is given of a machine's. A part of a
-    GPU is allowed, then several replicas share one. `ingresses` is how many processes speak HTTP.
+    `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many
+    that each has about `target_ongoing` sequences. Their number grows when the load has asked for that for
+    `upscale_seconds` on end, and shrinks after `downscale_seconds`; Ray looks every few seconds. A replica may be a
+    group of several `ranks` on one machine, which share every step (see `lookahead.parallel`). `gpus` and `cpus` are
+    what a replica, or each of its ranks, is given of a machine's. A part of a GPU is allowed, then several share one.
+    `ingresses` is how many processes speak HTTP.
 
     `serve.max_concurrency` counts the sequences of one replica. `serve.max_queue` counts those that wait at one
     ingress.
@@ -32,8 +36,11 @@ class RaySettings:
     backend: str = "auto"
     config: LookaheadConfig | None = None
     replicas: int = 2
+    ranks: int = 1
     max_replicas: int | None = None
     target_ongoing: float | None = None
+    upscale_seconds: float = 30.0
+    downscale_seconds: float = 600.0
     gpus: float = 0.0
     cpus: float = 1.0
     ingresses: int = 1
@@ -53,10 +60,17 @@ class RaySettings:
                 f"target_ongoing={self.target_ongoing} must be above 0, and at most "
                 f"max_concurrency={self.serve.max_concurrency}"
             )
+        for name in ("upscale_seconds", "downscale_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds from 0 up")
         for name in ("gpus", "cpus"):
             value = getattr(self, name)
             if not (0 <= value < math.inf) or (name == "gpus" and value > 1 and value % 1):
                 raise ValueError(f"{name}={value} must be 0 or more, and whole above 1 if it counts GPUs")
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise ValueError(f"ranks={self.ranks} must be from 1 to {MOST_RANKS}")
+        if self.ranks > 1 and not (self.gpus or self.cpus):
+            raise ValueError(f"ranks={self.ranks} are placed by what they are given; give each some cpus or gpus")
 
     @property
     def most(self) -> int:
@@ -73,8 +87,6 @@ class RaySettings:
         """The settings of a file for `serve deploy`: one flat mapping of the fields of both classes."""
         own = {name for name in cls.__dataclass_fields__ if name not in ("serve", "config")}
         others = {name for name in ServeSettings.__dataclass_fields__ if name not in ("host", "port", "keys")}
-        if "ranks" in options:
-            raise ValueError(f"ranks={options['ranks']}: a replica is one process; leave it out, or use more replicas")
         for name in options:
             if name not in own | others:
                 raise ValueError(f"unknown setting {name!r}; there are {', '.join(sorted(own | others))}")

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lookahead.config import LookaheadConfig
-from lookahead.engine.request import Event, TokenMask
+from lookahead.engine.request import Event
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError
-from lookahead.serve.grammar import Grammars
 from lookahead.serve.jobs import Ask
 from lookahead.stats import Stats
 
@@ -48,32 +47,26 @@ class Facts:
         )
 
 
-@dataclass(frozen=True)
-class GrammarText:
-    """A grammar that is compiled where the sequence runs. It stands in place of a mask until then."""
-
-    grammar: str
-    least: int
-
-    def mask(self, grammars: Grammars) -> TokenMask:
-        return grammars.mask(self.grammar, self.least)
-
-
 @dataclass
 class Errand:
     """A sequence that a replica is asked for. `ask.output` is what other replicas have generated of it.
 
-    `owner` is the place of its key in the list of keys.
+    `owner` is the place of its key in the list of keys. `ingress` is who asks, and `number` the errand's own there: see
+    `channels`.
     """
 
     ask: Ask
     owner: int
     version: str
+    ingress: str = ""
+    number: int = 0
 
     @classmethod
-    def of(cls, ask: Ask, owner: int, version: str, output: Sequence[int]) -> Errand:
+    def of(
+        cls, ask: Ask, owner: int, version: str, output: Sequence[int], ingress: str = "", number: int = 0
+    ) -> Errand:
         without: Any = None  # an owner has memories, which stay where they are
-        return cls(replace(ask, owner=without, output=list(output)), owner, version)
+        return cls(replace(ask, owner=without, output=list(output)), owner, version, ingress, number)
 
 
 @dataclass

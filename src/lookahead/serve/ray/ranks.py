@@ -1,0 +1,94 @@
+"""The ranks of a replica: the replica's own process is rank 0, and an actor of Ray's is each of the others.
+
+Ray has placed them together (see `application`). They live and die as one: the actors are the replica's own, so Ray
+ends them with it, and the replica ends itself when it loses one. Then it is replaced like any replica that has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+from ray.util import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import lookahead.parallel
+from lookahead.parallel.launch import free_port, rank_variables
+from lookahead.parallel.model import ParallelModel
+from lookahead.parallel.place import Place
+from lookahead.serve.ranks import follow
+from lookahead.serve.ray.settings import RaySettings
+
+log = logging.getLogger("ray.serve")
+
+FAILED = 1
+"""The exit code of a replica that has lost a rank."""
+
+
+class Ranks:
+    """The group as its rank 0 sees it. The other ranks start at once."""
+
+    def __init__(self, settings: RaySettings) -> None:
+        self._port = free_port()
+        group: Any = get_current_placement_group()
+        make: Any = ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus, max_restarts=0)(Rank)
+        self._actors, self._ends = [], []
+        for rank in range(1, settings.ranks):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            actor = make.options(scheduling_strategy=strategy).remote()
+            self._actors.append(actor)
+            self._ends.append(actor.follow.remote(settings, place_of(settings, rank, self._port)))
+
+    def load(self, settings: RaySettings) -> ParallelModel:
+        """Load the model together with the other ranks, and lead them."""
+        model = load_rank(settings, place_of(settings, 0, self._port))
+        model.lead()
+        return model
+
+    async def end_together(self) -> None:
+        """Wait for the end of a rank, and end this process with it."""
+        ends = [asyncio.ensure_future(_outcome(end)) for end in self._ends]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        log.error("a rank of this replica has ended (%s); the replica ends, too", done.pop().result())
+        os._exit(FAILED)
+
+
+class Rank:
+    """An actor that is one of the other ranks."""
+
+    def follow(self, settings: RaySettings, place: Place) -> None:
+        model = load_rank(settings, place)
+        follow(model, settings.for_replicas())
+
+
+def place_of(settings: RaySettings, rank: int, port: int) -> Place:
+    """Where a rank stands. One that has whole GPUs sees no others, so that its first GPU is its own."""
+    sees_own = settings.gpus >= 1
+    local, count = (0, 1) if sees_own else (rank, settings.ranks)
+    return Place(rank, settings.ranks, local, count, "127.0.0.1", port)
+
+
+def load_rank(settings: RaySettings, place: Place) -> ParallelModel:
+    for name, value in rank_variables().items():
+        os.environ.setdefault(name, value)
+    return lookahead.parallel.load(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        backend=settings.backend,
+        config=settings.config,
+        place=place,
+    )
+
+
+async def _outcome(end: Any) -> str:
+    """How a rank has ended, in one line."""
+    try:
+        await end
+        return "it left"
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[-1] if lines else ''}"
