@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -116,8 +117,14 @@ def counted(replicas: int) -> str:
 def drain(seconds: float, say: Callable[[str], None]) -> None:
     """Let the ingress finish what it has taken."""
     say(f"finishing what runs, at most {seconds:g} s")
-    ingress: Any = serve.get_deployment_handle("Ingress", NAME)
-    left = ingress.drain.remote(seconds).result(timeout_s=seconds + LONGEST_STOP)
+
+    async def ask() -> int:
+        ingress: Any = serve.get_deployment_handle("Ingress", NAME)
+        left: int = await ingress.drain.remote(seconds)
+        return left
+
+    # In an event loop: if this process was started with the switches of `QUICK_HOPS`, Ray's handles need one.
+    left = asyncio.run(asyncio.wait_for(ask(), seconds + LONGEST_STOP))
     if left:
         say(f"{left} requests were not finished in time")
     time.sleep(LAST_WORDS)
