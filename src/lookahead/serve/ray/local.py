@@ -53,18 +53,16 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
     own = settings.serve
     port = own.port or free_port(own.host)
     check_port(own.host, port)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    for name, value in QUICK_HOPS.items():
-        os.environ.setdefault(name, value)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, int(settings.most * settings.ranks * settings.cpus) + 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
-    )
+    with variables({"RAY_USAGE_STATS_ENABLED": "0", **QUICK_HOPS}):  # Ray's processes inherit them
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, int(settings.most * settings.ranks * settings.cpus) + 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+        )
     try:
         options = HTTPOptions(host=own.host, port=port, location=ProxyLocation.HeadOnly)
         serve.start(http_options=options, logging_config=LoggingConfig(log_level=log_level))
@@ -77,6 +75,19 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@contextmanager
+def variables(wanted: dict[str, str]) -> Iterator[None]:
+    """Set variables that are not set yet, for a while. A program that this one starts later must not inherit them: a
+    process that commands a cluster, as this one does, cannot shut it down with Ray's router in its own thread."""
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def cause() -> str:
