@@ -69,6 +69,8 @@ class LeadingReplicaService(LeadingService, ReplicaService):
 class Replica:
     """The engine's deployment. Every call of `decode` is one sequence."""
 
+    _chunk_seconds = CHUNK_SECONDS
+
     async def __init__(  # type: ignore[misc]
         self, settings: RaySettings, board: DeploymentHandle[Any]
     ) -> None:
