@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from queueing import Load, poisson, simulate
-from serve_load import Served, summary
+from serve_load import Served, numbers, summary
 
 import lookahead
 from lookahead.serve.ray.local import cluster
@@ -107,10 +107,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 kind="open", load=part, requests=len(arrivals), measured=round(mean_latency(found), 4), **simulated
             )
     return note.records
-
-
-def numbers(text: str) -> list[float]:
-    return [float(part) if "." in part else int(part) for part in text.split(",") if part]
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx2 as httpx
@@ -107,3 +108,15 @@ class Reader(threading.Thread):
 def solo(one_process: Running, body: dict[str, Any]) -> str:
     found: str = one_process.complete(**{**body, "stream": False})["choices"][0]["text"]
     return found
+
+
+def read_all(readers: Sequence[Reader], one_process: Running) -> None:
+    """Read streams to their ends. Each must be what one process gives alone."""
+    begin = time.monotonic()
+    for reader in readers:
+        reader.join(PATIENCE)
+    print(f"over after {time.monotonic() - begin:.1f} s; pauses:", [round(reader.longest, 2) for reader in readers])
+    for reader in readers:
+        assert reader.error is None
+        assert reader.over
+        assert reader.text == solo(one_process, reader.body)

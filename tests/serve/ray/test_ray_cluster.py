@@ -21,7 +21,7 @@ import pytest
 from http_server import Running, soon
 from ray import serve
 from ray_bodies import requests, same, told
-from ray_clients import PATIENCE, Reader, long_bodies, processes, replicas, samples, solo
+from ray_clients import PATIENCE, Reader, long_bodies, processes, read_all, replicas, samples, solo
 
 from lookahead import LookaheadConfig
 from lookahead.serve.ray.application import NAME, build
@@ -105,15 +105,8 @@ def test_streams_survive_the_death_of_a_replica(client: httpx.Client, one_proces
     readers = [Reader(client.base_url, body) for body in long_bodies()]
     assert soon(lambda: all(reader.chunks > 20 for reader in readers), PATIENCE)
     assert not any(reader.over for reader in readers)
-    begin = time.monotonic()
     os.kill(processes("Replica")[0], signal.SIGKILL)
-    for reader in readers:
-        reader.join(PATIENCE)
-    print(f"over after {time.monotonic() - begin:.1f} s; pauses:", [round(reader.longest, 2) for reader in readers])
-    for reader in readers:
-        assert reader.error is None
-        assert reader.over
-        assert reader.text == solo(one_process, reader.body)
+    read_all(readers, one_process)
     assert sum(samples(client, "replicas_lost").values()) > 0
     assert soon(lambda: len(processes("Replica")) == 2 and replicas(client) == 2, PATIENCE)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from http_server import Running, soon
 from ray.util import placement_group_table
 from ray_bodies import requests, same, told
-from ray_clients import PATIENCE, Reader, actors, long_bodies, processes, replicas, samples, solo
+from ray_clients import PATIENCE, Reader, actors, long_bodies, processes, read_all, replicas, samples
 
 from lookahead import LookaheadConfig
 from lookahead.serve.ray.local import cluster
@@ -63,15 +62,8 @@ def test_streams_survive_the_death_of_a_rank(client: httpx.Client, one_process: 
     readers = [Reader(client.base_url, body) for body in long_bodies()[:4]]
     assert soon(lambda: all(reader.chunks > 10 for reader in readers), PATIENCE)
     assert not any(reader.over for reader in readers)
-    begin = time.monotonic()
     os.kill(actors("Rank")[0], signal.SIGKILL)
-    for reader in readers:
-        reader.join(PATIENCE)
-    print(f"over after {time.monotonic() - begin:.1f} s; pauses:", [round(reader.longest, 2) for reader in readers])
-    for reader in readers:
-        assert reader.error is None
-        assert reader.over
-        assert reader.text == solo(one_process, reader.body)
+    read_all(readers, one_process)
     assert sum(samples(client, "replicas_lost").values()) > 0
     assert soon(lambda: len(set(before) & set(processes("Replica"))) == 1, PATIENCE)
     assert soon(lambda: len(processes("Replica")) == len(actors("Rank")) == 2 and replicas(client) == 2, PATIENCE)
