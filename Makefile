@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles a module when it is first imported. To compile all of them takes half a minute, and most are never used.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 # Each process that a test starts would otherwise compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -52,11 +53,11 @@ clean: ## remove .venv, caches and build output
 
 # The stamps: an install is repeated only when what it was made from has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[cpu,serve]'
+	$(PIP_INSTALL) -e '.[cpu,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:

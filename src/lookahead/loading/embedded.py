@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,13 +141,14 @@ def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    with _gguf_read_once():
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
     # transformers 5.17 makes the BOS the tokenizer's EOS and sets no padding. The model's config has the right ids.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
@@ -162,6 +164,23 @@ def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
     # safetensors lets only the owner read its files, and a cache may be shared: use the config's permissions.
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Let transformers read a GGUF file once. By itself it reads it three times (for tokenizer, config and weights),
+    and makes the table of tensor names anew for every module. That took half of a conversion's time."""
+    import gguf
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    before = {name: getattr(gguf, name) for name in names}
+    try:
+        for name, function in before.items():
+            setattr(gguf, name, lru_cache(maxsize=None)(function))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(gguf, name, function)
 
 
 def install(
