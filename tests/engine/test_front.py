@@ -21,6 +21,12 @@ from lookahead.engine.front import Front
 from lookahead.engine.request import Request
 
 
+@pytest.fixture(autouse=True, params=[None, "cuda"], ids=["in turn", "early"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that runs beside the host, the next step begins before anybody is told of the last one."""
+    monkeypatch.setattr(ToyBackend, "device", None if request.param is None else SimpleNamespace(type=request.param))
+
+
 def asked(number: int, tokens: int = 20) -> Asked:
     return (number % 23, 1, 2, number % 5), tokens, number % 5, number % 3
 
@@ -306,7 +312,7 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
         raise OSError("nor can it be cleaned up")
 
     engine.abort = worse  # type: ignore[method-assign]
-    engine.step = worse  # type: ignore[assignment, method-assign]
+    engine.step = engine.finish = worse  # type: ignore[assignment, method-assign]
     with pytest.raises(OSError, match="cleaned up"):
         running.wait()
     assert isinstance(front.failure, OSError)
@@ -314,7 +320,7 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
         front.submit(endless())
 
 
-def test_beside_a_device_the_next_step_tells_while_it_runs() -> None:
+def test_beside_a_device_the_last_step_is_told_while_the_next_one_runs() -> None:
     class Device(ToyBackend):
         device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
         running = False
@@ -344,3 +350,26 @@ def test_beside_a_device_the_next_step_tells_while_it_runs() -> None:
     assert over.wait(30)
     assert tokens == text_of(one)[0]
     assert beside == [True] * (len(beside) - 1) + [False]  # nothing runs after the last step
+
+
+def test_what_the_last_step_gave_is_told_even_if_the_next_one_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ToyBackend()
+    front, launch = Front(Engine(backend)), backend.launch
+    one = asked(3)
+    sequence, longer = sequence_of(one), endless()
+    ended: list[bool] = []
+
+    def breaks_after_the_end(inputs: Sequence[StepInput]) -> Any:
+        if sequence.finish_reason is not None:
+            raise OSError("the device is gone")
+        return launch(inputs)
+
+    monkeypatch.setattr(backend, "launch", breaks_after_the_end)
+    first, second = front.call(lambda: (front.submit(Request(sequence)), front.submit(longer)))
+    first.wait()
+    ended.append(first.error is None)
+    with pytest.raises(OSError, match="device is gone"):
+        second.wait()
+    assert ended == [True]
+    assert (sequence.output, sequence.finish_reason) == text_of(one)
+    assert sum(len(event.tokens) for event in first.take()) == len(sequence.output)

@@ -15,7 +15,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
-from lookahead.engine.request import Request
+from lookahead.engine.request import Event, Request
 
 CONFIGS = (
     LookaheadConfig.autoregressive(),
@@ -64,10 +64,14 @@ def alone(prompt: tuple[int, ...], tokens: int, sampling: int) -> tuple[list[int
 
 
 class Crowd:
-    """A seeded workload: requests that join at random, some of which are cancelled."""
+    """A seeded workload: requests that join at random, some of which are cancelled.
+
+    Every other one begins a step before anybody hears of the last one, and cancels requests of steps that run.
+    """
 
     def __init__(self, seed: int, most: int) -> None:
         self.rng = rng = random.Random(seed)
+        self.begins_early = seed % 2 == 1
         self.backend = PagedToy(rng.choice((16, 18, 22)), 4, rng.choice((8, 17, 32, 64)))
         self.engine = Engine(self.backend, max_sequences=rng.choice((2, 8, 64)), most_beside=rng.choice((1, 12, 512)))
         self.memory = SharedMemory() if rng.random() < 0.5 else None
@@ -89,7 +93,7 @@ class Crowd:
                 told[engine.submit(requests[-1])] = []
             if engine.running and rng.random() < 0.03:
                 engine.cancel(rng.choice(engine.running))
-            for event in engine.step():
+            for event in self.step():
                 assert event.error is None
                 assert 0 <= event.accepted <= event.tried
                 assert not event.tried or event.request.sequence.config.sources
@@ -103,6 +107,13 @@ class Crowd:
         for request in requests:
             assert told[request.id] == request.sequence.output
         return [(request.sequence.output, request.sequence.finish_reason) for request in requests]
+
+    def step(self) -> list[Event]:
+        if not self.begins_early:
+            return self.engine.step()
+        settled = self.engine.finish()
+        self.engine.begin()
+        return self.engine.tell(settled)
 
 
 @pytest.mark.parametrize("part", slow_but(range(10), 0, 5))

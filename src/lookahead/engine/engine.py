@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.counts import Costs
@@ -30,6 +32,47 @@ MOST_BESIDE = 512
 a 7B model takes 13 ms then, and twice as long with 1,024 rows: larger passes read no more of a prompt per second."""
 
 
+@dataclass(slots=True)
+class Launched:
+    """A pass that the backend runs: its inputs, and when it was launched."""
+
+    one: Pass
+    inputs: list[StepInput]
+    time: float
+    running: Any
+
+
+@dataclass(slots=True)
+class Begun:
+    """A step that has begun: its passes, and when it began. Of the passes the first one runs."""
+
+    passes: list[Pass]
+    time: float = 0.0
+    first: Launched | None = None
+
+
+NOT_BEGUN = Begun([])
+
+
+@dataclass(slots=True)
+class Settled:
+    """A step of which nobody has been told yet: what was accepted, which requests failed, and what it took of time."""
+
+    accepted: list[tuple[StepResult, Verdict]]
+    failed: list[tuple[Request, Exception]]
+    absorb_seconds: float
+    commit_seconds: float
+    time: float
+
+    def __bool__(self) -> bool:
+        return bool(self.accepted or self.failed)
+
+    @property
+    def mean_tokens(self) -> float:
+        """How many tokens a request got, on average."""
+        return sum(len(verdict.tokens) for _, verdict in self.accepted) / (len(self.accepted) + len(self.failed))
+
+
 class Engine:
     """Continuous batching: requests join and leave between steps, and each accepts its own number of tokens per step.
 
@@ -40,7 +83,7 @@ class Engine:
 
     With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
     was measured; the engine notes how long they really take (`times`). `most_beside`: see `scheduler`. `watch`, if set,
-    is called after every pass with its rows and its seconds, and `while_running` while the device runs one.
+    is called after every pass with its rows and its seconds.
     """
 
     def __init__(
@@ -53,12 +96,12 @@ class Engine:
     ) -> None:
         self.backend, self.pace = backend, pace
         self.watch: Callable[[int, float], None] | None = None
-        self.while_running: Callable[[], None] | None = None
         self.times = None if cost is None else PassTimes(cost)
         self._scheduler = Scheduler(backend, max_sequences, most_beside)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
         self._failed: list[tuple[Request, Exception]] = []  # during this step
+        self._begun = NOT_BEGUN
         self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
 
     # Requests.
@@ -100,6 +143,10 @@ class Engine:
 
     def abort(self) -> None:
         """Remove all requests, after an error of the backend. Nothing of them is remembered."""
+        begun, self._begun = self._begun, NOT_BEGUN
+        if begun.first is not None:  # the device may still read what the host wrote for it
+            with suppress(Exception):
+                self.backend.collect(begun.first.running)
         for request in self._scheduler.running.values():
             with suppress(Exception):
                 self.backend.close(request.slot)
@@ -129,6 +176,11 @@ class Engine:
         Finished requests are removed. A request whose own part of the step raised an exception has failed, and is
         removed, too. The others go on.
         """
+        self.begin()
+        return self.tell(self.finish())
+
+    def begin(self) -> None:
+        """Start a step. Where the device runs beside the host, it may still be running on return."""
         begin = perf_counter()
         # 1. Schedule: who takes part, and with how many tokens of a text that is not cached yet.
         passes = self._scheduler.schedule()
@@ -137,17 +189,26 @@ class Engine:
             self._propose(one)
             self._scheduler.fill(one)
         self._scheduler.make_room(passes)
-        # 3. Run.
         passes = [one for one in passes if one.parts]
-        results = [result for one in passes for result in self._run(one, only_pass=len(passes) == 1)]
-        # 4. Settle: verify, learn, commit.
-        events = self.settle(results)
-        if self.times is not None and len(passes) == 1:
-            self.times.note(passes[0].tokens, perf_counter() - begin)
-        if self.pace is not None and events and not any(part.trail for one in passes for part in one.parts):
-            tokens = sum(len(event.tokens) for event in events) / len(events)
-            self.pace.record(any(len(r.input.tree) > 1 for r in results), tokens, perf_counter() - begin)
-        return events
+        # 3. Launch. Most backends put everything into one pass; if there are more, `finish` runs the others.
+        self._begun = Begun(passes, begin, self._launch(passes[0], len(passes) == 1) if passes else None)
+
+    def finish(self) -> Settled:
+        """Wait for the step that has begun, and settle it: verify, learn, commit. The next one can begin then, even
+        before anybody is told of this one."""
+        begun, self._begun = self._begun, NOT_BEGUN
+        results = list[StepResult]()
+        for place, one in enumerate(begun.passes):
+            launched = self._launch(one, only_pass=False) if place else begun.first
+            if launched is not None:
+                results += self._collect(launched)
+        settled = self.settle(results)
+        seconds = perf_counter() - begun.time
+        if self.times is not None and len(begun.passes) == 1:
+            self.times.note(begun.passes[0].tokens, seconds)
+        if self.pace is not None and settled and not any(part.trail for one in begun.passes for part in one.parts):
+            self.pace.record(any(len(r.input.tree) > 1 for r in results), settled.mean_tokens, seconds)
+        return settled
 
     def _propose(self, one: Pass) -> None:
         """Choose the trees of a pass. A request for which that fails is left out."""
@@ -192,22 +253,24 @@ class Engine:
                 failed.append((part.request, error))
         return failed
 
-    def _run(self, one: Pass, only_pass: bool) -> list[StepResult]:
-        """Run a pass, and learn from the step before while the device is busy. Requests wait for the whole pass."""
+    def _launch(self, one: Pass, only_pass: bool) -> Launched | None:
+        """Start a pass, unless nothing is left of it."""
         inputs = self._inputs(one, only_pass)
-        if not inputs:
-            return []
         begin = perf_counter()
-        running = self.backend.launch(inputs)
+        return Launched(one, inputs, begin, self.backend.launch(inputs)) if inputs else None
+
+    def _collect(self, launched: Launched) -> list[StepResult]:
+        """Learn from the step before while the device is busy; then wait. Requests wait for the whole pass."""
+        one = launched.one
         self._learn_while_running(one.parts)
-        if self.while_running is not None:
-            self.while_running()
-        outputs = self.backend.collect(running)
-        seconds = perf_counter() - begin
+        outputs = self.backend.collect(launched.running)
+        seconds = perf_counter() - launched.time
         if self.watch is not None:
             self.watch(one.tokens, seconds)
         results, before = list[StepResult](), one.propose_seconds
-        for part, item, output in zip(one.parts, inputs, outputs, strict=True):
+        for part, item, output in zip(one.parts, launched.inputs, outputs, strict=True):
+            if part.request.id not in self._requests:
+                continue  # it was cancelled while it ran
             if part.whole:
                 results.append(StepResult(part.request, item, output, before, seconds))
             else:
@@ -259,7 +322,7 @@ class Engine:
                 self._failed.append((part.request, error))
             part.tree.get_ready()
 
-    def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> list[Event]:
+    def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> Settled:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.
 
         `commit=False` is for a step that ran outside of the backend and whose K/V were given to `Backend.adopt`
@@ -287,37 +350,38 @@ class Engine:
         if commit and settled:
             self.backend.commit([(result.input.slot, verdict.path) for result, verdict in settled])
         done = perf_counter()
-        # 3. Tell.
-        each, commit_seconds = (absorbed - begin) / max(1, len(results)), done - absorbed
-        events = []
+        # 3. Some leave.
         for result, verdict in settled:
-            request = result.request
-            request.sequence.stats.count_times(
-                result.propose_seconds, result.forward_seconds + commit_seconds, each, done - request.begin
-            )
-            events.append(self._event(result, verdict))
-        for request, reason in self._failed:
+            if verdict.finish_reason is not None:
+                if result.request.finished is not None:
+                    result.request.finished(result.request)
+                self.cancel(result.request.id)
+            elif result.input.trail:
+                self._scheduler.remember(result.request)
+        failed, self._failed, self._spent = self._failed, [], results
+        for request, _ in failed:
             request.sequence.finish_reason = "error"
             self.cancel(request.id)
-            events.append(Event(request, [], "error", error=reason))
-        self._failed, self._spent = [], results
-        return events
+        return Settled(settled, failed, (absorbed - begin) / max(1, len(results)), done - absorbed, done)
 
-    def _event(self, result: StepResult, verdict: Verdict) -> Event:
-        """What the step gave a request. One that has finished leaves."""
-        request, tree = result.request, result.input.tree
-        if verdict.finish_reason is not None:
-            if request.finished is not None:
-                request.finished(request)
-            self.cancel(request.id)
-        elif result.input.trail:
-            self._scheduler.remember(request)
-        event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
-        if request.sequence.sampling.logprobs is not None:
-            event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
-        if request.tells_steps:
-            event.tell_step(tree)
-        return event
+    def tell(self, settled: Settled) -> list[Event]:
+        """What a step that is settled gave each request."""
+        events = []
+        for result, verdict in settled.accepted:
+            request, tree = result.request, result.input.tree
+            request.sequence.stats.count_times(
+                result.propose_seconds,
+                result.forward_seconds + settled.commit_seconds,
+                settled.absorb_seconds,
+                settled.time - request.begin,
+            )
+            event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
+            if request.sequence.sampling.logprobs is not None:
+                event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
+            if request.tells_steps:
+                event.tell_step(tree)
+            events.append(event)
+        return events + [Event(request, [], "error", error=reason) for request, reason in settled.failed]
 
 
 def verify(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:

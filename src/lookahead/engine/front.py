@@ -104,6 +104,7 @@ class Front:
 
     def __init__(self, engine: Engine, thread: bool = True, core: Core | None = None) -> None:
         self._core = core or Core(engine)
+        self._core.begins_early &= thread
         self._inbox: SimpleQueue[Core | None] | None = SimpleQueue() if thread else None
         self._threads: list[threading.Thread] = []  # none yet, or one
         self._starting = threading.Lock()
@@ -190,10 +191,8 @@ class Core:
         self.failure: BaseException | None = None  # of the last step
         self.dead = False  # the thread ended by an error that it could not handle
         self._news: dict[Told, list[Ticket]] = {}
-        # Where the device runs beside the host, who is told works while it runs, and not in the engine's way.
-        self._tell_late = getattr(engine.backend.device, "type", None) == "cuda"
-        if self._tell_late:
-            engine.while_running = self._tell
+        # Where the device runs beside the host, the next step begins before anybody is told of the last one.
+        self.begins_early = getattr(engine.backend.device, "type", None) == "cuda"
 
     @property
     def has_work(self) -> bool:
@@ -206,23 +205,41 @@ class Core:
 
     def turn(self) -> None:
         """Obey, and step once. If that fails, every request fails, and the next one starts afresh."""
-        untold = self._news or None
         try:
-            self.obey()
-            if self.stop.is_set():
-                raise RuntimeError("the model was closed while it was answering")
-            for event in self.engine.step():
-                ticket = self.tickets[event.request.id]
-                if event.finish_reason is not None:
-                    del self.tickets[event.request.id]
-                ticket.put(event)
-                self._note(ticket)
-                self.failure = None
+            if self.begins_early:
+                self._finish_and_begin()
+            else:
+                self._obey_or_stop()
+                self._hand_out(self.engine.step())
         except BaseException as error:
             self.recover(error)
-        # The next step tells, if one follows, and unless this one had been meant to and did not run at all.
-        if not self._tell_late or not self.tickets or self._news is untold:
-            self._tell()
+        self._tell()
+
+    def _finish_and_begin(self) -> None:
+        """Finish the step that runs, if one does, obey, and begin the next. Events are made and told while it runs."""
+        settled = self.engine.finish()
+        try:
+            self._obey_or_stop()
+            self.engine.begin()
+        finally:  # what the last step gave is given out, whatever becomes of the next
+            self._hand_out(self.engine.tell(settled))
+
+    def _obey_or_stop(self) -> None:
+        self.obey()
+        if self.stop.is_set():
+            raise RuntimeError("the model was closed while it was answering")
+
+    def _hand_out(self, events: Sequence[Event]) -> None:
+        """Put events to their tickets. The ticket of a request that was cancelled meanwhile is gone."""
+        for event in events:
+            ticket = self.tickets.get(event.request.id)
+            if ticket is None:
+                continue
+            if event.finish_reason is not None:
+                del self.tickets[event.request.id]
+            ticket.put(event)
+            self._note(ticket)
+            self.failure = None
 
     def recover(self, error: BaseException) -> None:
         """After a step that failed: every request fails, and the engine is empty."""

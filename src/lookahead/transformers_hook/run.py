@@ -172,7 +172,8 @@ class Run:
             for entry, request in enumerate(requests):
                 self._submit(entry, request, engine)
             if first is not None:
-                self._stream(streamer, raise_errors(engine.settle(self._roots(requests, first), commit=False)), rules)
+                settled = engine.settle(self._roots(requests, first), commit=False)
+                self._stream(streamer, raise_errors(engine.tell(settled)), rules)
             # 2. Step until all have ended.
             while engine.running:
                 events = raise_errors(engine.step())
