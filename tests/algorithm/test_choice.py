@@ -212,7 +212,7 @@ def test_batches_give_the_text_of_each_alone(count: int, limit: int | None, slop
     running = sequences
     while running:
         for sequence, tree in zip(running, choose_trees(running, limit, cost), strict=True):
-            sequence.absorb(tree, targets_of(sequence, tree, model))
+            sequence.count(tree, sequence.absorb(tree, targets_of(sequence, tree, model)))
             sequence.learn_while_running()
         running = [sequence for sequence in running if sequence.finish_reason is None]
     for sequence, prompt in zip(sequences, PROMPTS, strict=False):
@@ -255,7 +255,8 @@ def test_expected_tokens_are_counted_as_they_are_trusted() -> None:
     expected = 0.0
     for _ in range(6):
         tree = sequence.propose()
+        sequence.learn_while_running()
         expected += 1 + sequence.trust * tree.expected
-        sequence.absorb(tree, targets_of(sequence, tree, model))
+        sequence.count(tree, sequence.absorb(tree, targets_of(sequence, tree, model)))
         assert sequence.stats.expected_tokens == pytest.approx(expected)
     assert expected > 6

@@ -53,6 +53,7 @@ def run(
         for one, verdict in zip(parts, verifier(parts), strict=True):
             assert [one.input.tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
             one.request.sequence.absorb(one.input.tree, one.output, verdict)
+            one.request.sequence.count(one.input.tree, verdict)
         steps += 1
     return steps
 

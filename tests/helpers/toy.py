@@ -80,6 +80,7 @@ def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree,
         assert len(tree) <= sequence.config.budget
         sequence.learn_while_running()
         verdict = sequence.absorb(tree, targets_of(sequence, tree, model))
+        sequence.count(tree, verdict)
         assert [tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
         yield tree, verdict.tokens
 

@@ -230,8 +230,6 @@ class DecodingSequence:
         self.tokens += tokens
         if self.prediction is not None:
             self.prediction.follow(self.tokens, tokens)
-        sources = [source_of(tree.origins[node - tree.branch]) for node in path] if path else ()
-        self.stats.count_step(len(tree.tokens), len(tokens), sources, self._trust.ratio * tree.expected)
         if self.finish_reason is not None:
             return verdict
         # 2. The window: one n-gram per column, and a new window row.
@@ -248,6 +246,11 @@ class DecodingSequence:
         for source in self._sources:
             source.absorb(outcome)
         return verdict
+
+    def count(self, tree: TokenTree, verdict: Verdict) -> None:
+        """Count a step that was absorbed. That may wait until the device runs the next one, but not until it learns."""
+        sources = [source_of(tree.origins[node - tree.branch]) for node in verdict.path] if verdict.path else ()
+        self.stats.count_step(len(tree.tokens), len(verdict.tokens), sources, self._trust.ratio * tree.expected)
 
     def learn_while_running(self) -> None:
         """Do the part of learning that may wait until the device runs the next step: how good the guesses were, and

@@ -203,7 +203,7 @@ class Engine:
             if launched is not None:
                 results += self._collect(launched)
         settled = self.settle(results)
-        seconds = perf_counter() - begun.time
+        seconds = settled.time - begun.time
         if self.times is not None and len(begun.passes) == 1:
             self.times.note(begun.passes[0].tokens, seconds)
         if self.pace is not None and settled and not any(part.trail for one in begun.passes for part in one.parts):
@@ -369,6 +369,7 @@ class Engine:
         events = []
         for result, verdict in settled.accepted:
             request, tree = result.request, result.input.tree
+            request.sequence.count(tree, verdict)
             request.sequence.stats.count_times(
                 result.propose_seconds,
                 result.forward_seconds + settled.commit_seconds,

@@ -326,14 +326,16 @@ class GraphBackend:
     def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
         """The captured step for these inputs; it is captured when it runs first."""
         kind = self._kind(items)
-        if kind not in self._steps and self.patient and kind.invariant:
+        step = self._steps.get(kind)
+        if step is not None:
+            return step
+        if self.patient and kind.invariant:
             self._missed[kind] += 1
             if self._missed[kind] <= PATIENCE and not any(item.continues_alone for item in items):
                 kind = stand_in(kind, any(item.trail for item in items), self._most_rows)
-        step = self._steps.get(kind)
-        if step is None:
-            step = self._steps[kind] = CapturedStep(self.state, kind)
-        return step
+        if kind not in self._steps:
+            self._steps[kind] = CapturedStep(self.state, kind)
+        return self._steps[kind]
 
     def _kind(self, items: Sequence[StepInput]) -> StepKind:
         """The kind of a step of these inputs."""

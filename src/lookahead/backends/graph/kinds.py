@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.sizes import (
@@ -31,8 +31,7 @@ TRAIL_STAND_INS = (256, 512, ROW_SIZES[-1])
 """Sizes that stand in for the smaller ones. A prompt runs once, so that its pass may take twice as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
+class StepKind(NamedTuple):
     """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
 
     `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
@@ -65,6 +64,11 @@ def kind_of(
     few = 2 * SMALL_TILE // group
     parts, trails = [len(item.tree.tokens) for item in items], [len(item.trail) for item in items]
     largest = max(parts)
+    needed, drawn, plain = 0, False, True
+    for item in items:
+        needed += len(item.tree.needed)
+        drawn = drawn or bool(item.uniforms)
+        plain = plain and item.adjustment is None and item.logprobs is None and not item.noise
     # Small tiles serve best who has few queries, or little to read.
     small = largest <= few
     if any(trails):
@@ -76,12 +80,11 @@ def kind_of(
     block = SMALL_TILE if small else LARGE_TILE
     tiles = sum([-(-count * group // block) for count in parts])
     alone = tiles * weights.kv_heads >= processors
-    plain = all(item.adjustment is None and item.logprobs is None and not item.noise for item in items)
     raced = not plain and any(item.noise for item in items)
     return StepKind(
         rows=rows,
-        needed=needed_bucket(rows, sum([len(item.tree.needed) for item in items])),
-        drawn=raced or any(item.uniforms for item in items),
+        needed=needed_bucket(rows, needed),
+        drawn=raced or drawn,
         raced=raced,
         small=small,
         alone=alone,
@@ -99,8 +102,8 @@ def stand_in(kind: StepKind, trail: bool, most: int) -> StepKind:
     Few kinds stand in for all others, so that few have to be captured before anything can run.
     """
     rows = min(next(size for size in (TRAIL_STAND_INS if trail else STAND_INS) if size >= kind.rows), most)
-    kind = replace(kind, rows=rows, needed=needed_bucket(rows, min(rows, MOST_NEEDED)))
-    return replace(kind, small=False, alone=True, one=False) if trail else kind
+    kind = kind._replace(rows=rows, needed=needed_bucket(rows, min(rows, MOST_NEEDED)))
+    return kind._replace(small=False, alone=True, one=False) if trail else kind
 
 
 def first_shapes(group: int) -> list[tuple[int, int]]:
