@@ -81,7 +81,10 @@ class Clock:
 
 
 class Load:
-    """A number of sequences that decode side by side, each replaced by the next when it ends."""
+    """A number of sequences that decode side by side, each replaced by the next when it ends.
+
+    As in a server, the next step begins before anybody hears of the last one, and some requests wait for their turn.
+    """
 
     def __init__(
         self,
@@ -102,19 +105,22 @@ class Load:
         sequence = DecodingSequence(prompt, self.config, self.sampling, self.rules, memory=self.memory)
         self._numbers[self.engine.submit(Request(sequence))] = number
 
-    def step(self) -> tuple[int, int, float]:
-        """Run one step. Returns its tokens, its tries and what it expected to accept."""
+    def step(self) -> tuple[int, int]:
+        """Finish a step and begin the next. Returns the tokens and the tries of the one that is finished."""
         tokens = tried = 0
-        for event in self.engine.step():
+        settled = self.engine.finish()
+        self.engine.begin()
+        for event in self.engine.tell(settled):
             if event.error is not None:
                 raise event.error
             tokens, tried = tokens + len(event.tokens), tried + event.tried
             if event.finish_reason is not None:
                 self.outputs.setdefault(self._numbers[event.request.id], event.request.sequence.output)
                 self.add()
-        return tokens, tried, 0.0
+        return tokens, tried
 
     def end(self) -> None:
+        self.engine.finish()
         for id in self.engine.running:
             self.engine.cancel(id)
 
@@ -136,8 +142,9 @@ def batch(bench: GpuBench) -> None:
             for name, config in METHODS.items():
                 measured = []
                 for warm in (True, False):
-                    load = Load(Engine(backend, cost=cost), prompts, config, sampling, rules)
-                    for _ in range(count):
+                    engine = Engine(backend, cost=cost, max_sequences=count)
+                    load = Load(engine, prompts, config, sampling, rules)
+                    for _ in range(2 * count):
                         load.add()
                     answers = 0.5 * count if warm else max(ROUNDS * count, ANSWERS[label])
                     measured = _measure(load, clock, count, answers * tokens)
@@ -163,7 +170,7 @@ def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[s
     seconds = 0.0
     while made < tokens:
         begin, captured = perf_counter(), len(backend._steps)
-        given, guesses, _ = load.step()
+        given, guesses = load.step()
         if len(backend._steps) > captured:
             captures += 1
             continue
