@@ -279,7 +279,8 @@ def test_buckets() -> None:
         ([0], [128], 128, 128, False, True),
         ([0], [129], 192, 192, False, False),
         ([0] * 5, [16] * 5, 96, 96, True, True),
-        ([0] * 5, [16, 16, 17, 1, 1], 64, 64, False, True),
+        ([0] * 5, [16, 16, 17, 1, 1], 64, 64, True, True),  # most have few rows
+        ([0] * 5, [40, 40, 40, 1, 1], 128, 128, False, True),  # most have many
         ([100], [1], 128, 64, True, True),  # a short prompt
         ([300], [0], 384, 64, False, True),
         ([300, 0, 4], [0, 40, 40], 384, 384, False, True),
@@ -290,7 +291,7 @@ def test_buckets() -> None:
 def test_the_kind_of_a_step(
     trails: list[int], trees: list[int], rows: int, needed: int, small: bool, within: bool, invariant: bool
 ) -> None:
-    """Rows of all sequences together; small tiles if all of them have few; invariant unless a tree is too large."""
+    """Rows of all sequences together; small tiles if most of them have few; invariant unless a tree is too large."""
     backend = GraphBackend(make("llama").to(torch.bfloat16), invariant=invariant)
     items = [
         greedy(backend.open(), [3] * trail, random_tree(tree, 0) if tree else NO_TREE)

@@ -34,3 +34,25 @@ def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, token
         for nodes in range(0 if trail else 1, budget + 1):
             for needed in {nodes, min(1, nodes)}:
                 assert kind(weights, trail, nodes, needed) in prepared, (trail, nodes, needed)
+
+
+@pytest.mark.parametrize(
+    ("trees", "trails", "length", "small"),
+    [
+        ([4] * 63 + [60], [], 250, True),  # one large tree among many small ones
+        ([60] * 8, [], 250, False),
+        ([4] * 64, [400], 250, True),  # a prompt beside many that decode
+        ([4] * 8, [480], 6000, False),  # a piece of a long one, which reads far more than they do
+        ([1] * 8, [100] * 8, 0, True),
+    ],
+)
+def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
+    trees: list[int], trails: list[int], length: int, small: bool
+) -> None:
+    weights: Any = SimpleNamespace(heads=32, kv_heads=32)
+    trails = [0] * (len(trees) - len(trails)) + trails
+    items = [
+        StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
+        for nodes, trail in zip(trees, trails, strict=True)
+    ]
+    assert kind_of(items, [length] * len(items), weights, PROCESSORS, invariant=True).small == small
