@@ -113,7 +113,7 @@ class Crowd:
             return self.engine.step()
         settled = self.engine.finish()
         self.engine.begin()
-        return self.engine.tell(settled)
+        return settled.tell()
 
 
 @pytest.mark.parametrize("part", slow_but(range(10), 0, 5))

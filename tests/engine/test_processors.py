@@ -20,9 +20,9 @@ from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine.engine import verify
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
 from lookahead.engine.request import Request, StepResult
+from lookahead.engine.stages import verdicts_of
 
 CONFIG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
 VOCABULARY = 30
@@ -336,7 +336,7 @@ def test_each_sequence_is_verified_by_its_own_verifier() -> None:
     def shuffled(parts: Sequence[StepResult]) -> list[Verdict | None]:
         for part in parts:
             part.request.verifier = verifiers[part.request.sequence]
-        verdicts = verify(parts[::-1])[::-1]
+        verdicts = verdicts_of(parts[::-1])[::-1]
         assert [verdict is None for verdict in verdicts] == [part.request.verifier is None for part in parts]
         return [verdict or part.request.sequence.verify(part.input.tree, part.output)
                 for verdict, part in zip(verdicts, parts, strict=True)]  # fmt: skip

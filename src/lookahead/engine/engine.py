@@ -4,73 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
-from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
-from lookahead.config import SamplingParams
-from lookahead.engine.logprobs import logprobs_of
-from lookahead.engine.masks import masked
+from lookahead.backends.base import Backend, StepInput
+from lookahead.engine.inputs import input_of
 from lookahead.engine.pace import Pace
 from lookahead.engine.pass_times import PassTimes
-from lookahead.engine.request import Event, Request, StepResult, Verifier
+from lookahead.engine.request import Event, Request, StepResult
 from lookahead.engine.scheduler import Part, Pass, Scheduler
+from lookahead.engine.stages import NOT_BEGUN, Begun, Launched, Settled, verdicts_of
 
-GREEDY = SamplingParams()
-"""The sampling of a request with a verifier. The verifier chooses its tokens; the backend's targets only feed the
-window and the sources, for which greedy targets are enough."""
 MAX_SEQUENCES = 256
 MOST_BESIDE = 512
 """The most rows of a pass in which prompts run beside decoding requests, which wait for all of it. On an H200 a pass of
 a 7B model takes 13 ms then, and twice as long with 1,024 rows: larger passes read no more of a prompt per second."""
-
-
-@dataclass(slots=True)
-class Launched:
-    """A pass that the backend runs: its inputs, and when it was launched."""
-
-    one: Pass
-    inputs: list[StepInput]
-    time: float
-    running: Any
-
-
-@dataclass(slots=True)
-class Begun:
-    """A step that has begun: its passes, and when it began. Of the passes the first one runs."""
-
-    passes: list[Pass]
-    time: float = 0.0
-    first: Launched | None = None
-
-
-NOT_BEGUN = Begun([])
-
-
-@dataclass(slots=True)
-class Settled:
-    """A step of which nobody has been told yet: what was accepted, which requests failed, and what it took of time."""
-
-    accepted: list[tuple[StepResult, Verdict]]
-    failed: list[tuple[Request, Exception]]
-    absorb_seconds: float
-    commit_seconds: float
-    time: float
-
-    def __bool__(self) -> bool:
-        return bool(self.accepted or self.failed)
-
-    @property
-    def mean_tokens(self) -> float:
-        """How many tokens a request got, on average."""
-        return sum(len(verdict.tokens) for _, verdict in self.accepted) / (len(self.accepted) + len(self.failed))
 
 
 class Engine:
@@ -177,7 +129,7 @@ class Engine:
         removed, too. The others go on.
         """
         self.begin()
-        return self.tell(self.finish())
+        return self.finish().tell()
 
     def begin(self) -> None:
         """Start a step. Where the device runs beside the host, it may still be running on return."""
@@ -282,7 +234,7 @@ class Engine:
         inputs, parts = list[StepInput](), list[Part]()
         for part in one.parts:
             try:
-                inputs.append(self._input(part, only_pass))
+                inputs.append(input_of(part, only_pass, self.backend.vocab_size))
                 parts.append(part)
             except Exception as error:
                 if part.request.mask is None:
@@ -290,27 +242,6 @@ class Engine:
                 self._failed.append((part.request, error))
         one.parts = parts
         return inputs
-
-    def _input(self, part: Part, only_pass: bool) -> StepInput:
-        """`only_pass`: this step has no other pass."""
-        request, sequence, tree = part.request, part.request.sequence, part.tree
-        if not part.whole:
-            return StepInput(request.slot, part.trail, tree, GREEDY, ())
-        top = KEPT_TOKENS if sequence.wants_top else 0
-        if request.verifier is not None:
-            return StepInput(request.slot, part.trail, tree, GREEDY, (), top, logits=True)
-        if (noise := request.noise) is not None:
-            return StepInput(request.slot, part.trail, tree, noise.sampling, (), top, noise=noise.lines(tree))
-        item = StepInput(request.slot, part.trail, tree, sequence.sampling, sequence.uniforms(tree), top)
-        if only_pass and sequence.continues_alone:
-            item.continues_alone, item.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
-        if sequence.sampling.logprobs is not None:
-            item.logprobs = sequence.sampling.logprobs
-        if sequence.adjusts:
-            item.adjustment = sequence.adjustment()
-        if request.mask is not None:
-            item.adjustment = masked(request, tree, item.adjustment, self.backend.vocab_size)
-        return item
 
     def _learn_while_running(self, parts: Sequence[Part]) -> None:
         """Do while the device runs what need not delay it: free memory, learn, index the trees for verification."""
@@ -334,7 +265,7 @@ class Engine:
         if self._failed:
             out = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in out]
-        for result, given in zip(results, verify(results), strict=True):
+        for result, given in zip(results, verdicts_of(results), strict=True):
             request = result.request
             try:
                 if isinstance(given, Exception):
@@ -363,45 +294,3 @@ class Engine:
             request.sequence.finish_reason = "error"
             self.cancel(request.id)
         return Settled(settled, failed, (absorbed - begin) / max(1, len(results)), done - absorbed, done)
-
-    def tell(self, settled: Settled) -> list[Event]:
-        """What a step that is settled gave each request."""
-        events = []
-        for result, verdict in settled.accepted:
-            request, tree = result.request, result.input.tree
-            request.sequence.count(tree, verdict)
-            request.sequence.stats.count_times(
-                result.propose_seconds,
-                result.forward_seconds + settled.commit_seconds,
-                settled.absorb_seconds,
-                settled.time - request.begin,
-            )
-            event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
-            if request.sequence.sampling.logprobs is not None:
-                event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
-            if request.tells_steps:
-                event.tell_step(tree)
-            events.append(event)
-        return events + [Event(request, [], "error", error=reason) for request, reason in settled.failed]
-
-
-def verify(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:
-    """The verdicts of requests that have a verifier, and None for those whose sequence verifies by itself.
-
-    All requests of a verifier that raises have its exception.
-    """
-    verdicts: list[Verdict | Exception | None] = [None] * len(results)
-    if all(result.request.verifier is None for result in results):
-        return verdicts
-    groups: dict[Verifier, list[int]] = {}
-    for place, result in enumerate(results):
-        if result.request.verifier is not None:
-            groups.setdefault(result.request.verifier, []).append(place)
-    for verifier, places in groups.items():
-        try:
-            found: Sequence[Verdict | Exception] = verifier([results[place] for place in places])
-        except Exception as error:
-            found = [error] * len(places)
-        for place, verdict in zip(places, found, strict=True):
-            verdicts[place] = verdict
-    return verdicts

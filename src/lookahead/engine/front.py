@@ -222,7 +222,7 @@ class Core:
             self._obey_or_stop()
             self.engine.begin()
         finally:  # what the last step gave is given out, whatever becomes of the next
-            self._hand_out(self.engine.tell(settled))
+            self._hand_out(settled.tell())
 
     def _obey_or_stop(self) -> None:
         self.obey()

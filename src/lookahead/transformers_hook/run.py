@@ -173,7 +173,7 @@ class Run:
                 self._submit(entry, request, engine)
             if first is not None:
                 settled = engine.settle(self._roots(requests, first), commit=False)
-                self._stream(streamer, raise_errors(engine.tell(settled)), rules)
+                self._stream(streamer, raise_errors(settled.tell()), rules)
             # 2. Step until all have ended.
             while engine.running:
                 events = raise_errors(engine.step())

@@ -110,7 +110,7 @@ class Load:
         tokens = tried = 0
         settled = self.engine.finish()
         self.engine.begin()
-        for event in self.engine.tell(settled):
+        for event in settled.tell():
             if event.error is not None:
                 raise event.error
             tokens, tried = tokens + len(event.tokens), tried + event.tried
