@@ -17,7 +17,6 @@ FOLDER/serve-load.json --page FILE.md` writes the table, and with matplotlib the
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import json
 import random
@@ -70,7 +69,7 @@ class Served:
         settings = ServeSettings(port=0, max_concurrency=concurrency, max_queue=4096)
         self.path = path
         self.server = make_server(model, settings, lambda line: None)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         gc.collect()
         gc.freeze()  # as `life.serve` does
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])

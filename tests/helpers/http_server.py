@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ class Running:
         self.said: list[str] = []
         self.server: Server = make_server(model, ServeSettings(port=0, **settings), self.said.append)
         self.service: Service = self.server.service
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()), daemon=True)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         assert soon(lambda: self.server.started)
         self.url = self.server.address

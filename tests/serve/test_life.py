@@ -303,10 +303,10 @@ def test_only_the_command_freezes_what_is_loaded(loaded: Any, monkeypatch: pytes
     monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: done.append("unfreeze"))
     threshold = gc.get_threshold()
-    monkeypatch.setattr(life.Server, "run", lambda server: done.append(f"run with {gc.get_threshold()[0]}"))
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     with running(loaded):
         assert done == []
+    monkeypatch.setattr(life.Server, "run", lambda server: done.append(f"run with {gc.get_threshold()[0]}"))
     life.serve(loaded, ServeSettings(), done.append)
     assert done == ["freeze", f"run with {life.YOUNG_OBJECTS}", "unfreeze"]
     assert gc.get_threshold() == threshold
