@@ -272,7 +272,9 @@ def as_plain(prompt: Any) -> Any:
 
 def _all(prompt: Any, kind: type) -> bool:
     """True for a sequence whose items all are of this type; an empty sequence counts."""
-    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(isinstance(x, kind) for x in prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        return False
+    return all(issubclass(found, kind) for found in set(map(type, prompt)))
 
 
 def is_batch(prompt: Any) -> bool:

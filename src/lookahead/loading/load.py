@@ -151,6 +151,9 @@ def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[i
 
     The repetition penalty is not among them: it becomes a setting of the request (`SamplingParams`).
     """
+    asked = {name: value for name, value in asked_for(model).items() if name != "repetition_penalty"}
+    if not asked:
+        return None
     from transformers import LogitsProcessorList
     from transformers.generation import logits_process as made
 
@@ -164,8 +167,7 @@ def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[i
         "suppress_tokens": lambda ids: made.SuppressTokensLogitsProcessor(ids, device),
         "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
     }
-    asked = {name: value for name, value in asked_for(model).items() if name in makers}
-    return LogitsProcessorList([makers[name](value) for name, value in asked.items()]) or None
+    return LogitsProcessorList([makers[name](value) for name, value in asked.items()])
 
 
 def static_generation(model: Any, length: int) -> dict[str, Any]:
