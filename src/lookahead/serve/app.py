@@ -34,7 +34,7 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
     )
     app.state.service = service
     pages.web_files()  # read now: a file that is missing shows at once
-    for part in (pages, tokens, completions, chat, responses):
+    for part in (chat, completions, responses, tokens, pages):  # FastAPI tries one after the other
         app.include_router(part.router)
     errors.install(app, service.metrics.refused)
     app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
