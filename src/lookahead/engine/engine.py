@@ -234,7 +234,7 @@ class Engine:
         inputs, parts = list[StepInput](), list[Part]()
         for part in one.parts:
             try:
-                inputs.append(input_of(part, only_pass, self.backend.vocab_size))
+                inputs.append(input_of(part, only_pass, self.backend))
                 parts.append(part)
             except Exception as error:
                 if part.request.mask is None:

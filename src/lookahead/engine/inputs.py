@@ -7,7 +7,7 @@ import numpy as np
 from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import MOST_AHEAD, StepInput
+from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
 from lookahead.config import SamplingParams
 from lookahead.engine.request import Request
 from lookahead.engine.scheduler import Part
@@ -17,7 +17,7 @@ GREEDY = SamplingParams()
 window and the sources, for which greedy targets are enough."""
 
 
-def input_of(part: Part, only_pass: bool, vocabulary: int) -> StepInput:
+def input_of(part: Part, only_pass: bool, backend: Backend) -> StepInput:
     """The input of a part. `only_pass`: its step has no other pass. ValueError if the request's mask cannot be used."""
     request, sequence, tree = part.request, part.request.sequence, part.tree
     if not part.whole:
@@ -35,7 +35,7 @@ def input_of(part: Part, only_pass: bool, vocabulary: int) -> StepInput:
     if sequence.adjusts:
         item.adjustment = sequence.adjustment()
     if request.mask is not None:
-        item.adjustment = masked(request, tree, item.adjustment, vocabulary)
+        item.adjustment = masked(request, tree, item.adjustment, backend.vocab_size)
     return item
 
 
