@@ -8,7 +8,7 @@ and successors are as full as in real use. Medians per step, in microseconds:
     fill      the packet of integers that goes to the device
     read      targets and top-8 out of the packet that comes back
     absorb    verify, window, counters, how good the guesses were, and new ones
-    rest      commit and the engine's own
+    rest      commit, events and the engine's own (a server makes the events while the device runs)
     host      all of these: what stands between two steps of a GPU (token by token, only where none runs ahead)
     later     what is done while the device runs: no part of `host`
 

@@ -74,7 +74,7 @@ def kind_of(
         needed += len(item.tree.needed)
         drawn = drawn or bool(item.uniforms)
         plain = plain and item.adjustment is None and item.logprobs is None and not item.noise
-    small = largest <= few
+    small = largest <= few  # small tiles are faster then, which need not be worked out in every step
     if not small or any(trails):
         small = _small_tiles_are_faster(parts, trails, lengths, group)
         parts += trails
@@ -101,7 +101,8 @@ def _small_tiles_are_faster(trees: Sequence[int], trails: Sequence[int], lengths
     """Whether attention takes less time in small tiles, for trees and trails of so many rows each.
 
     A tile reads the keys of its sequence once for all of its queries. In a batch, most trees are small, and one large
-    tree or long prompt among them should not give all of them large tiles.
+    tree or long prompt among them should not give all of them large tiles. Short prompts count for neither: they are
+    faster in small tiles, but gain little.
     """
     small_work = large_work = 0
     for tree, trail, length in zip(trees, trails, lengths, strict=True):
