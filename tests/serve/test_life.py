@@ -20,6 +20,7 @@ import pytest
 from http_server import Running, running, soon
 
 from lookahead.serve import life
+from lookahead.serve.errors import ApiError
 from lookahead.serve.reply import Reply
 from lookahead.serve.settings import ServeSettings
 
@@ -102,6 +103,24 @@ def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
         return found
 
     assert asyncio.run(run()) == ["piece", "piece"]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_waits_shorter_than_the_loop_can_tell_apart(loop: str) -> None:
+    """uvloop counts whole milliseconds: a timer of less is no timer to it, and knows no time."""
+    events = pytest.importorskip(loop).new_event_loop()
+
+    async def run() -> None:
+        async with Reply([SimpleNamespace()], 0.2, lambda reply: None) as reply:  # type: ignore[list-item]
+            while True:  # until its time is over
+                events.call_soon(reply.wake)
+                assert await reply.next(4e-4) == []
+
+    try:
+        with pytest.raises(ApiError, match="no answer within"):
+            events.run_until_complete(run())
+    finally:
+        events.close()
 
 
 def test_a_request_that_takes_too_long(loaded: Any) -> None:

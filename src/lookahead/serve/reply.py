@@ -25,7 +25,8 @@ class Reply:
         self._running = len(jobs)
         self._fresh: dict[Job, None] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0  # when the timer goes off; not each of uvloop's timers can tell
         self._patience = 0.0  # until when `_news` waits, in the event loop's time
 
     async def __aenter__(self) -> Reply:
@@ -118,7 +119,7 @@ class Reply:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         self._patience = loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._patience:
+        if self._timer is None or self._due > self._patience:
             self._set_timer(loop)
         try:
             await self._waiter
@@ -128,7 +129,8 @@ class Reply:
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(self._patience, self._time_is_up, loop)
+        self._due = self._patience
+        self._timer = loop.call_at(self._due, self._time_is_up, loop)
 
     def _time_is_up(self, loop: asyncio.AbstractEventLoop) -> None:
         """The timer has gone off. If the reply has waited anew since it was set, it is set again."""
