@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import examples
+from marks import examples, slow_but
 from toy import settings_of_a_text, toy_model
 
 from lookahead.algorithm.reference import (
@@ -211,7 +211,7 @@ def test_sample_verification_of_sure_tokens():
     assert sample_verification([0], model, [(0, 2, 3)], rng) == [1]
 
 
-@pytest.mark.parametrize("on_skip", ["random", "keep"])
+@pytest.mark.parametrize("on_skip", slow_but(["random", "keep"], "random"))
 def test_lookahead_with_sample_verification_follows_the_law(on_skip):
     """The whole of Algorithm 2. The pool knows the prompt, so that the first step has guesses to verify."""
     draws, texts = random.Random(7), []

@@ -262,6 +262,7 @@ def test_exactness_finds_differences_and_margins(
     assert all(row["margin"] > 0 for row in margins)
 
 
+@pytest.mark.slow
 def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
     run: Callable[..., Any], data_dir: Path, tmp_path: Path
 ) -> None:
@@ -324,6 +325,7 @@ def test_a_corrupt_file_of_results(run: Callable[..., Any], tmp_path: Path) -> N
     assert (out / "results.jsonl").read_text() == "{broken\n"
 
 
+@pytest.mark.slow
 def test_flash_compares_the_two_backends(
     run: Callable[..., Any], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

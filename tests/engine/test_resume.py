@@ -60,6 +60,7 @@ def check_all_cuts(loaded: Any, make: Any) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("config", [None, LookaheadConfig.autoregressive()], ids=["guesses", "plain"])
+@pytest.mark.thinned(1)
 def test_every_cut_gives_the_same_text(loaded: Any, name: str, config: LookaheadConfig | None) -> None:
     def make() -> Ask:
         ask = ask_of(loaded, SAMPLINGS[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import suppress
 from typing import Any
 
@@ -105,18 +104,6 @@ def test_a_body_beyond_the_limit(server: Running) -> None:
     with suppress(httpx.TransportError):  # the server hangs up while the client still sends
         answer = server.client.post(CHAT, content=endless(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
-    assert server.client.get("/health").status_code == 200
-
-
-def test_a_flood_of_headers_ends_that_connection_alone(server: Running) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as line:
-        line.settimeout(10)
-        try:
-            line.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-A: " + b"y" * 200_000 + b"\r\n\r\n")
-            assert b" 400 " in line.recv(1000).split(b"\r\n")[0]
-        except OSError:
-            pass
     assert server.client.get("/health").status_code == 200
 
 

@@ -16,6 +16,7 @@ import uvicorn
 
 from lookahead.generate import LookaheadModel
 from lookahead.serve.app import make_app
+from lookahead.serve.connection import Connection
 from lookahead.serve.errors import log, unavailable
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
@@ -106,8 +107,8 @@ def make_server(
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
-        "http": "h11",  # uvicorn's other parser, httptools, takes headers of any length; it saves 8 us per chunk
-        "h11_max_incomplete_event_size": 64 << 10,
+        "http": Connection,
+        "ws": "none",
         "timeout_graceful_shutdown": 2,
     }
     return Server(uvicorn.Config(app, **options), app.state.service, say)

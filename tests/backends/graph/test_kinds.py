@@ -25,6 +25,7 @@ def kind(weights: Any, trail: int, nodes: int, needed: int) -> StepKind:
 
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (32, 8), (32, 32)])
+@pytest.mark.thinned(1)
 def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, tokens: int, budget: int) -> None:
     weights = SimpleNamespace(heads=heads, kv_heads=kv_heads)
     shapes = set(every_shape(tokens, budget, MOST_ROWS, heads // kv_heads))

@@ -11,6 +11,7 @@ from typing import Any, cast
 import httpx2 as httpx
 import pytest
 from http_server import Running
+from marks import slow_but
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 from ray_bodies import requests, same, told
@@ -124,7 +125,7 @@ def with_ingress(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("deaths", [[], [0], [2], [7]], ids=str)
+@pytest.mark.parametrize("deaths", slow_but([[], [0], [2], [7]], [], [2]), ids=str)
 def test_every_kind_of_request_is_as_with_one_process(
     served: Any, one_process: Running, deaths: list[int | None]
 ) -> None:
@@ -156,7 +157,7 @@ def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> 
     with_ingress(served, [], test)
 
 
-@pytest.mark.parametrize("happens", ["nothing", "slow", "broken", "deaths"])
+@pytest.mark.parametrize("happens", slow_but(["nothing", "slow", "broken", "deaths"], "broken", "deaths"))
 def test_many_sequences_share_a_channel(
     served: Any, one_process: Running, happens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
