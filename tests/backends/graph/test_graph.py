@@ -33,6 +33,7 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.kinds import StepKind
 from lookahead.backends.graph.packet import Packet
+from lookahead.backends.graph.preparing import chain
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError
@@ -1452,7 +1453,7 @@ def test_prepare_knows_every_kind(
     kinds = set[StepKind]()
 
     def kind(trail: int, nodes: int, needed: int) -> StepKind:
-        tree = graph.chain([0] * nodes, needed)
+        tree = chain([0] * nodes, needed)
         return backend._kind([StepInput(slot, range(trail), tree, SamplingParams(), ())])
 
     monkeypatch.setattr(backend, "step", lambda items: kinds.add(backend._kind(items)))  # and captures nothing
@@ -1496,7 +1497,7 @@ def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, mon
     assert sizes() == [8, 32, 128, 256]
     same(400, 1)
     assert sizes() == [8, 32, 128, 256, 512]
-    item = StepInput(backend.open(), (), graph.chain([1]), SamplingParams(), (), continues_alone=True)
+    item = StepInput(backend.open(), (), chain([1]), SamplingParams(), (), continues_alone=True)
     backend.step([item])  # another such step follows, so it is captured at once
     assert sizes() == [1, 8, 32, 128, 256, 512]
     backend.commit([(item.slot, ())])
@@ -1522,10 +1523,10 @@ def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: s
 
 def test_nothing_stands_in_where_steps_are_not_invariant() -> None:
     backend = GraphBackend(make("llama"), patient=True)
-    backend.step([StepInput(backend.open(), (), graph.chain([1, 2]), SamplingParams(), ())])
+    backend.step([StepInput(backend.open(), (), chain([1, 2]), SamplingParams(), ())])
     assert [kind.rows for kind in backend._steps] == [2]
     small = GraphBackend(make("llama").to(torch.bfloat16), patient=True, most_rows=16)
-    small.step([StepInput(small.open(), (), graph.chain([1, 2]), SamplingParams(), ())])
+    small.step([StepInput(small.open(), (), chain([1, 2]), SamplingParams(), ())])
     assert [kind.rows for kind in small._steps] == [16]
 
 

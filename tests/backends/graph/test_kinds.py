@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lookahead.backends.base import StepInput
-from lookahead.backends.graph.backend import NO_TREE, chain
-from lookahead.backends.graph.kinds import StepKind, every_shape, kind_of
+from lookahead.backends.base import NO_TREE, StepInput
+from lookahead.backends.graph.kinds import StepKind, kind_of
+from lookahead.backends.graph.preparing import chain, every_shape
 from lookahead.config import SamplingParams
 
 PROCESSORS = 132

@@ -8,8 +8,8 @@ import pytest
 
 from lookahead.algorithm.tree import NO_GUESSES, TokenTree, window_layout
 from lookahead.backends.base import NO_TREE, StepInput
-from lookahead.backends.graph.backend import chain
 from lookahead.backends.graph.packet import Packet
+from lookahead.backends.graph.preparing import chain
 from lookahead.config import SamplingParams
 
 WINDOWED = window_layout(3, 4).tree(range(20, 29), NO_GUESSES)

@@ -48,6 +48,25 @@ class RunningStep:
         elif self.stream is not None:
             self.stream.synchronize()
 
+    def read(self, logits: torch.Tensor) -> list[StepOutput]:
+        """Copies of the results, which are on the host; `logits` [N, V] are the step's, on the device."""
+        # One copy of everything: a call to NumPy takes as long for all inputs as for one.
+        step, outputs, starts = self.step, list[StepOutput](), self.starts
+        ends = [*starts[1:], starts[-1] + len(self.inputs[-1].tree.needed)]
+        results = step.top.arrays[self.turn][: ends[-1]]
+        targets = results[:, 0].tolist()
+        tops = {count: step.top.best(results, count) for count in {item.top for item in self.inputs} if count}
+        for start, end, item in zip(starts, ends, self.inputs, strict=True):
+            output = StepOutput(targets[start:end], tops[item.top][start:end] if item.top else None)
+            if item.logits and end > start:
+                with torch.inference_mode():
+                    output.logits = logits[start:end].clone()
+            if item.logprobs is not None and step.logprobs is not None:
+                output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
+                output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
+            outputs.append(output)
+        return outputs
+
 
 class StepAhead:
     """At most one step that runs before the host asks for it.

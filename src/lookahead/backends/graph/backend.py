@@ -13,21 +13,22 @@ On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
-from lookahead.backends.graph.kinds import StepKind, every_shape, first_shapes, kind_of, stand_in
+from lookahead.backends.graph.kinds import StepKind, kind_of, stand_in
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.pages import PagePool
+from lookahead.backends.graph.preparing import every_input, first_inputs
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.graph.slots import Slot, Slots
@@ -197,44 +198,33 @@ class GraphBackend:
 
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
-        self._ahead.forget()
-        slot, patient, self.patient = self.open(), self.patient, False
-        most = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
+        patient, self.patient = self.patient, False
         try:
-            for trail, nodes, needed in every_shape(
-                min(tokens, most), min(budget, MOST_NEEDED, most), most, self._group
-            ):
-                tree = chain([0] * nodes, needed)
-                # So that the step ahead is captured, too.
-                alone = (trail, nodes, needed) == (0, 1, 1)
-                item = StepInput(slot, [0] * trail, tree, SamplingParams(), (), continues_alone=alone)
-                known = self._steps.get(self._kind([item]))
-                if known is None or (alone and self.capture and known.graph_ahead is None):
-                    self.step([item])
-                    self._ahead.forget()
-                    self._slots[slot].length = 0
+            self._try_out(lambda slot, most: every_input(slot, tokens, budget, most, self._group))
         finally:
             self.patient = patient
-            self._ahead.forget()
-            self.close(slot)
 
     @on_its_device
     def prepare_stand_ins(self, noise: bool = False) -> None:
         """Capture the steps that stand in for others, as far as one sequence of a usual prompt needs them; with `noise`
         those that draw from it. The first call then takes a moment longer, and the next ones wait for nothing."""
-        if not (self.capture and self.patient and self.invariant) or noise in self._prepared:
-            return
-        self._prepared.add(noise)
+        if self.capture and self.patient and self.invariant and noise not in self._prepared:
+            self._prepared.add(noise)
+            self._try_out(lambda slot, most: first_inputs(slot, most, self._group, noise))
+
+    def _try_out(self, inputs: Callable[[int, int], Iterable[StepInput]]) -> None:
+        """Run those of these steps that are not captured. `inputs` is given a slot and the most rows of a step."""
         self._ahead.forget()
-        slot, most = self.open(), min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
+        slot = self.open()
         try:
-            for trail, nodes in first_shapes(self._group):
-                if trail + nodes <= most:
-                    lines = [-1] * nodes if noise else ()
-                    tree = chain([0] * nodes, nodes)
-                    self.step([StepInput(slot, [0] * trail, tree, SamplingParams(), (), noise=lines)])
+            for item in inputs(slot, min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)):
+                known = self._steps.get(self._kind([item]))
+                if known is None or (item.continues_alone and self.capture and known.graph_ahead is None):
+                    self.step([item])
+                    self._ahead.forget()
                     self._slots[slot].length = 0
         finally:
+            self._ahead.forget()
             self.close(slot)
 
     # A step.
@@ -365,21 +355,7 @@ class GraphBackend:
         Later steps overwrite all of the step's memory, so what is handed out are copies.
         """
         running.wait()
-        # One copy of everything: a call to NumPy takes as long for all inputs as for one.
-        step, outputs, starts = running.step, list[StepOutput](), running.starts
-        ends = [*starts[1:], starts[-1] + len(running.inputs[-1].tree.needed)]
-        results = step.top.arrays[running.turn][: ends[-1]]
-        targets = results[:, 0].tolist()
-        tops = {count: step.top.best(results, count) for count in {item.top for item in running.inputs} if count}
-        for start, end, item in zip(starts, ends, running.inputs, strict=True):
-            output = StepOutput(targets[start:end], tops[item.top][start:end] if item.top else None)
-            if item.logits and end > start:
-                with torch.inference_mode():
-                    output.logits = self.state.buffers.logits[start:end].clone()
-            if item.logprobs is not None and step.logprobs is not None:
-                output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
-                output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
-            outputs.append(output)
+        outputs = running.read(self.state.buffers.logits)
         self._ahead.collected(running, outputs)
         return outputs
 
@@ -413,9 +389,3 @@ class GraphBackend:
         state = self._slots[slot]
         self._flush()
         return self.kv.read([page + 1 for page in state.table.pages], state.length)
-
-
-def chain(tokens: Sequence[int], needed: int = 0) -> TokenTree:
-    """A tree that is a single chain of these tokens. The logits of the first `needed` are needed."""
-    size = len(tokens)
-    return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), list(range(needed)))

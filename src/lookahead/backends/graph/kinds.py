@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.sizes import (
-    FEW_NEEDED,
-    INVARIANT_ROWS,
-    MOST_NEEDED,
-    ROW_SIZES,
-    bucket,
-    needed_bucket,
-    sizes_to,
-)
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, ROW_SIZES, bucket, needed_bucket
 from lookahead.backends.graph.weights import Weights
 
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -122,34 +114,3 @@ def stand_in(kind: StepKind, trail: bool, most: int) -> StepKind:
     rows = min(next(size for size in (TRAIL_STAND_INS if trail else STAND_INS) if size >= kind.rows), most)
     kind = kind._replace(rows=rows, needed=needed_bucket(rows, min(rows, MOST_NEEDED)))
     return kind._replace(small=False, alone=True, one=False) if trail else kind
-
-
-def first_shapes(group: int) -> list[tuple[int, int]]:
-    """Trails and trees of one sequence that together have the stand-ins which most calls need.
-
-    `group` query heads share a K/V head. Trees of up to `few` nodes have small tiles.
-    """
-    few = 2 * SMALL_TILE // group
-    return [(0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)]
-
-
-def every_shape(tokens: int, budget: int, most: int, group: int) -> Iterator[tuple[int, int, int]]:
-    """Steps of one sequence that together have every kind: the lengths of trail and tree, and the needed nodes.
-
-    A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`. Kinds differ by
-    their sizes, and by how many tiles there are. A trail or a tree has most tiles for its rows where its last row
-    begins one.
-    """
-    few = 2 * SMALL_TILE // group
-    begin = [{row * block // group + 1 for row in range(most * group // block)} for block in (SMALL_TILE, LARGE_TILE)]
-    trees = {0, few, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget, *begin[0], *begin[1]}
-    before = 0
-    for size in sizes_to(min(tokens + budget, most)):
-        for tree in sorted({tree for tree in trees | {size} if tree <= min(budget, size)}, reverse=True):
-            least, longest = max(0, before + 1 - tree), min(size - tree, tokens)
-            trails = {least, longest, *[max((row for row in one if row <= longest), default=0) for one in begin]}
-            for trail in sorted(trails):
-                for needed in {tree, min(1, tree)}:
-                    if least <= trail <= longest:
-                        yield trail, tree, needed
-        before = size
