@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import httpx2 as httpx
@@ -39,25 +41,32 @@ class LocalReplica(Replica):
 
 
 class Call:
-    """Stands in for a stream of Ray's: it dies after so many chunks."""
+    """Stands in for a stream of Ray's: it dies after so many chunks, each of which has the event of one step."""
 
     def __init__(self, chunks: AsyncIterator[Chunk], death: int | None, error: Exception) -> None:
         self.chunks, self.death, self.error, self.cancelled = chunks, death, error, False
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         sent = 0
-        async for chunk in self.chunks:
-            if sent == self.death:
-                break
-            sent += 1
-            yield chunk
-        else:
-            return
-        await self.chunks.aclose()  # type: ignore[attr-defined]
-        raise self.error
+        async for whole in self.chunks:
+            for chunk in of_one_step_each(whole):
+                if sent == self.death:
+                    await self.chunks.aclose()  # type: ignore[attr-defined]
+                    raise self.error
+                sent += 1
+                yield chunk
 
     def cancel(self) -> None:
         self.cancelled = True
+
+
+def of_one_step_each(chunk: Chunk) -> list[Chunk]:
+    """A busy machine reads the events of several steps at once, and a test wants to count them."""
+    at = list(accumulate((len(event.tokens) for event in chunk.events[:-1]), initial=chunk.at))
+    if len(at) != len(chunk.events):
+        return [chunk]  # an error
+    parts = [Chunk(place, [event], chunk.replica) for place, event in zip(at, chunk.events, strict=True)]
+    return [*parts[:-1], replace(chunk, at=at[-1], events=chunk.events[-1:])]
 
 
 class Listening:
