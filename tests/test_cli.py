@@ -25,6 +25,7 @@ from lookahead.cli.compare import StockAnswer
 from lookahead.cli.settings import parse_sources, unescape
 from lookahead.config import LookaheadConfig
 from lookahead.loading.embedded import EMBEDDED, EMBEDDED_MODELS, MANIFEST, ModelError
+from lookahead.machine import processor
 from lookahead.stats import Stats
 
 WORDS = ("Once", " upon", " a", " time", ",", " there", " was", " a", " mouse", ".")
@@ -630,7 +631,7 @@ def test_env(tmp_path: Path) -> None:
     found = json.loads(run("env", "--json", env=cache).stdout)
     assert list(found) == ["versions", "platform", "cores", "devices", "cache", "embedded_model"]
     assert set(found["versions"]) == {"python", "lookahead", "torch", "transformers", "triton", "onnxruntime"}
-    assert found["devices"][0]["name"] == "cpu"
+    assert found["devices"][0] == {"name": "cpu", "description": processor()}
 
 
 def test_pull_prints_the_folder(tmp_path: Path) -> None:

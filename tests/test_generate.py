@@ -480,6 +480,8 @@ def test_context_full(
         ("fox", {"top_p": 0.0}, r"top_p=0\.0"),
         ("fox", {"seed": -3}, "seed=-3"),
         ("fox", {"stop": [""]}, "non-empty str, got ''"),
+        ("fox", {"stop": 5}, "must come as a sequence: pass \\['5'\\], not 5"),
+        ("fox", {"config": {"window": 3}}, "must be a LookaheadConfig"),
     ],
 )
 def test_mistakes_are_named(lm: LookaheadModel, call: str, prompt: Any, settings: dict[str, Any], message: str) -> None:

@@ -154,6 +154,12 @@ class LookaheadConfig:
             raise ValueError(f"{name}={given[name]!r} belongs to method 'lookahead', not {method!r}; leave it out")
         return makers[method]()
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> LookaheadConfig:
+        """A config from its fields as they were read from JSON, where a tuple is a list."""
+        times = fields["step_cost"]
+        return cls(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
+
     def adapted(self, **changes: Any) -> LookaheadConfig:
         """A copy with these fields changed, and with the other fields fitted to them.
 

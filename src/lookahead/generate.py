@@ -190,6 +190,8 @@ class LookaheadModel:
         begin = perf_counter()
         if config is None:
             config = self.default_config if method == "lookahead" else LookaheadConfig.for_method(method)
+        elif not isinstance(config, LookaheadConfig):
+            raise ValueError(f"config={config!r:.60} must be a LookaheadConfig, such as LookaheadConfig(window=3)")
         elif method != "lookahead":
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
         # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.

@@ -299,6 +299,11 @@ def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
         ),
         (("--preset", "configs", "--sets", "builtin", "--shapes", "9b"), "--shapes does not know '9b'"),
         (("--preset", "scaling", "--sets", "builtin", "--ranks", "2"), "measured on one rank"),
+        (("--inflate", "7b,13b"), "--inflate does not know '7b,13b': choose from"),
+        (("--preset", "gpu-report", "--json"), "--json is not for presets of a GPU; leave it out"),
+        (("--preset", "gpu-step", "--sets", "builtin"), "--sets is not for presets of a GPU; leave it out"),
+        (("--preset", "overhead,gpu-step"), "--preset gpu-step cannot stand beside overhead"),
+        (("--preset", "gpu-stp"), "--preset does not know 'gpu-stp': did you mean 'gpu-step'"),
     ],
 )
 def test_mistakes_are_one_line(args: tuple[str, ...], error: str, run: Callable[..., Any]) -> None:

@@ -121,6 +121,7 @@ def test_a_baseline_that_fails_says_so(files: Path, monkeypatch: pytest.MonkeyPa
     [
         (["step"], "there is no CUDA device here"),
         (["step", "--inflate", "9b", "--device", "cpu"], "--inflate does not know '9b'"),
+        (["step", "--dtype", "nope", "--device", "cpu"], "--dtype does not know 'nope'"),
         (["speed", "--device", "cpu", "--inflate", "small"], "this part needs prompts"),
         (["report", "--out", "nowhere"], "holds no JSON of a GPU part"),
     ],

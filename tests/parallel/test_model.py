@@ -185,6 +185,17 @@ def test_one_process_needs_no_launcher(
         model.generate("the fox", logprobs=1)
 
 
+def test_int8_is_int8(make_model: Callable[..., Any], tokenizer: Any) -> None:
+    pytest.importorskip("onnxruntime")
+    import lookahead.parallel
+
+    options: dict[str, Any] = {"dtype": "int8", "config": LookaheadConfig(**CONFIG)}
+    parts = make_model(), tokenizer
+    model, alone = lookahead.parallel.load(parts, **options), lookahead.load(parts, **options)
+    assert model.dtype is alone.dtype is torch.int8
+    assert model.generate("the fox", max_tokens=12).token_ids == alone.generate("the fox", max_tokens=12).token_ids
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_embedded_model(tmp_path: Path) -> None:

@@ -283,6 +283,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 22}}\n</tool_cal
         ("hermes", f"<tool_call>[{CALL[12:-13]}]</tool_call>", "", 1),
         ("hermes", "a <tool_call> is no call", "a <tool_call> is no call", 0),
         ("hermes", '<tool_call>{"name": "nobody"}</tool_call>!', '<tool_call>{"name": "nobody"}</tool_call>!', 0),
+        ("hermes", '<tool_call>{"name": {}}</tool_call>', '<tool_call>{"name": {}}</tool_call>', 0),
+        ("hermes", f"<tool_call>{'[' * 5000}</tool_call>", f"<tool_call>{'[' * 5000}</tool_call>", 0),
         ("hermes", "1 < 2 <to", "1 < 2 <to", 0),
         ("llama", '{"name": "add", "parameters": {"a": 1, "b": 22}}', "", 1),
         ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 22}}', "", 1),
@@ -297,6 +299,14 @@ def test_calls_are_read_from_pieces_of_any_size(style: str, text: str, said: str
     assert "".join(part for part, _ in parts) == said
     found = [call for _, some in parts for call in some]
     assert [(call.name, json.loads(call.arguments)) for call in found] == [("add", {"a": 1, "b": 22})] * calls
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused(json_server: Running) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "[" * 100_000}}
+    said = [{"role": "user", "content": "add"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = json_server.post("/v1/chat/completions", messages=said, tools=[ADD], max_tokens=5)
+    assert answer.status_code == 400
+    assert "arguments are nested more than 64 levels deep" in answer.json()["error"]["message"]
 
 
 def test_templates_show_their_style() -> None:

@@ -128,6 +128,13 @@ def test_the_lookahead_field_sets_the_config(server: Running) -> None:
     assert "unknown source 'magic'" in answer.json()["error"]["message"]
 
 
+def test_a_step_has_a_limit_however_it_is_asked_for(server: Running) -> None:
+    for options in ({"window": 256, "ngram": 64, "guesses": 256}, {"budget": 1025}):
+        answer = server.post("/v1/completions", prompt=PROMPT, max_tokens=1, lookahead=options)
+        assert answer.status_code == 400
+        assert "1024" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_gives_the_prompts_logprobs(server: Running, stream: bool) -> None:
     """They are the model's own, which one forward pass over the prompt gives; those of the answer follow them."""

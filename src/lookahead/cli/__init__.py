@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from lookahead.cli import bench, chat, env, generate, pull, serve, tune
-from lookahead.cli.common import Host, Verbs, package_version
+from lookahead.cli.common import Host, Verbs
+from lookahead.machine import package_version
 
 __all__ = ["app", "main"]
 

@@ -36,6 +36,8 @@ GPU_PRESETS = {
     "gpu-report": "The page of what the others left in --out",
 }
 """Parts of `python -m lookahead.bench.gpu`, which has a few more options."""
+GPU_TAKES = ("preset", "model", "inflate", "dtype", "device", "data_dir", "out", "limit", "max_tokens")
+"""The options that these take."""
 EVERY = 15.0  # seconds between lines of progress where there is no terminal to draw a bar on
 
 
@@ -114,6 +116,7 @@ def bench(
         host.write("".join(f"{name:<15}{title}\n" for name, title in titles.items()))
         return
     if preset is not None and preset.startswith("gpu-"):
+        _refuse_others(ctx, GPU_TAKES)
         given = {"model": model, "inflate": inflate, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
         host.write(_gpu(preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
         return
@@ -135,6 +138,14 @@ def bench(
         _bench(host, settings, several, asked, out, as_json)
 
 
+def _refuse_others(ctx: typer.Context, taken: Sequence[str]) -> None:
+    """Raise ValueError for an option that was given and is none of those taken."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in taken:
+            raise ValueError(f"{parameter.opts[0]} is not for presets of a GPU; leave it out")
+
+
 def _gpu(preset: str, given: dict[str, Any]) -> str:
     """Run parts of `lookahead.bench.gpu`; returns their short table. Options that nobody gave keep its defaults."""
     from lookahead.bench.gpu.bench import GpuOptions
@@ -150,7 +161,11 @@ def _named(preset: str | None, device: str) -> list[str | None]:
 
     if preset is None:
         return [None]
-    names = [choice("--preset", name.strip(), (*PRESETS, "all", "list")) for name in preset.split(",")]
+    names = [name.strip() for name in preset.split(",")]
+    if of_gpu := [name for name in names if name in GPU_PRESETS]:
+        raise ValueError(f"--preset {of_gpu[0]} cannot stand beside {names[0]}: run the presets of a GPU by themselves")
+    for name in names:
+        choice("--preset", name, (*PRESETS, *GPU_PRESETS, "all", "list"))
     if "list" in names:
         raise ValueError("--preset list stands by itself: name presets, or all of them with `all`")
     chosen = dict.fromkeys(one for name in names for one in (PRESETS if name == "all" else [name]))

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib import metadata
 from typing import Any, Protocol
 
 import typer
@@ -139,11 +138,3 @@ def choice(option: str, value: str, known: Sequence[str]) -> str:
     near = get_close_matches(value, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"{option} does not know {value!r}: {hint}choose from {', '.join(known)}")
-
-
-def package_version(name: str) -> str | None:
-    """The installed version of a distribution, found without importing it."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from typing import Annotated, Any
 
 import typer
 
 from lookahead.cache import cache_dir
-from lookahead.cli.common import Host, package_version
+from lookahead.cli.common import Host
 from lookahead.loading.embedded import EMBEDDED, MANIFEST
-
-PACKAGES = {
-    "lookahead": "lookahead-decoding",
-    "torch": "torch",
-    "transformers": "transformers",
-    "triton": "triton",
-    "onnxruntime": "onnxruntime",
-}
+from lookahead.machine import PACKAGES, cores, package_version, processor
 
 
 def env(
@@ -65,16 +57,9 @@ def lines(found: dict[str, Any]) -> str:
     return "".join(f"{name:<14}{value}\n" for name, value in entries)
 
 
-def cores() -> int:
-    """How many cores this process may use; in a container these are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def devices() -> list[dict[str, str]]:
     """The CPU and every GPU that torch can use."""
-    cpu = {"name": "cpu", "description": platform.processor() or platform.machine()}
+    cpu = {"name": "cpu", "description": processor()}
     try:
         import torch
     except (ImportError, OSError) as error:  # this verb is run to find broken installs

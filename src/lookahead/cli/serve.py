@@ -110,7 +110,7 @@ def serve(
     )
     if replicas is not None:
         where = {"model": model, "dtype": dtype, "device": device, "backend": backend}
-        serve_replicas(settings, replicas, gpus, console, ranks=ranks or 1, **where)
+        serve_replicas(settings, replicas, gpus, console, ranks=ranks or 1, rank_timeout=rank_timeout, **where)
         return
     if several.together:
         with several.watched(console):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -167,8 +167,8 @@ class StopStrings:
     """The stop strings of a request. They find a stop in a text, and text that may become one."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        if isinstance(stops, str):
-            raise ValueError(f"stop strings must come as a sequence: pass [{stops!r}], not {stops!r}")
+        if isinstance(stops, str) or not isinstance(stops, Iterable):
+            raise ValueError(f"stop strings must come as a sequence: pass [{str(stops)!r}], not {stops!r}")
         for stop in stops:
             if not isinstance(stop, str) or not stop:
                 raise ValueError(f"a stop string must be a non-empty str, got {stop!r} in {stops!r}")

@@ -16,7 +16,8 @@ from typing import Any
 from lookahead.backends.base import Backend
 from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
-from lookahead.loading.step_cost import identity_of, processor
+from lookahead.loading.step_cost import identity_of
+from lookahead.machine import processor
 
 FOLDER = "profiles"
 
@@ -51,7 +52,7 @@ def find(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["of"] != json.loads(json.dumps(facts)):
             return None
-        name, config = str(stored["name"]), config_of(stored["config"])
+        name, config = str(stored["name"]), LookaheadConfig.from_json(stored["config"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -60,12 +61,6 @@ def find(
         return None
     say(f"using the tuned profile: {name}")
     return config
-
-
-def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
-    """A config from its fields as they were read from JSON, where a tuple is a list."""
-    times = fields["step_cost"]
-    return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
 
 
 def _facts(label: str, backend: Backend) -> dict[str, Any]:

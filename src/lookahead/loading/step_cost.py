@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -44,6 +43,7 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
 from lookahead.cache import key_of, write_json
 from lookahead.config import FREE, LookaheadConfig, SamplingParams
+from lookahead.machine import processor
 
 TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """The step sizes K that are timed; `StepCost.table` draws straight lines between them."""
@@ -349,12 +349,3 @@ def cached(
     with suppress(OSError):
         write_json(path, {**content, "attempts": attempts + 1, "of": facts})
     return cost
-
-
-def processor() -> str:
-    """The CPU's name, or the machine's type where the system does not tell it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

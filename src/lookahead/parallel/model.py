@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -18,7 +18,7 @@ from lookahead.engine.front import Front
 from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch, new_seed
 from lookahead.loading import step_cost as cost
-from lookahead.loading.load import asked_for, open_model
+from lookahead.loading.load import INT8, asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, Group, join
 from lookahead.parallel.handshake import compare, facts_of
@@ -42,6 +42,7 @@ class ParallelModel(LookaheadModel):
         config: LookaheadConfig | None = None,
         backend: str = "auto",
         log: Callable[[str], None] | None = None,
+        int8: bool = False,
     ) -> None:
         with group.guarded():
             if asked := [name for name in asked_for(model) if name != "repetition_penalty"]:
@@ -49,7 +50,7 @@ class ParallelModel(LookaheadModel):
                     f"the model's generation config asks for {asked[0]}, which looks at logits, and ranks "
                     "exchange tokens only; run it on one rank"
                 )
-            super().__init__(model, tokenizer, name, config, backend, log)
+            super().__init__(model, tokenizer, name, config, backend, log, int8)
             facts = facts_of(model, tokenizer, self.backend, group)
         compare(group, facts)
         with group.guarded():
@@ -58,7 +59,7 @@ class ParallelModel(LookaheadModel):
                 self.default_config = fitted
         self.group = group
         configs = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
-        self.default_config = config_of(json.loads(configs[0]))
+        self.default_config = LookaheadConfig.from_json(json.loads(configs[0]))
         self.alone_backend = self.backend
         self.backend = self._shared = ParallelBackend(self.alone_backend, group)
         self.engine = Engine(self.backend)
@@ -120,7 +121,7 @@ class ParallelModel(LookaheadModel):
         for ids, seed in zip(first["prompts"], first["seeds"], strict=True):
             wants = {**first["settings"], "seed": seed}
             if wants["config"] is not None:
-                wants["config"] = config_of(wants["config"])
+                wants["config"] = LookaheadConfig.from_json(wants["config"])
             answers.append(self._answer(ids, **wants))
         return first["many"], answers
 
@@ -173,13 +174,7 @@ def load(
     place = group.device if device in ("auto", "cuda") and not isinstance(name, tuple) else device
     with group.guarded():
         model, tokenizer, label = open_model(name, dtype=dtype, device=place, log=log)
-    return ParallelModel(model, tokenizer, label, group, config, backend, log)
-
-
-def config_of(fields: Mapping[str, Any]) -> LookaheadConfig:
-    """The config whose fields came as JSON."""
-    times = fields["step_cost"]
-    return LookaheadConfig(**{**fields, "step_cost": None if times is None else tuple(times)})
+    return ParallelModel(model, tokenizer, label, group, config, backend, log, int8=dtype == INT8)
 
 
 def _differs(first: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from lookahead.engine.text import StopStrings
 from lookahead.generate import LookaheadModel, new_seed
 from lookahead.loading.load import asked_for
 from lookahead.serve.errors import bad_request
-from lookahead.serve.protocol import Generation, LookaheadOptions
+from lookahead.serve.protocol import MOST_BUDGET, Generation, LookaheadOptions
 
 SEEDS = 1 << 64
 
@@ -24,9 +24,17 @@ def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> 
     if "sources" in given:
         given["sources"] = tuple(given["sources"])
     try:
-        return model.default_config.adapted(**given) if given else model.default_config
+        config = model.default_config.adapted(**given) if given else model.default_config
     except ValueError as error:
         raise bad_request(f"lookahead: {error}", "lookahead") from error
+    most = max(MOST_BUDGET, model.default_config.budget)
+    if config.budget > most:
+        raise bad_request(
+            f"lookahead: window, ngram and guesses make a step of {config.budget} tokens, and the server takes {most}; "
+            "lower them, or give a budget",
+            "lookahead",
+        )
+    return config
 
 
 def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -> list[SamplingParams]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from lookahead.serve.errors import ApiError, unavailable
 from lookahead.serve.keys import KeyRing
+from lookahead.serve.nesting import MOST_DEPTH, too_deep
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -136,10 +136,6 @@ class Gate:
         return ApiError(413, f"the body has {size}, and the server takes {self.max_body}; shorten it", code="too_long")
 
 
-MOST_DEPTH = 64
-STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
-
-
 def check_json(body: bytes) -> bytes:
     """The body, unless it is no UTF-8 or nested so deeply that a parser would give up."""
     try:
@@ -148,18 +144,6 @@ def check_json(body: bytes) -> bytes:
         raise ApiError(
             400, f"the body is not UTF-8: {error.reason} at byte {error.start}", code="invalid_utf8"
         ) from None
-    if text.count("[") + text.count("{") > MOST_DEPTH and deepest(text) > MOST_DEPTH:
+    if too_deep(text):
         raise ApiError(400, f"the body is nested more than {MOST_DEPTH} levels deep; flatten it", code="too_deep")
     return body
-
-
-def deepest(text: str) -> int:
-    """How deeply a JSON text is nested. Brackets inside of strings do not count."""
-    depth = most = 0
-    for found in STRING_OR_BRACKET.finditer(text):
-        if found[0] in "[{":
-            depth += 1
-            most = max(most, depth)
-        elif found[0] in "]}":
-            depth -= 1
-    return most

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MOST_STOPS = 16
 MOST_BIASES = 1024
 MOST_CHOICES = 64
+MOST_BUDGET = 1024
 TOKEN_LIMIT = 1 << 31
 """Token ids and lengths are 32-bit integers."""
 
@@ -51,7 +52,7 @@ class LookaheadOptions(Body):
     window: Annotated[int, Field(ge=0, le=256)] | None = None
     ngram: Annotated[int, Field(ge=2, le=64)] | None = None
     guesses: Annotated[int, Field(ge=0, le=256)] | None = None
-    budget: Annotated[int, Field(ge=1, le=1024)] | None = None
+    budget: Annotated[int, Field(ge=1, le=MOST_BUDGET)] | None = None
     sources: list[str] | None = None
 
 

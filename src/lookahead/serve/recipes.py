@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from lookahead.config import SamplingParams, StopRules
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.request import TokenMask
 from lookahead.engine.text import StopStrings
-from lookahead.parallel.model import config_of
 from lookahead.serve.grammar import GrammarMask, Grammars
 from lookahead.serve.jobs import Ask
 from lookahead.serve.keys import Owner
@@ -70,7 +69,7 @@ def from_plain(data: dict[str, Any], owners: Sequence[Owner], grammars: Grammars
     rules, grammar = data["rules"], data["grammar"]
     return Ask(
         data["prompt"],
-        config_of(data["config"]),
+        LookaheadConfig.from_json(data["config"]),
         SamplingParams(**data["sampling"]),
         StopRules(**{**rules, "eos_ids": frozenset(rules["eos_ids"])}),
         owners[data["owner"]],

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class ServeSettings:
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)) or (value == 0 and name != "drain_seconds"):
                 raise ValueError(f"{name}={value} must be a number of seconds above 0")
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origins has {origin!r}, which is no origin; write it as https://page.example")
         if not self.keys and not self.public and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host!r} can be reached by others, and there is no API key; give --api-key-file, or "

@@ -17,6 +17,7 @@ from typing import Any
 
 from lookahead.serve.errors import bad_request
 from lookahead.serve.grammar import ANY_OBJECT, embedded_json
+from lookahead.serve.nesting import MOST_DEPTH, too_deep
 from lookahead.serve.protocol import ChatBody, Message, NamedTool, Tool, text_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -157,8 +158,12 @@ def _spoken(message: Message, knows: bool) -> dict[str, Any]:
 
 def _as_object(call: dict[str, Any]) -> dict[str, Any]:
     """Templates write the arguments as JSON themselves, so they take them as an object."""
+    arguments = call["function"]["arguments"]
+    if too_deep(arguments):
+        where = "messages[].tool_calls[].function.arguments"
+        raise bad_request(f"{where} are nested more than {MOST_DEPTH} levels deep; flatten them", where, "too_deep")
     with contextlib.suppress(ValueError):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.loads(arguments)
     return call
 
 
@@ -250,14 +255,16 @@ class CallReader:
     def _parse(self, body: str) -> list[Call]:
         """The calls of a JSON object, or of a list of them. None if it is anything else."""
         try:
-            found = json.loads(body)
+            found = None if too_deep(body) else json.loads(body)
         except ValueError:
             return []
         calls = []
         for one in found if isinstance(found, list) else [found]:
-            if not isinstance(one, Mapping) or one.get("name") not in self.box.names:
+            if not isinstance(one, Mapping) or not isinstance(name := one.get("name"), str):
+                return []
+            if name not in self.box.names:
                 return []
             arguments = one.get("arguments", one.get("parameters", {}))
             written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append(Call(one["name"], written))
+            calls.append(Call(name, written))
         return calls

@@ -37,6 +37,7 @@ from lookahead.serve.settings import ServeSettings
         ({"gpus": 1.5}, "gpus=1.5 must be 0 or more, and whole above 1"),
         ({"target_ongoing": 100}, "target_ongoing=100 must be above 0, and at most max_concurrency=64"),
         ({"ranks": 0}, "ranks=0 must be from 1 to 64"),
+        ({"rank_timeout": 1}, "rank_timeout=1 must be at least 2 seconds"),
         ({"ranks": 2, "cpus": 0}, "ranks=2 are placed by what they are given"),
         ({"downscale_seconds": -1}, "downscale_seconds=-1 must be a number of seconds from 0 up"),
         ({"replica": 2}, "unknown setting 'replica'"),

@@ -21,6 +21,7 @@ from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.generate import LookaheadModel
 from lookahead.generate import load as load_model
+from lookahead.loading.load import DTYPES
 
 SMALL = "small"
 """The shape of the model itself."""
@@ -51,6 +52,8 @@ class GpuOptions:
         shapes = (SMALL, *MODEL_SHAPES)
         if self.inflate not in shapes:
             raise ValueError(f"--inflate does not know {self.inflate!r}: choose from {', '.join(shapes)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype does not know {self.dtype!r}: choose from {', '.join(DTYPES)}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no CUDA device here; --device cpu tests the parts, and times nothing")
 

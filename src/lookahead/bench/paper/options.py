@@ -50,7 +50,8 @@ class BenchOptions:
         preset, methods = self.preset, self.chosen
         if self.methods and not preset.methods:
             raise ValueError(f"preset {preset.name!r} has settings of its own and takes no --method")
-        known_shapes("--inflate", self.inflate)
+        if self.inflate is not None and self.inflate not in MODEL_SHAPES:
+            raise ValueError(f"--inflate does not know {self.inflate!r}: choose from {', '.join(MODEL_SHAPES)}")
         known_shapes("--shapes", self.shapes)
         if self.ranks > 1 and preset.more is not None:
             raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
@@ -64,7 +65,7 @@ class BenchOptions:
             scorer()  # before hours of answers that could not be scored
         if self.step_cost is not None:
             costs.read(self.step_cost)
-        assert self.prompts
+        _ = self.prompts  # they are read before a model is loaded for nothing
 
     @property
     def preset(self) -> Preset:

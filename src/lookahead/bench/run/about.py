@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lookahead.loading.step_cost import processor
-
-PACKAGES = {"lookahead": "lookahead-decoding", "torch": "torch", "transformers": "transformers", "triton": "triton"}
+from lookahead.machine import PACKAGES, package_version, processor
 
 
 def about(model: Any) -> dict[str, Any]:
@@ -39,18 +36,11 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    return {**{short: _version(package) for short, package in PACKAGES.items()}, "revision": revision()}
+    return {**{short: package_version(package) for short, package in PACKAGES.items()}, "revision": revision()}
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def revision() -> str | None:

@@ -81,6 +81,7 @@ def load_rank(settings: RaySettings, place: Place) -> ParallelModel:
         backend=settings.backend,
         config=settings.config,
         place=place,
+        timeout=settings.rank_timeout,
     )
 
 

@@ -22,7 +22,8 @@ class RaySettings:
     `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many
     that each has about `target_ongoing` sequences. Their number grows when the load has asked for that for
     `upscale_seconds` on end, and shrinks after `downscale_seconds`; Ray looks every few seconds. A replica may be a
-    group of several `ranks` on one machine, which share every step (see `lookahead.parallel`). `gpus` and `cpus` are
+    group of several `ranks` on one machine, which share every step (see `lookahead.parallel`); it ends when a rank has
+    not answered for `rank_timeout` seconds. `gpus` and `cpus` are
     what a replica, or each of its ranks, is given of a machine's. A part of a GPU is allowed, then several share one.
     `ingresses` is how many processes speak HTTP.
 
@@ -37,6 +38,7 @@ class RaySettings:
     config: LookaheadConfig | None = None
     replicas: int = 2
     ranks: int = 1
+    rank_timeout: float = 60.0
     max_replicas: int | None = None
     target_ongoing: float | None = None
     upscale_seconds: float = 30.0
@@ -67,6 +69,8 @@ class RaySettings:
             value = getattr(self, name)
             if not (0 <= value < math.inf) or (name == "gpus" and value > 1 and value % 1):
                 raise ValueError(f"{name}={value} must be 0 or more, and whole above 1 if it counts GPUs")
+        if not 2 <= self.rank_timeout < math.inf:
+            raise ValueError(f"rank_timeout={self.rank_timeout} must be at least 2 seconds")
         if not 1 <= self.ranks <= MOST_RANKS:
             raise ValueError(f"ranks={self.ranks} must be from 1 to {MOST_RANKS}")
         if self.ranks > 1 and not (self.gpus or self.cpus):

@@ -1,0 +1,41 @@
+"""What the machine and its software are, found without torch: reports name them, and caches depend on them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = {
+    "lookahead": "lookahead-decoding",
+    "torch": "torch",
+    "transformers": "transformers",
+    "triton": "triton",
+    "onnxruntime": "onnxruntime",
+}
+"""The packages on which speed and texts depend: short names, and those of their distributions."""
+
+
+def processor() -> str:
+    """The CPU's name, or the machine's type where the system does not tell it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """How many cores this process may use; in a container these are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, found without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
