@@ -6,6 +6,7 @@ The paper's symbols: W is `window`, N is `ngram`, G is `guesses`, K is `budget`.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +16,14 @@ SCOPES = ("off", "request", "model")
 FREE = 1.1
 """A larger step counts as nearly free when it takes at most this many times as long as a plain one."""
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
+BACKENDS = ("auto", "cpu", "eager", "graph")
 MOST_LOGPROBS = 20
 """The most likely tokens whose log-probabilities a request may ask for."""
+
+
+def new_seed() -> int:
+    """A random seed."""
+    return random.SystemRandom().getrandbits(31)
 
 
 @dataclass(frozen=True)

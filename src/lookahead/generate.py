@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
@@ -18,7 +17,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.support import UnsupportedModelError
-from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front, Ticket
@@ -260,11 +259,6 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             raise TypeError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return settings
-
-
-def new_seed() -> int:
-    """A random seed."""
-    return random.SystemRandom().getrandbits(31)
 
 
 def as_plain(prompt: Any) -> Any:

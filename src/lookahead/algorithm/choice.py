@@ -23,6 +23,12 @@ SLACK = 0.5
 """Guesses that score less than this part of the best one that the last step refused are not searched for."""
 
 
+def power_of_two(count: int) -> int:
+    """The next power of two. Budgets are shared among so many sequences, so that one that comes or goes seldom changes
+    the others' share."""
+    return 1 << (count - 1).bit_length()
+
+
 def choose_trees(
     sequences: Sequence[DecodingSequence], limit: int | None = None, cost: Costs | None = None
 ) -> list[TokenTree]:
@@ -39,15 +45,15 @@ def choose_trees(
     if len(sequences) == 1:
         return [sequences[0].propose(limit=limit)]
     # 1. The roots and the windows, as far as these leave room in an equal share of the budget.
-    together = 1 << (len(sequences) - 1).bit_length()
+    together = power_of_two(len(sequences))
     shares = [sequence.share(together) for sequence in sequences]
     layouts = [sequence.layout(share) for sequence, share in zip(sequences, shares, strict=True)]
     rows = sum([layout.size for layout in layouts])
     if limit is not None and rows > limit:
         layouts, rows = [sequence.layout(0) for sequence in sequences], len(sequences)
-    # 2. Every sequence offers guesses, best first. `own`: it takes them all, as its config says.
+    # 2. Every sequence offers guesses, best first. Where they are `kept`, it takes them all, as its config says.
     offers, filled = list[Offer](), 0
-    floor = SLACK * max([sequence.cut for sequence in sequences])
+    floor = SLACK * max([sequence.best_refused for sequence in sequences])
     for sequence, share, layout in zip(sequences, shares, layouts, strict=True):
         config, trust = sequence.config, sequence.trust
         if config.shared and (cost is not None or config.step_cost is None):
@@ -63,5 +69,5 @@ def choose_trees(
     trees, cut = sequences[0].drafter.choose(offers, cost, most, None if limit is None else limit - rows)
     refused = floor if cut is None else cut
     for sequence in sequences:
-        sequence.cut = refused
+        sequence.best_refused = refused
     return trees

@@ -38,7 +38,7 @@ def best_counts(
     rank = value + 2.0 * np.array(kept)[owners] if any(kept) else value
     order = np.argsort(-rank, kind="stable")
     count = max(0, min(most, len(order)))
-    least = min(count, sum(len(one) for one, own in zip(scores, kept, strict=True) if own))
+    least = min(count, sum(len(one) for one, all_of_it in zip(scores, kept, strict=True) if all_of_it))
     if cost is not None:
         count = max(least, min(count, len(cost) - rows))
     if cost is not None and count > least:

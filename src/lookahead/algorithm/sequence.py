@@ -68,7 +68,7 @@ class DecodingSequence:
         self._penalised = self.sampling.penalised or bool(self.sampling.logit_bias)
         self.adjusts = self._penalised or bool(self.rules.min_tokens and self.rules.eos_ids)
         self._waiting: Outcome | None = None
-        self.cut = 0.0  # what the best guess scored that the last step refused (see `choice.choose_trees`)
+        self.best_refused = 0.0  # the score of the best guess that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory(None if memory is None else memory.drafter)
         self._memory, self._trust = memory, memory.calibration.trust

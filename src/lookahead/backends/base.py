@@ -57,12 +57,6 @@ class StepInput:
         return adjusted(logits, self.sampling, self.adjustment, paths)
 
 
-def padded(batch: int) -> int:
-    """The size to which the graph backend pads a batch: the next power of two. The engine shares the budget among so
-    many sequences on every backend, so that a tree does not depend on the backend."""
-    return 1 << (batch - 1).bit_length()
-
-
 NO_TREE = TokenTree([], [], [], [])
 """The tree of an input that only caches its trail."""
 

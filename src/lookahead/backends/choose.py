@@ -12,8 +12,8 @@ from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.families import check_family
 from lookahead.backends.support import UnsupportedModelError, check_supported, first_line, input_device, probe
+from lookahead.config import BACKENDS
 
-BACKENDS = ("auto", "cpu", "eager", "graph")
 HOOK_BACKENDS = ("auto", "eager", "graph")
 """Those that `transformers_hook` knows: the CPU backend keeps packed weights, which a call of `generate` has no time
 for."""

@@ -94,8 +94,7 @@ class Conversation:
 
     def _count(self, stats: Stats) -> None:
         self._answers += 1
-        for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens", "seconds"):
-            setattr(self._totals, name, getattr(self._totals, name) + getattr(stats, name))
+        self._totals = Stats.total((self._totals, stats))
 
 
 def lines(host: Host) -> Iterator[str]:

@@ -12,7 +12,8 @@ import typer
 
 from lookahead.cli.common import Host
 from lookahead.cli.ranks import Ranks
-from lookahead.cli.settings import BACKENDS, DTYPES, check_place
+from lookahead.cli.settings import DTYPES, check_place
+from lookahead.config import BACKENDS
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 RAY = ("ray",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,10 +12,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from lookahead.cli.common import Host, Model, choice
-from lookahead.config import METHODS, SOURCES, LookaheadConfig, SamplingParams, StopRules
+from lookahead.config import BACKENDS, METHODS, SOURCES, LookaheadConfig, SamplingParams, StopRules, new_seed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-BACKENDS = ("auto", "cpu", "eager", "graph")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
@@ -138,7 +136,7 @@ class Settings:
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "seed": random.SystemRandom().getrandbits(31) if self.seed is None else self.seed,
+            "seed": new_seed() if self.seed is None else self.seed,
             "stop": tuple(unescape(stop) for stop in self.stop or ()),
         }
 

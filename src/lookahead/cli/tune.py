@@ -12,8 +12,8 @@ from rich.table import Table
 
 from lookahead.cache import cache_dir
 from lookahead.cli.common import Host
-from lookahead.cli.settings import BACKENDS, DTYPES, check_place
-from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.cli.settings import DTYPES, check_place
+from lookahead.config import BACKENDS, LookaheadConfig, SamplingParams, StopRules
 
 TOKENS, QUICK_TOKENS = 64, 32
 PROMPTS, QUICK_PROMPTS = 3, 2

@@ -11,12 +11,12 @@ from typing import Any
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
-from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.config import LookaheadConfig, SamplingParams, new_seed
 from lookahead.engine.answer import Answer, Stream
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 from lookahead.engine.request import Request
-from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch, new_seed
+from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch
 from lookahead.loading import step_cost as cost
 from lookahead.loading.load import INT8, asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend

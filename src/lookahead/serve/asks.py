@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.text import StopStrings
-from lookahead.generate import LookaheadModel, new_seed
+from lookahead.generate import LookaheadModel
 from lookahead.loading.load import asked_for
 from lookahead.serve.errors import bad_request
 from lookahead.serve.protocol import MOST_BUDGET, Generation, LookaheadOptions

@@ -10,15 +10,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.errors import ApiError, bad_request
+from lookahead.serve.errors import bad_request
 from lookahead.serve.grammar import ANY_OBJECT, json_grammar
 from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
-from lookahead.serve.replies import new_id, now, usage_of
+from lookahead.serve.replies import Choices, new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.service import Service
 from lookahead.serve.steps import check_trace, told, trees_of
-from lookahead.serve.stream import DONE, EventStream, Template, event, whole
+from lookahead.serve.stream import EventStream, Template, event, whole
 from lookahead.serve.tools import Call, CallReader, Toolbox, spoken, toolbox
 
 router = APIRouter()
@@ -101,18 +101,19 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
     ]
 
 
-class Format:
+class Format(Choices):
     """The replies to one request, as OpenAI writes them."""
 
     def __init__(self, service: Service, body: ChatBody, box: Toolbox, reply: Reply) -> None:
-        self.service, self.body, self.reply = service, body, reply
-        self.readers: list[CallReader] = [box.reader() for _ in reply.jobs]
-        self.head = {
+        head = {
             "id": new_id("chatcmpl"),
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": now(),
             "model": service.name,
         }
+        super().__init__(head, body.stream_options, reply)
+        self.service, self.body = service, body
+        self.readers: list[CallReader] = [box.reader() for _ in reply.jobs]
         self._plain: dict[int, Template] = {}  # of choices in whose chunks only the text changes
         if body.stream and not (box.tools or body.logprobs or body.tells_steps):
             for job in reply.jobs:
@@ -151,18 +152,6 @@ class Format:
             chunks = chunks or [self._chunk(_chunk(index, {}))]
             chunks[0].update(told(piece, self.service.spelling))
         return b"".join([event(chunk) for chunk in chunks])
-
-    def last(self) -> bytes:
-        options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return DONE
-        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self.head, "choices": [choice]}
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
         return self._chunk(_chunk(index, {"content": text}))

@@ -10,15 +10,15 @@ from fastapi.responses import JSONResponse, Response
 
 from lookahead.engine.request import TokenLogprobs
 from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
-from lookahead.serve.errors import ApiError, bad_request
+from lookahead.serve.errors import bad_request
 from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.protocol import CompletionBody
-from lookahead.serve.replies import new_id, now, usage_of
+from lookahead.serve.replies import Choices, new_id, now, usage_of
 from lookahead.serve.reply import Reply
 from lookahead.serve.scoring import SCORING, scores_of, scoring_ask
 from lookahead.serve.service import Service
 from lookahead.serve.steps import check_trace, told, trees_of
-from lookahead.serve.stream import DONE, EventStream, Template, event, whole
+from lookahead.serve.stream import EventStream, Template, event, whole
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
@@ -126,13 +126,13 @@ def head(service: Service) -> dict[str, Any]:
     return {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": service.name}
 
 
-class Format:
+class Format(Choices):
     """The replies to one request, as OpenAI writes them. `scored` are the prompts, if they are echoed with their
     log-probabilities."""
 
     def __init__(self, service: Service, body: CompletionBody, reply: Reply, scored: Sequence[Scored] = ()) -> None:
-        self.service, self.body, self.reply, self.scored = service, body, reply, scored
-        self.head = head(service)
+        super().__init__(head(service), body.stream_options, reply)
+        self.service, self.body, self.scored = service, body, scored
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._plain: dict[int, Template] = {}
@@ -166,18 +166,6 @@ class Format:
         if not (has_text or has_logprobs or piece.steps):
             return b""
         return event({**self._chunk(self._choice(piece, begins)), **told(piece, self.service.spelling)})
-
-    def last(self) -> bytes:
-        options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return DONE
-        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self.head, "choices": [choice]}
 
     def _choice(self, piece: Piece, first: bool) -> dict[str, Any]:
         index, text, logprobs = piece.job.index, piece.text, None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from lookahead.serve.protocol import TOKEN_LIMIT, Body, Content, LookaheadOptions
+from lookahead.serve.protocol import TOKEN_LIMIT, Body, Content, LookaheadOptions, text_of
 
 
 class InputItem(Body):
@@ -40,13 +40,8 @@ class InputItem(Body):
             call = {"id": self.call_id, "type": "function", "function": function}
             return [{"role": "assistant", "tool_calls": [call]}]
         if self.type == "function_call_output":
-            return [{"role": "tool", "tool_call_id": self.call_id, "content": self._plain(self.output)}]
-        return [{"role": self.role, "content": self._plain(self.content)}]
-
-    def _plain(self, content: Content | None) -> str:
-        if content is None or isinstance(content, str):
-            return content or ""
-        return "".join(part.text for part in content)
+            return [{"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}]
+        return [{"role": self.role, "content": text_of(self.content)}]
 
 
 class FlatFunction(Body):

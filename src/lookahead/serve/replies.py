@@ -1,4 +1,4 @@
-"""What all replies share: ids, times, and what was used."""
+"""What all replies share: ids, times, what was used, and how a stream of choices ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from time import time
 from typing import Any
 
+from lookahead.serve.errors import ApiError
 from lookahead.serve.jobs import Job
+from lookahead.serve.protocol import StreamOptions
+from lookahead.serve.reply import Reply
+from lookahead.serve.stream import DONE, event
 from lookahead.stats import Stats
 
 
@@ -45,3 +49,22 @@ def usage_of(jobs: Sequence[Job]) -> dict[str, Any]:
             "by_source": total.accepted_by_source,
         },
     }
+
+
+class Choices:
+    """The events that completions and chats write alike (see `stream.Events`). `head` begins every one of them."""
+
+    def __init__(self, head: dict[str, Any], options: StreamOptions | None, reply: Reply) -> None:
+        self.head, self.reply = head, reply
+        self._tells_usage = options is not None and options.include_usage
+
+    def last(self) -> bytes:
+        if not self._tells_usage:
+            return DONE
+        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self.head, "choices": [choice]}

@@ -16,11 +16,11 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.request import TokenLogprobs
+from lookahead.serve.grammar import ALL
 from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.keys import Owner
 from lookahead.serve.service import Service
 
-ALL = np.uint32(0xFFFFFFFF)
 SCORING = LookaheadConfig(window=0, guesses=0, budget=17, sources=("suffix",), recycle_scope="request")
 """16 guesses per step: as deep as half-precision steps on a GPU are exact. They come from the prediction."""
 

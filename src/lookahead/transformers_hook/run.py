@@ -12,11 +12,12 @@ from weakref import proxy
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from lookahead.algorithm.choice import power_of_two
 from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
-from lookahead.backends.base import Backend, Layers, StepInput, padded
+from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
@@ -231,7 +232,7 @@ class Run:
         """
         if isinstance(self.backend, GraphBackend) or (getattr(self.model, "_tp_size", None) or 1) > 1:
             return None
-        return self.facts.paces.setdefault(padded(len(self.sequences)), Pace())
+        return self.facts.paces.setdefault(power_of_two(len(self.sequences)), Pace())
 
     def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
         """Up to how many positions this call may go. Raises ValueError if it is sure, or likely and hard, to go beyond.

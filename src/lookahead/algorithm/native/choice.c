@@ -58,7 +58,7 @@ static int64_t best_count(
 
 /* Cut the sequences' guesses, `counts[i]` of each, to those that the step takes. Returns whether it refuses one; `refused`
    is what the best of these scores. */
-static int32_t cut(const Share *share, const Step *steps, int32_t *counts, double *refused) {
+static int32_t best_counts(const Share *share, const Step *steps, int32_t *counts, double *refused) {
     int64_t total = 0, least = 0, rows = 0;
     for (int32_t i = 0; i < share->sequences; i++) {
         total += counts[i];
@@ -117,7 +117,7 @@ int32_t draft_choose(
         branches[i] = numbers;
         numbers += 3 * (int64_t)steps[i].branch;
     }
-    int32_t some = failed ? failed : cut(share, steps, counts, &expected[share->sequences]);
+    int32_t some = failed ? failed : best_counts(share, steps, counts, &expected[share->sequences]);
     for (int32_t i = 0; some >= 0 && i < share->sequences; i++) {
         trees = write_tree(trees, &steps[i], branches[i], counts[i], &expected[i]);
     }

@@ -152,7 +152,7 @@ class DraftInC:
         numbers: list[Numbers],
         trust: float = 1.0,
         bonus: float = 0.0,
-        takes_all: bool = True,
+        kept: bool = True,
     ) -> bytes:
         """C's `Step` for the draft. What comes with it goes to `numbers`."""
         tokens, lengths, new_text, last_step = draft.chain_tokens, draft.chain_lengths, NO_TEXT, NO_STEP
@@ -169,7 +169,7 @@ class DraftInC:
         address, count = (0, 0) if times is None else _table(times)
         return _STEP.pack(
             self.address, address, limits.floor, trust, bonus,
-            takes_all, count, room, limits.max_depth if limits.max_depth < room else room, branch,
+            kept, count, room, limits.max_depth if limits.max_depth < room else room, branch,
             *draft.text_end, len(tokens), len(lengths), *new_text, *last_step,
         )  # fmt: skip
 

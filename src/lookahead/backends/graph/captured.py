@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.backends.graph.adjusting import Adjusting
 from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kinds import SMALL_TILE, StepKind
@@ -31,8 +32,6 @@ from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEED
 from lookahead.backends.graph.weights import Weights
 from lookahead.config import MOST_LOGPROBS
 
-TOP_TOKENS = 8
-"""How many likely next tokens a step returns for each needed row: as many as the `recycle` source keeps."""
 NOISE_LINES = 32
 """Output positions whose noise is kept at once: more than a tree is deep."""
 
@@ -159,7 +158,7 @@ class CapturedStep:
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
         self.rows = new_rows(self.views, state.kv.tables, min(kind.rows, MOST_NEEDED))
-        self.top = TopTokens(kind.needed, len(w.head), min(TOP_TOKENS, len(w.head)), device)
+        self.top = TopTokens(kind.needed, len(w.head), min(KEPT_TOKENS, len(w.head)), device)
         self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
         # What some kinds need is made here, because nothing may be made in a capture.
         self.logprobs: LogProbs | None = None
