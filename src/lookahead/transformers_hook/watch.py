@@ -64,8 +64,8 @@ class Watch:
     def _hidden_states(self, event: Event, entry: int, place: int) -> PerLayer:
         """One token's hidden states, [1, 1, D] per layer."""
         seen = self.backend.outputs[event.request.slot]
-        row = seen.trail + [0, *event.path][place]
-        return tuple(layer[seen.row : seen.row + 1, row : row + 1] for layer in seen.output.hidden_states)
+        token = seen.trail + [0, *event.path][place]
+        return tuple(layer[seen.entry : seen.entry + 1, token : token + 1] for layer in seen.output.hidden_states)
 
     def _attentions(self, event: Event, entry: int, place: int) -> PerLayer:
         """One token's weights, [1, H, 1, positions] per layer, with zeros where the prompt has padding."""
@@ -77,6 +77,6 @@ class Watch:
         layers = []
         for layer in seen.output.attentions:
             weights = layer.new_zeros(1, layer.shape[1], 1, len(told))
-            weights[..., told.to(layer.device)] = layer[seen.row, :, seen.trail + nodes[-1], columns][None, :, None]
+            weights[..., told.to(layer.device)] = layer[seen.entry, :, seen.trail + nodes[-1], columns][None, :, None]
             layers.append(weights)
         return tuple(layers)

@@ -26,6 +26,7 @@ from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.rows import Part, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.cpu.weights import Array, Weights, check_cpu, weights_of
+from lookahead.backends.lanes import Lanes
 from lookahead.backends.support import check_supported, context_length, probe
 
 MOST_ROWS = 256
@@ -33,7 +34,7 @@ MOST_ROWS = 256
 rows are limited by arithmetic."""
 
 
-class CpuBackend:
+class CpuBackend(Lanes):
     """A `Backend` for the models that `check_cpu` accepts.
 
     A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
@@ -61,55 +62,19 @@ class CpuBackend:
         self.kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
         self._buffer = KVBuffer(len(self._weights.layers), self._weights.kv_heads, self._weights.dim)
         self._tables = self._weights.tables(1)
-        self._lane: dict[int, int] = {}
-        self._length: dict[int, int] = {}
+        super().__init__(self._buffer)
         self._shift: dict[int, int] = {}  # slot -> how far positions are from places
         self._last: dict[int, Part] = {}
-        self._next_slot = 0
         if probed:
             probe(self)
             small = CpuBackend(model, int8=int8, probed=False, weights=cut(self._weights))
             self.most_exact = invariant_nodes(small)
 
-    # Slots
-
-    @torch.inference_mode()
-    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        slot = self._next_slot
-        self._next_slot += 1
-        self._lane[slot], self._length[slot] = len(self._lane), 0
-        self._buffer.reserve(len(self._lane), 1)
-        return slot
-
-    @torch.inference_mode()
-    def close(self, slot: int) -> None:
-        """Move the last lane into the freed one, so that the lanes in use stay side by side."""
-        lane = self._lane.pop(slot)
-        for state in (self._length, self._shift, self._last):
-            state.pop(slot, None)
-        last = len(self._lane)
-        for other, other_lane in self._lane.items():
-            if other_lane == last:
-                self._buffer.move_lane(last, lane)
-                self._lane[other] = lane
-
-    def reserve(self, slot: int, tokens: int) -> bool:
-        """The buffer grows when a step needs it."""
-        return True
-
-    def holds(self) -> int | None:
-        return None
-
-    def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Nothing is shared between sequences here."""
-
-    def length(self, slot: int) -> int:
-        return self._length[slot]
+    def _forget(self, slot: int) -> None:
+        self._shift.pop(slot, None)
+        self._last.pop(slot, None)
 
     # A step
-
-    def prepare(self, tokens: int, budget: int) -> None:
-        """Nothing is captured here, so nothing has to be prepared."""
 
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.backends.cpu.cells import BLOCK, Integers
+from lookahead.backends.cpu.cells import BLOCK, Integers, blocks_for
 
 
 class KVBuffer:
@@ -50,10 +50,11 @@ class KVBuffer:
             moved = lines[:, start // BLOCK, :, start % BLOCK]  # a copy, so both may have cells in common
             lines[:, end // BLOCK, :, end % BLOCK] = moved
 
-    def move_lane(self, source: int, target: int) -> None:
-        """Copy a lane over another one."""
+    def move_lane(self, source: int, target: int, length: int) -> None:
+        """Copy a lane's first `length` tokens over another lane."""
+        used = blocks_for(length)
         for tensor in (self.keys, self.values):
-            tensor[:, target] = tensor[:, source]
+            tensor[:, target, :used] = tensor[:, source, :used]
 
     def write(self, lane: int, layer: int, cells: Integers, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write a layer's keys and values [heads, n, D] into these n cells."""

@@ -16,6 +16,8 @@ from lookahead.algorithm.sampling import log_probs, pick, top_tokens
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
+from lookahead.backends.eager.masks import AttentionMasks
+from lookahead.backends.lanes import Lanes
 from lookahead.backends.support import (
     check_supported,
     chunks,
@@ -48,13 +50,13 @@ class Seen:
     length, and where in a lane the pass wrote its K/V."""
 
     output: Any
-    row: int
+    entry: int
     trail: int
     length: int
     start: int
 
 
-class EagerBackend:
+class EagerBackend(Lanes):
     """Runs the model's own forward pass over a K/V buffer that is never copied.
 
     A sequence's K/V stand in one lane of the buffer. A step's tokens are written at the same place in every lane:
@@ -88,56 +90,20 @@ class EagerBackend:
         self.most_nodes: int | None = None
         self.most_exact: int | None = None
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._windows, self._chunks = sliding_windows(config), chunks(config)
+        self._masks = AttentionMasks(sliding_windows(config), chunks(config), self.dtype, self.device)
         self._arguments = dict(arguments or {})
         self._keeps_outputs = any(self._arguments.get(f"output_{name}") for name in ("hidden_states", "attentions"))
         self.outputs: dict[int, Seen] = {}
         self._buffer = KVBuffer(shapes or layer_shapes(model))
-        self._lane: dict[int, int] = {}
-        self._length: dict[int, int] = {}
+        super().__init__(self._buffer)
         self._offset: dict[int, Sequence[int]] = {}  # slot -> per axis of positions, how far they are from the place
         self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, trail length, prefix length)
-        self._next_slot = 0
         if probed:
             probe(self)
 
-    @torch.inference_mode()
-    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        slot = self._next_slot
-        self._next_slot += 1
-        self._lane[slot] = len(self._lane)
-        self._length[slot] = 0
-        self._buffer.reserve(len(self._lane), 1)
-        return slot
-
-    @torch.inference_mode()
-    def close(self, slot: int) -> None:
-        """Move the last lane into the freed one, so that the lanes in use stay side by side."""
-        lane = self._lane.pop(slot)
-        del self._length[slot]
+    def _forget(self, slot: int) -> None:
         self._offset.pop(slot, None)
         self._last.pop(slot, None)
-        last = len(self._lane)
-        for other, other_lane in self._lane.items():
-            if other_lane == last:
-                self._buffer.move_lane(last, lane, self._length[other])
-                self._lane[other] = lane
-
-    def length(self, slot: int) -> int:
-        return self._length[slot]
-
-    def reserve(self, slot: int, tokens: int) -> bool:
-        """The buffer grows when a step needs it."""
-        return True
-
-    def holds(self) -> int | None:
-        return None
-
-    def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Nothing is shared between sequences here."""
-
-    def prepare(self, tokens: int, budget: int) -> None:
-        """Nothing is captured here, so nothing has to be prepared."""
 
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
@@ -249,7 +215,7 @@ class EagerBackend:
             return self.model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
                 position_ids=torch.from_numpy(self._shifted(positions, items)).to(self.device),
-                attention_mask=self._masks(positions, seen, lengths, start),
+                attention_mask=self._masks.of(positions, seen, lengths, start),
                 past_key_values=cache,
                 use_cache=True,
                 **kwargs,
@@ -269,46 +235,6 @@ class EagerBackend:
         else:
             moved = positions[None] + np.asarray(offsets).T[:, :, None]
         return np.maximum(moved, 0)  # what pads the shorter trees of a batch has place 0
-
-    def _masks(
-        self, positions: np.ndarray[Any, Any], seen: np.ndarray[Any, Any], lengths: Sequence[int], start: int
-    ) -> Any:
-        """Additive masks [B, 1, T, start + T], one per kind of layer. None for a single token, which
-        sees everything. A model whose layers are all of one kind has the kind "".
-
-        Batch entry i sees its first `lengths[i]` cached tokens and those of the step's tokens that `seen` allows. In a
-        sliding or chunked layer a token sees only those of them that are `_near`.
-        """
-        batch, size = positions.shape
-        if batch == 1 and size == 1:
-            return None
-        masks = {}
-        for kind in self._windows:
-            hidden = torch.finfo(self.dtype).min
-            # The last dimension is sliced from a multiple of 16: fused attention would copy a mask that is not aligned.
-            mask = torch.zeros((batch, 1, size, (start + size + 15) // 16 * 16), dtype=self.dtype, device=self.device)
-            mask = mask[..., : start + size]
-            near = self._near(kind, positions[:, :, None], positions[:, None, :])
-            visible = seen if near is None else seen & near
-            mask[:, 0, :, start:].masked_fill_(torch.from_numpy(~visible).to(self.device), hidden)
-            if min(lengths) < start:
-                unused = np.arange(start)[None, None] >= np.asarray(lengths)[:, None, None]
-                mask[:, 0, :, :start].masked_fill_(torch.from_numpy(unused).to(self.device), hidden)
-            for i, length in enumerate(lengths):
-                near = self._near(kind, positions[i, :, None], np.arange(length)[None])
-                if near is not None:
-                    mask[i, 0, :, :length].masked_fill_(torch.from_numpy(~near).to(self.device), hidden)
-            masks[kind] = mask
-        return masks if len(masks) > 1 or "" not in masks else masks[""]
-
-    def _near(self, kind: str, own: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-        """Whether a layer of this kind lets a token at place `own` see one at `other`; None if it sees them all."""
-        window, chunk = self._windows[kind], self._chunks.get(kind)
-        if window is not None and int(own.max()) >= window:
-            return np.asarray(own - other < window)
-        if chunk is not None and int(own.max()) >= chunk:
-            return np.asarray(own // chunk == other // chunk)
-        return None
 
     def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, places: list[int]) -> dict[int, StepOutput]:
         """[B, len(places), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
