@@ -27,6 +27,7 @@ SAMPLE = (
 """Full and sliding attention, and experts; one that is refused for its recurrent state; one that takes images, too, an
 encoder-decoder, and one that cannot be decoded from text alone."""
 HOW = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+DOCUMENTS = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,43 @@ def test_every_image_and_link_of_the_page_exists() -> None:
     assert {"img/window.svg", "img/tree.svg", "img/mask.svg"} <= set(targets)
     missing = [target for target in targets if not (DOCS / target).is_file()]
     assert not missing
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> list[str]:
+    """The links of a document to a file or to a heading that does not exist."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{document.name}: {link}")
+    return broken
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    assert len(DOCUMENTS) > 15
+    assert not [link for document in DOCUMENTS for link in broken_links(document)]
+
+
+def test_links_to_a_missing_file_or_heading_are_noticed(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Other\n## What `exact` means\n", encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n```sh\n# no heading\n```\n"
+        "[a](#page) [b](other.md#what-exact-means) [c](https://example.org/#x) "
+        "[d](other.md#limits) [e](gone.md) [f](#no-heading)",
+        encoding="utf-8",
+    )
+    assert broken_links(page) == ["page.md: other.md#limits", "page.md: gone.md", "page.md: #no-heading"]
 
 
 def check_table_of_models(*names: str) -> None:
