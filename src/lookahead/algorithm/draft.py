@@ -80,8 +80,8 @@ class Limits:
     """How many guesses a step may take, and how many pay.
 
     At most `most` guesses, none deeper than `max_depth`, and the first that scores below `floor` ends the search.
-    `cost[k]` is the time of a step of k + 1 tokens; without it as many are taken. `branch` tokens, the root among them,
-    are in the step anyway.
+    `cost[k]` is the time of a step of k + 1 tokens; without it, all `most` are taken. `branch` tokens, the root among
+    them, are in the step anyway.
     """
 
     most: int

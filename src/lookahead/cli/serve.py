@@ -22,7 +22,7 @@ RAY = ("ray",)
 def serve(
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Option("--model", help="Embedded model, preset, hub id, folder or .gguf.", metavar="NAME")
+        str | None, typer.Option("--model", help="Embedded model, short name, hub id, folder or .gguf.", metavar="NAME")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto",
@@ -40,7 +40,7 @@ def serve(
         bool, typer.Option("--allow-public", help="Allow a public address without any key.")
     ] = False,
     share_memory: Annotated[
-        bool, typer.Option("--share-memory", help="All keys share the prefix cache and the recycled rows.")
+        bool, typer.Option("--share-memory", help="All keys share the prefix cache and the successors.")
     ] = False,
     cors: Annotated[
         list[str] | None, typer.Option("--cors", help="An origin whose pages may ask. Repeatable.", metavar="ORIGIN")

@@ -29,7 +29,7 @@ class Settings:
 
     model: Annotated[
         str | None,
-        _option("Model", "--model", help="Embedded model, preset, hub id, folder or .gguf.", metavar="NAME"),
+        _option("Model", "--model", help="Embedded model, short name, hub id, folder or .gguf.", metavar="NAME"),
     ] = None
     dtype: Annotated[str, _option("Model", "--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto"
     device: Annotated[str, _option("Model", "--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto"

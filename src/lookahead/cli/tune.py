@@ -22,7 +22,7 @@ PROMPTS, QUICK_PROMPTS = 3, 2
 def tune(
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Option("--model", help="Embedded model, preset, hub id, folder or .gguf.", metavar="NAME")
+        str | None, typer.Option("--model", help="Embedded model, short name, hub id, folder or .gguf.", metavar="NAME")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help=f"One of {', '.join(DTYPES)}.", metavar="NAME")] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", metavar="NAME")] = "auto",

@@ -19,8 +19,8 @@ from lookahead.algorithm.counts import Costs
 NEWEST = 0.04
 """The weight of the newest pass among all."""
 PRIOR, SPREAD = 0.2, 0.1
-"""The table's own slope counts as this part of all passes, if the table's times of these differ by this part of their
-mean."""
+"""The fit counts some imagined passes that take what the table says, so that the slope leaves 1 only for a reason: they
+weigh PRIOR times as much as all real passes, and their times differ from the mean by SPREAD times the mean."""
 LEAST_SLOPE, MOST_SLOPE = 0.5, 4.0
 SURPRISE = 2.0
 """A pass that takes more than this many times what is expected counts as if it took that long: most often a step was

@@ -127,7 +127,7 @@ class Leader(Core):
 def follow(engine: Engine, backend: ParallelBackend, group: Group, make: Callable[[Any], Request]) -> None:
     """What the other ranks do: they obey rank 0's batches and make its steps, until it leaves.
 
-    `make` makes the request of an recipe's data. Raises RankError if another rank fails.
+    `make` makes a request from the data of its recipe. Raises RankError if another rank fails.
     """
     turns = Turns(engine, backend)
     requests: dict[int, Request] = {}

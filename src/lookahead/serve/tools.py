@@ -1,6 +1,6 @@
 """Tools: how a model is told of functions, how it writes a call, and how calls are read back from its text.
 
-Three ways to write calls are known. A chat template that knows tools shows which is its own: `hermes` (Hermes, Qwen and
+Two ways to write calls are known. A chat template that knows tools shows which is its own: `hermes` (Hermes, Qwen and
 many others: JSON between <tool_call> tags) or `llama` (Llama 3: the whole answer is JSON). Where the template knows no
 tools, such as that of the embedded model, a system message of ours lists them and asks for `hermes` calls.
 """

@@ -1,4 +1,4 @@
-"""One call of `generate`, decoded: a sequence per row, the engine's steps, and the output in transformers' terms."""
+"""One call of `generate`, decoded: a sequence per batch entry, the engine's steps, output in transformers' terms."""
 
 from __future__ import annotations
 

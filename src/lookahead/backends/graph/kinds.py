@@ -33,9 +33,9 @@ class StepKind(NamedTuple):
 
     `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
     `adjusted`: from adjusted logits (see `sampling.adjusted`). `logprobs`: log-probabilities are returned.
-    `small`, `alone` and `one` say how attention is cut (see `kernels.tiles`): small tiles for sequences with few rows
-    each, each done by one program if there are many, or all at a time if there are few. `invariant`: a row's result
-    does not depend on the other rows, bit for bit.
+    How attention is cut (see `kernels.tiles`): `small`: into small tiles, for sequences with few rows each. `alone`:
+    there are many tiles, and each is done by one program. `one`: there are so few tiles that all are worked on at the
+    same time. `invariant`: a row's result does not depend on the other rows, bit for bit.
     """
 
     rows: int

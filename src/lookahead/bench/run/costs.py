@@ -12,7 +12,6 @@ from lookahead.bench.run.results import key_of
 from lookahead.bench.run.summary import BenchRun
 from lookahead.loading.step_cost import WIDE_SIZES, StepCost, measure
 
-"""Beyond 128 are the steps that several ranks share."""
 OWN = "own"
 """Stands for the model itself, where else a shape is named."""
 
