@@ -25,7 +25,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.run import prompts
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.bench.run.stock import Stock
-from lookahead.loading.step_cost import measure
+from lookahead.loading.timing import measure
 
 SETS = ("humaneval", "mt-bench")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -21,7 +21,8 @@ import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
 from lookahead.config import METHODS
 from lookahead.engine.front import Ticket
-from lookahead.loading import step_cost as cost
+from lookahead.loading import fitting
+from lookahead.loading.step_cost import StepCost
 
 Plain = Callable[[Any, list[int], int], list[int]]
 
@@ -58,14 +59,14 @@ def test_load_measures_the_cost_of_a_step_once(
 ) -> None:
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     measured = []
-    measure = cost.measure
+    measure = fitting.measure
 
-    def counted(backend: Any, sizes: Any, hasty: bool) -> cost.StepCost:
+    def counted(backend: Any, sizes: Any, hasty: bool) -> StepCost:
         assert not hasty
         measured.append(backend)
         return replace(measure(backend, (1, 2, 8)), calm=True)  # whatever else runs beside the tests
 
-    monkeypatch.setattr(cost, "measure", counted)
+    monkeypatch.setattr(fitting, "measure", counted)
     log: list[str] = []
     first = lookahead.load((make_model(), tokenizer), log=log.append)
     assert len(measured) == 1
@@ -85,7 +86,7 @@ def test_load_measures_the_cost_of_a_step_once(
 def test_a_given_config_is_taken_as_it_is(
     model: Any, tokenizer: Any, settings: LookaheadConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost, "measure", lambda backend: pytest.fail("measured although a config was given"))
+    monkeypatch.setattr(fitting, "measure", lambda backend: pytest.fail("measured although a config was given"))
     lm = lookahead.load((model, tokenizer), config=settings)
     assert lm.generate("fox", max_tokens=1).config is settings
 

@@ -14,7 +14,7 @@ import lookahead
 from lookahead import LookaheadConfig
 from lookahead.cache import cache_dir
 from lookahead.generate import LookaheadModel
-from lookahead.loading import profiles, step_cost
+from lookahead.loading import fitting, profiles
 from lookahead.tune.tuner import save, tune
 
 FITTED = LookaheadConfig(window=0, budget=24, step_cost=tuple(1.0 + 0.1 * k for k in range(24)))
@@ -25,7 +25,7 @@ CONFIGS = [FITTED, LookaheadConfig.paper(3, 4, 3), LookaheadConfig.autoregressiv
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache. A step's cost, which `load` measures where there is no profile, is a curve that is ready."""
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(step_cost, "measure", lambda backend, sizes, hasty: curve(lambda size: 0.02 + 1e-5 * size))
+    monkeypatch.setattr(fitting, "measure", lambda backend, sizes, hasty: curve(lambda size: 0.02 + 1e-5 * size))
     return tmp_path
 
 

@@ -23,26 +23,22 @@ from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
-from lookahead.loading import step_cost as module
-from lookahead.loading.step_cost import (
-    ATTEMPTS,
+from lookahead.loading import timing
+from lookahead.loading.fitting import ATTEMPTS, cached, pass_cost
+from lookahead.loading.step_cost import FLAT, StepCost, stairs, suited
+from lookahead.loading.timing import (
     BRANCHES,
     DEAREST,
     DEPTH,
-    FLAT,
     LARGEST_TREE,
     PASS_SIZES,
     TIMED_SIZES,
-    StepCost,
     bush,
-    cached,
     is_calm,
     measure,
     measure_passes,
-    pass_cost,
-    stairs,
-    suited,
 )
+from lookahead.machine import processor
 
 Times = Callable[[int], float]
 
@@ -68,7 +64,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "perf_counter", clock)
+    monkeypatch.setattr(timing, "perf_counter", clock)
     return clock
 
 
@@ -312,7 +308,7 @@ def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, t
 
 def test_a_curve_of_chains_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
     """A step's cost was timed with one long chain before, and kept under this name."""
-    old = {**IDENTITY, "machine": module.processor(), "cores": os.cpu_count(), "version": 1}
+    old = {**IDENTITY, "machine": processor(), "cores": os.cpu_count(), "version": 1}
     write_json(tmp_path / "step-cost" / f"{key_of(old)}.json", {"sizes": [1], "seconds": [9.0]})
     backend = FakeBackend(clock)
     assert len(cached(backend, IDENTITY, tmp_path).sizes) > 1

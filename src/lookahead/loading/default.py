@@ -13,13 +13,15 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
-from lookahead.loading import profiles, step_cost
+from lookahead.loading import profiles
+from lookahead.loading.fitting import fitted, pass_cost
+from lookahead.loading.step_cost import StepCost, stairs
 
 
 def default_config(name: str, backend: Backend, log: Callable[[str], None] | None = None) -> LookaheadConfig:
     """The config that `lookahead tune --save` chose for the model of this name; else the default, fitted."""
     tuned = profiles.find(name, backend, cache_dir(), log)
-    return tuned or step_cost.fitted(LookaheadConfig(), backend, cache_dir(), log)
+    return tuned or fitted(LookaheadConfig(), backend, cache_dir(), log)
 
 
 def batch_cost(
@@ -36,8 +38,8 @@ def batch_cost(
         times = config.step_cost
         if times is None:
             return None
-        return np.asarray(step_cost.StepCost(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
+        return np.asarray(StepCost(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
     if backend.device.type == "cpu":
         return None
-    table = step_cost.pass_cost(backend, cache_dir(), log)
-    return None if table is None else np.asarray(step_cost.stairs(table, ROW_SIZES))
+    table = pass_cost(backend, cache_dir(), log)
+    return None if table is None else np.asarray(stairs(table, ROW_SIZES))

@@ -16,7 +16,7 @@ from typing import Any
 from lookahead.backends.base import Backend
 from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
-from lookahead.loading.step_cost import identity_of
+from lookahead.loading.fitting import identity_of
 from lookahead.machine import processor
 
 FOLDER = "profiles"

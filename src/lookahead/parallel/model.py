@@ -17,7 +17,7 @@ from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch
-from lookahead.loading import step_cost as cost
+from lookahead.loading.fitting import fitted
 from lookahead.loading.load import INT8, asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, Group, join
@@ -55,8 +55,7 @@ class ParallelModel(LookaheadModel):
         compare(group, facts)
         with group.guarded():
             if config is None and group.rank == 0:
-                fitted = cost.fitted(self.default_config, self.backend, cache_dir(), log, ranks=group.shares)
-                self.default_config = fitted
+                self.default_config = fitted(self.default_config, self.backend, cache_dir(), log, group.shares)
         self.group = group
         configs = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
         self.default_config = LookaheadConfig.from_json(json.loads(configs[0]))

@@ -35,7 +35,7 @@ from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
-from lookahead.loading import step_cost as cost
+from lookahead.loading.fitting import fitted
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.draws import StepNoise, raced
@@ -207,7 +207,7 @@ class Run:
         if isinstance(self.backend, GraphBackend):
             return LookaheadConfig(shared=True)
         if self.facts.default is None:
-            self.facts.default = cost.fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
+            self.facts.default = fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
         return self.facts.default
 
     def _noise(self, rules: BatchRules) -> StepNoise | None:

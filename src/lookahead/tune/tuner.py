@@ -11,7 +11,8 @@ import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.loading import profiles
-from lookahead.loading.step_cost import WIDE_SIZES, StepCost, measure
+from lookahead.loading.step_cost import StepCost
+from lookahead.loading.timing import WIDE_SIZES, measure
 from lookahead.machine import processor
 from lookahead.tune.candidates import AUTOREGRESSIVE, BUDGETS, FITTED, Candidate, all_candidates
 from lookahead.tune.predict import Laws, Prediction, learn, predict

@@ -26,7 +26,8 @@ from lookahead.bench.gpu.bench import GpuBench
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
-from lookahead.loading.step_cost import measure_passes, stairs
+from lookahead.loading.step_cost import stairs
+from lookahead.loading.timing import measure_passes
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 METHODS = {"autoregressive": LookaheadConfig.autoregressive(), "default": LookaheadConfig(shared=True)}

@@ -15,7 +15,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import bucket
 from lookahead.config import SamplingParams
-from lookahead.loading.step_cost import bush
+from lookahead.loading.timing import bush
 
 REPEATS = 30
 ROOM = 4 * REPEATS

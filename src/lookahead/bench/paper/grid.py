@@ -10,7 +10,8 @@ from lookahead.bench.report.plots import Curves, Points
 from lookahead.bench.report.sections import Section, by_data, comparison, times
 from lookahead.bench.run import costs
 from lookahead.bench.run.summary import BenchRun, Line
-from lookahead.loading.step_cost import WIDE_SIZES, StepCost
+from lookahead.loading.step_cost import StepCost
+from lookahead.loading.timing import WIDE_SIZES
 from lookahead.tune.candidates import at
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 

@@ -27,7 +27,8 @@ from lookahead.bench.run.results import Record, key_of
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.bench.run.summary import BenchRun
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.loading.step_cost import WIDE_SIZES, StepCost
+from lookahead.loading.step_cost import StepCost
+from lookahead.loading.timing import WIDE_SIZES
 from lookahead.parallel.backend import HEADER, ROWS
 from lookahead.parallel.deal import Share, deal
 from lookahead.stats import Stats

@@ -10,7 +10,8 @@ from lookahead.backends.choose import make_backend
 from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
 from lookahead.bench.run.results import key_of
 from lookahead.bench.run.summary import BenchRun
-from lookahead.loading.step_cost import WIDE_SIZES, StepCost, measure
+from lookahead.loading.step_cost import StepCost
+from lookahead.loading.timing import WIDE_SIZES, measure
 
 OWN = "own"
 """Stands for the model itself, where else a shape is named."""

@@ -1,0 +1,115 @@
+"""What a step costs is measured once per model and machine, and kept; the default config is fitted to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import time
+from typing import Any
+
+import torch
+
+from lookahead.backends.base import Backend
+from lookahead.cache import key_of, write_json
+from lookahead.config import LookaheadConfig
+from lookahead.loading.step_cost import StepCost, suited
+from lookahead.loading.timing import PASS_SIZES, SHORTEST, measure, measure_passes, worth_timing
+from lookahead.machine import processor
+
+ATTEMPTS, DAY = 4, 86400.0
+"""How often a machine that is not calm is measured before its curve is taken as it is, for the next so many seconds."""
+
+
+def fitted(
+    config: LookaheadConfig,
+    backend: Backend,
+    folder: Path,
+    log: Callable[[str], None] | None = None,
+    ranks: int = 1,
+    hasty: bool = False,
+) -> LookaheadConfig:
+    """The config for a backend's model on this machine. The measured curve is kept in `folder`; `ranks` share a step.
+
+    A tensor-parallel model gets the config as it is: each of its ranks would measure a curve of its own, choose another
+    tree from it, and wait for the others for ever.
+    """
+    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+        return config
+    if backend.most_exact is not None and backend.most_exact < config.budget:
+        config = config.adapted(budget=backend.most_exact)
+    identity = {**identity_of(backend), "torch": torch.__version__}
+    return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
+
+
+def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None = None) -> tuple[float, ...] | None:
+    """t of passes of 1 to 512 tokens (or `backend.most_rows`), for `algorithm.choice.choose_trees`: read from `folder`,
+    or measured and written there. None for a backend that pads a pass to its longest input, for a tensor-parallel model
+    (see `fitted`), and for a context too short to measure in."""
+    if backend.most_rows is None or (backend.max_length or SHORTEST) < SHORTEST:
+        return None
+    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+        return None
+    identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
+    cost = cached(backend, identity, folder, log, measured=measure_passes)
+    return cost.table(min(PASS_SIZES[-1], backend.most_rows))
+
+
+def cached(
+    backend: Backend,
+    identity: dict[str, Any],
+    folder: Path,
+    log: Callable[[str], None] | None = None,
+    hasty: bool = False,
+    measured: Callable[[Backend], StepCost] | None = None,
+) -> StepCost:
+    """The curve of this model on this machine: read from `folder`, or measured and written there.
+
+    A hasty curve in the folder is good enough for a hasty call alone. One that was measured while the machine was busy
+    is measured again.
+    A folder that cannot be written is no error. The curve is then measured again next time.
+    """
+    facts = {
+        **identity,
+        "machine": processor(),
+        "cores": os.cpu_count(),
+        "version": 2,  # version 1 timed chains, not trees
+    }
+    path = folder / "step-cost" / f"{key_of(facts)}.json"
+    try:
+        stored = json.loads(path.read_text())
+        if stored["hasty"] and not hasty:
+            raise ValueError("measured in haste")
+        known = StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
+        attempts = int(stored.get("attempts", 0))
+        recent = time() - path.stat().st_mtime < DAY
+        if hasty or stored.get("calm", True) or (attempts >= ATTEMPTS and recent):
+            return known
+    except (OSError, ValueError, KeyError, TypeError):
+        known, attempts = None, 0
+    if log is not None:
+        why = "once per model" if known is None else "again: it was busy the last time"
+        log(f"measuring what a step costs on this machine ({why}) ...")
+    cost = measure(backend, worth_timing(backend), hasty=hasty) if measured is None else measured(backend)
+    cost = cost if known is None else cost.with_faster(known)
+    content = {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "calm": cost.calm}
+    with suppress(OSError):
+        write_json(path, {**content, "attempts": attempts + 1, "of": facts})
+    return cost
+
+
+def identity_of(backend: Backend) -> dict[str, Any]:
+    """What the cost of a step depends on: the model's shape, its dtype, its device and its backend."""
+    model, device = backend.model, backend.device
+    facts = model.config.to_dict()
+    return {
+        "model": {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"},
+        "weights": str(facts.get("quantization_config")),
+        "places": {k: str(v) for k, v in (getattr(model, "hf_device_map", None) or {}).items()},
+        "dtype": str(backend.dtype),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
+        "backend": type(backend).__name__,
+        **({"kernels": kernels} if (kernels := getattr(backend, "kernels", None)) else {}),
+    }

@@ -1,0 +1,175 @@
+"""The timing of steps and passes, for `step_cost`.
+
+How a step is timed (`measure`):
+
+1. One sequence is opened, and an untimed step puts `PREFIX` tokens before its root (fewer in a short context).
+2. A timed step runs `bush(K)`, a tree of K tokens, all of them needed, with argmax targets; for K > 1 it also returns
+   the top tokens of every node, as steps with guesses do. The clock runs from the call of `backend.step` to its return,
+   when the targets are on the host. It does not run while the step is committed. Only the root is committed, so the
+   prefix grows by one token per step.
+3. A round times every size of `TIMED_SIZES` once, the smallest first. It ends early at a size that took more than
+   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above `backend.most_exact`: the
+   default config takes no larger steps.
+4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
+   and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
+5. If most sizes were clearly slower in their second-fastest round, the machine was busy. Such a curve is used, but the
+   next load measures again, and keeps the faster time of each size.
+
+`measure_passes` times passes of several sequences, for a backend whose passes are flat lists of tokens: there the time
+of a pass depends on how many tokens it has, and not on whose they are.
+
+A `hasty` measurement is for a call that somebody waits for: fewer sizes, a warm-up of two, and one round, which ends
+after `HASTE` seconds. Its curve is kept, too, until somebody measures properly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+
+from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import Backend, StepInput
+from lookahead.config import SamplingParams
+from lookahead.loading.step_cost import StepCost
+
+TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""The step sizes K that are timed; `StepCost.table` draws straight lines between them."""
+WIDE_SIZES = (*TIMED_SIZES, 192, 256, 384, 512)
+"""For tuning and benchmarks, which may try larger steps than the default."""
+PREFIX = 96
+"""Tokens before the root of a timed step."""
+BRANCHES, DEPTH = 8, 16
+"""The most branches, and the greatest depth, of the tree that is timed."""
+MAX_SECONDS = 6.0
+"""No further round begins after this many seconds."""
+HASTY_SIZES, HASTE = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
+"""What a hasty measurement times, and the seconds after which it times no further size."""
+PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""The tokens of a pass that `measure_passes` times."""
+LARGEST_TREE, SHORTEST = 64, 128
+"""The most tokens that one sequence has in such a pass, and the shortest context that they are timed in."""
+CALM = 1.15
+"""A machine is calm while the second-fastest round takes at most this many times as long as the fastest."""
+DEAREST = 5.0
+"""Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
+
+
+def bush(size: int) -> TokenTree:
+    """A tree of this many tokens, shaped like a draft: eight branches side by side, none deeper than guesses go.
+
+    The shape matters little, except for half-precision steps of the graph backend, which run depth by depth.
+    """
+    parents, depths = [-1], [0]
+    for node in range(1, size):
+        above = node - BRANCHES if node > BRANCHES and depths[node - BRANCHES] < DEPTH else 0
+        parents.append(above)
+        depths.append(depths[above] + 1)
+    return TokenTree([1] * size, parents, depths, list(range(size)))
+
+
+def measure(
+    backend: Backend,
+    sizes: Sequence[int] = TIMED_SIZES,
+    rounds: int = 4,
+    patience: float = MAX_SECONDS,
+    hasty: bool = False,
+) -> StepCost:
+    """Time real steps of every size, as the module's docstring says; a few seconds on a CPU.
+
+    `patience` is the number of seconds after which no further round begins. The fastest round counts, because other
+    programs on the machine can slow a step down and never speed one up.
+    """
+    if hasty:
+        sizes, rounds = HASTY_SIZES, 1
+    context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
+    prefix = min(PREFIX, context // 4)
+    slot = backend.open()
+
+    def step(size: int, trail: Sequence[int] = ()) -> float:
+        tree = bush(size)
+        begin = perf_counter()
+        backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=KEPT_TOKENS if size > 1 else 0)])
+        taken = perf_counter() - begin
+        backend.commit([(slot, ())])
+        return taken
+
+    best = dict.fromkeys(sizes, float("inf"))
+    taken_by = {size: list[float]() for size in sizes}
+    try:
+        step(1, trail=[1] * prefix)
+        begin = perf_counter()
+        for number in range(rounds + 1):
+            if number > 1 and perf_counter() - begin > patience:
+                break
+            for size in sizes[:2] if hasty and not number else sizes:
+                spent = perf_counter() - begin
+                if backend.length(slot) + size > context or (not number and spent > patience / 2):
+                    break
+                if hasty and number and size > 2 and spent > HASTE:
+                    break
+                taken = step(size)
+                if number:  # the first round is the warm-up
+                    best[size] = min(best[size], taken)
+                    taken_by[size].append(taken)
+                if best[size] > DEAREST * best[sizes[0]]:
+                    break
+    finally:
+        backend.close(slot)
+    found = {size: taken for size, taken in best.items() if taken < float("inf")} or {1: 1.0}
+    return StepCost(tuple(found), tuple(found.values()), is_calm(taken_by.values()))
+
+
+def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
+    """Whether, for most sizes, the second-fastest round took hardly longer than the fastest.
+
+    If there was no time for a second round, nobody can tell; then it is not calm.
+    """
+    timed = [sorted(taken) for taken in rounds if taken]
+    calm = [taken for taken in timed if len(taken) > 1 and taken[1] <= CALM * taken[0]]
+    return 2 * len(calm) >= len(timed)
+
+
+def worth_timing(backend: Backend) -> list[int]:
+    """The sizes of TIMED_SIZES that the default config may use on this backend."""
+    return [size for size in TIMED_SIZES if size <= (backend.most_exact or size)]
+
+
+def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
+    """Time passes of each size, twice after a warm-up: trees of up to LARGEST_TREE tokens (fewer in a short context) of
+    as many sequences as it takes, each with `PREFIX` tokens before its root. Sizes are left out that are above
+    `backend.most_rows`, or for whose sequences there is no memory."""
+    most, context = backend.most_rows or max(sizes), backend.max_length or 4 * PREFIX
+    largest, prefix = min(LARGEST_TREE, context // 4), min(PREFIX, most - 1, context // 4)
+    slots = [backend.open() for _ in range(-(-min(most, max(sizes)) // largest))]
+    full = prefix + (rounds + 1) * len(sizes) + largest  # the root of every pass stays
+    roomy = [slot for slot in slots if backend.reserve(slot, full)]
+    sizes = [size for size in sizes if size <= min(most, len(roomy) * largest)] or [1]
+
+    def step(inputs: Sequence[StepInput]) -> float:
+        begin = perf_counter()
+        backend.step(inputs)
+        taken = perf_counter() - begin
+        backend.commit([(item.slot, ()) for item in inputs])
+        return taken
+
+    def inputs(size: int) -> list[StepInput]:
+        """The size in trees that are as equal as possible."""
+        count = -(-size // largest)
+        trees = [bush(size // count + (place < size % count)) for place in range(count)]
+        top = KEPT_TOKENS if size > 1 else 0
+        return [StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(roomy, trees, strict=False)]
+
+    best = dict.fromkeys(sizes, float("inf"))
+    try:
+        for slot in roomy:
+            step([StepInput(slot, [1] * prefix, bush(1), SamplingParams(), ())])
+        for number in range(rounds + 1):
+            for size in sizes:
+                taken = step(inputs(size))
+                if number:  # the first round is the warm-up, which may compile and capture
+                    best[size] = min(best[size], taken)
+    finally:
+        for slot in slots:
+            backend.close(slot)
+    return StepCost(tuple(best), tuple(best.values()))
