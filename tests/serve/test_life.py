@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -133,6 +134,28 @@ def test_a_request_that_takes_too_long(loaded: Any) -> None:
         assert json.loads(lines[-2][6:])["error"]["code"] == "timeout"
         assert lines[-1] == "data: [DONE]"
         assert soon(lambda: not server.model.engine.running, 2)
+
+
+def test_a_client_that_stops_reading_keeps_no_place_beyond_the_time(loaded: Any) -> None:
+    with running(loaded, request_timeout=2.0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = {**LONG, "n": 8, "logprobs": 5, "temperature": 1, "stream": True}
+        with socket.socket() as line, socket.socket(fileno=os.dup(server.server.servers[0].sockets[0].fileno())) as own:
+            for one, size in ((line, socket.SO_RCVBUF), (own, socket.SO_SNDBUF)):
+                one.setsockopt(socket.SOL_SOCKET, size, 4096)
+            line.connect((host, int(port)))
+            content = json.dumps(body).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+            line.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+            assert soon(lambda: any(one.flow.write_paused for one in server.server.server_state.connections), 5)
+            assert server.service.queue.taken == 8
+            assert soon(lambda: server.service.queue.taken == 0, 5)
+            assert soon(lambda: not loaded.engine.running, 2)
+            answer = b""
+            while not answer.endswith(b"0\r\n\r\n"):
+                answer += line.recv(1 << 16)
+        assert b'"code":"timeout"' in answer
+        assert b"data: [DONE]" in answer
 
 
 def test_comments_while_a_request_waits(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from lookahead.serve.jobs import Job, Piece
 class Reply:
     """The jobs of one HTTP request. Ask for the `next` pieces; leaving the `async with` cancels what has not ended.
 
-    It may take `timeout` seconds. `leave` is called with it when it is over.
+    It may take `timeout` seconds. `leave` is called with it when it is over, which may be more than once.
     """
 
     def __init__(self, jobs: list[Job], timeout: float, leave: Callable[[Reply], None]) -> None:
@@ -28,13 +28,22 @@ class Reply:
         self._timer: asyncio.Handle | None = None
         self._due = 0.0  # when the timer goes off; not each of uvloop's timers can tell
         self._patience = 0.0  # until when `_news` waits, in the event loop's time
+        self._deadline: asyncio.Handle | None = None
 
     async def __aenter__(self) -> Reply:
+        rest = max(0.0, self.begin + self.timeout - perf_counter())
+        self._deadline = asyncio.get_running_loop().call_later(rest, self._end_late)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        self.leave(self)
+
+    def _end_late(self) -> None:
+        """The reply's time is over. It is left at once: if its client does not read, nobody may ever ask for `next`."""
+        self.fail(ApiError(504, f"no answer within {self.timeout:g} s", code="timeout"))
         self.leave(self)
 
     async def next(self, keep_alive: float | None = None) -> list[Piece] | None:
@@ -45,10 +54,7 @@ class Reply:
         """
         while self._broken is None and self._running:
             if not self._fresh and self.failure is None:
-                rest = self.begin + self.timeout - perf_counter()
-                if rest <= 0:
-                    raise ApiError(504, f"no answer within {self.timeout:g} s", code="timeout")
-                await self._news(rest if keep_alive is None else min(rest, keep_alive))
+                await self._news(self.timeout if keep_alive is None else keep_alive)
                 if not self._fresh and self.failure is None:
                     return []
             pieces = self._read_fresh()
