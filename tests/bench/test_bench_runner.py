@@ -79,6 +79,7 @@ def test_assisted_generation(lm: Any, make_model: Callable[..., Any]) -> None:
     assert row["steps"] <= greedy["steps"]
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_once_for_all_backends_of_a_dtype(
     make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

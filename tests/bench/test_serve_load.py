@@ -20,6 +20,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return serve_load
 
 
+@pytest.mark.slow
 def test_a_short_load(script: ModuleType, model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings, backend="graph")
     order: dict[str, Any] = {"streams": [1, 2], "engine": [2], "repeats": 1, "rates": [20], "tokens": 6, "turns": 1}

@@ -58,7 +58,7 @@ def backend(name: str = "llama", *, quantised: bool = False) -> CpuBackend:
 # Tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "one head for all", "qwen3", "two kinds of layers"))
 def test_greedy_tokens_are_transformers_own(name: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, with trees of more nodes than fit into the spare cells."""
     expected = [plain(model(name), p, 24) for p in PROMPTS]
