@@ -43,9 +43,10 @@ from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel, load
 from lookahead.loading.default import batch_cost
+from lookahead.serve import EXTRA
 
 HERE = Path(__file__).parent
-WEB = all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance"))
+WEB = all(find_spec(name) is not None for name in EXTRA)
 WAYS = {"plain": False, "lookahead": True}
 
 
@@ -172,7 +173,7 @@ def measure(args: argparse.Namespace, model: LookaheadModel) -> dict[str, Any]:
     asked = bodies(model, texts, args.tokens)
     served = Served(model, max(args.streams)) if WEB else None
     if served is None:
-        print("no fastapi, uvicorn, prometheus-client or llguidance here: only the engine is measured", flush=True)
+        print(f"one of {', '.join(EXTRA)} is missing here: only the engine is measured", flush=True)
     model.engine.limit(max(args.streams))
     book, begin = Book(about(model), args.tokens, args.out), perf_counter()
     warm(model, asked, args)

@@ -14,8 +14,8 @@ from lookahead.cli.common import Host
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import DTYPES, check_place
 from lookahead.config import BACKENDS
+from lookahead.serve import EXTRA
 
-EXTRA = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 RAY = ("ray",)
 
 
