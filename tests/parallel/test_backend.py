@@ -17,7 +17,8 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.config import SamplingParams
-from lookahead.parallel.backend import HEADER, ROWS, ParallelBackend
+from lookahead.parallel.backend import ParallelBackend
+from lookahead.parallel.results import HEADER, ROWS
 from lookahead.parallel.watch import RankError
 
 

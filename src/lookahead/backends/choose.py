@@ -11,7 +11,8 @@ import torch
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.families import check_family
-from lookahead.backends.support import UnsupportedModelError, check_supported, first_line, input_device, probe
+from lookahead.backends.probe import probe
+from lookahead.backends.support import UnsupportedModelError, check_supported, first_line, input_device
 from lookahead.config import BACKENDS
 
 HOOK_BACKENDS = ("auto", "eager", "graph")

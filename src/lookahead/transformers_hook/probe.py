@@ -11,19 +11,17 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.support import (
-    FAILURES,
+from lookahead.backends.probe import (
     NEAR,
     TOLERANCE_HALF,
-    UnsupportedModelError,
     check_finite,
     check_training,
     closeness,
-    first_line,
     forked,
     probe_tokens,
     relative,
 )
+from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line
 from lookahead.config import SamplingParams
 from lookahead.transformers_hook.prompt import Start, refusal
 
@@ -32,7 +30,7 @@ from lookahead.transformers_hook.prompt import Start, refusal
 def probe_start(backend: EagerBackend, start: Start) -> None:
     """Run a small tree after the prompt, and compare its logits with those of `generate`'s own passes.
 
-    This is `support.probe` for a model that prepares its passes in its own way. The first pass of a call cannot be
+    This is `backends.probe` for a model that prepares its passes in its own way. The first pass of a call cannot be
     wrong: it was the model's own.
     """
     model = backend.model

@@ -19,12 +19,7 @@ import torch
 from transformers import GenerationMixin
 
 from lookahead.backends.base import Layers
-from lookahead.backends.support import (
-    UnsupportedModelError,
-    chunks,
-    kind_of,
-    sliding_windows,
-)
+from lookahead.backends.support import UnsupportedModelError, chunks, kind_of, sliding_windows
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Batch
 

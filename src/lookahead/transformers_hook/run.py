@@ -22,14 +22,8 @@ from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.weights import check_graph, relay
-from lookahead.backends.support import (
-    PositionLimit,
-    UnsupportedModelError,
-    cached_shapes,
-    kind_of,
-    position_limit,
-    probe,
-)
+from lookahead.backends.probe import probe
+from lookahead.backends.support import PositionLimit, UnsupportedModelError, cached_shapes, kind_of, position_limit
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine

@@ -18,13 +18,13 @@ from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
 from lookahead.backends.lanes import Lanes
+from lookahead.backends.probe import probe
 from lookahead.backends.support import (
     check_supported,
     chunks,
     context_length,
     input_device,
     layer_shapes,
-    probe,
     sliding_windows,
 )
 

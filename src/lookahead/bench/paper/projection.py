@@ -29,8 +29,8 @@ from lookahead.bench.run.summary import BenchRun
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.loading.step_cost import StepCost
 from lookahead.loading.timing import WIDE_SIZES
-from lookahead.parallel.backend import HEADER, ROWS
 from lookahead.parallel.deal import Share, deal
+from lookahead.parallel.results import HEADER, ROWS
 from lookahead.stats import Stats
 from lookahead.tune.candidates import at
 
