@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from importlib import metadata
@@ -28,9 +29,12 @@ def processor() -> str:
 
 def cores() -> int:
     """How many cores this process may use; in a container these are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return count if quota == "max" else min(count, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return count
 
 
 def package_version(name: str) -> str | None:

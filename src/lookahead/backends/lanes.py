@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -20,14 +20,17 @@ class Buffer(Protocol):
         ...
 
 
-class Lanes:
+BufferT = TypeVar("BufferT", bound=Buffer)
+
+
+class Lanes(Generic[BufferT]):
     """The slots of a backend whose buffer grows when a step needs it. They share nothing, and nothing is captured.
 
     `_lane` and `_length` are a slot's lane and how many of its tokens are cached.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._kv = buffer
+    def __init__(self, buffer: BufferT) -> None:
+        self._buffer = buffer
         self._lane: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._next_slot = 0
@@ -37,7 +40,7 @@ class Lanes:
         slot = self._next_slot
         self._next_slot += 1
         self._lane[slot], self._length[slot] = len(self._lane), 0
-        self._kv.reserve(len(self._lane), 1)
+        self._buffer.reserve(len(self._lane), 1)
         return slot
 
     @torch.inference_mode()
@@ -49,7 +52,7 @@ class Lanes:
         last = len(self._lane)
         for other, other_lane in self._lane.items():
             if other_lane == last:
-                self._kv.move_lane(last, lane, self._length[other])
+                self._buffer.move_lane(last, lane, self._length[other])
                 self._lane[other] = lane
 
     def _forget(self, slot: int) -> None:

@@ -54,7 +54,7 @@ class Reply:
         """
         while self._broken is None and self._running:
             if not self._fresh and self.failure is None:
-                await self._news(self.timeout if keep_alive is None else keep_alive)
+                await self._news(keep_alive)
                 if not self._fresh and self.failure is None:
                     return []
             pieces = self._read_fresh()
@@ -117,16 +117,17 @@ class Reply:
             raise error if isinstance(error, ApiError) else internal(error)
         return job.read(events) if events else None
 
-    async def _news(self, seconds: float) -> None:
+    async def _news(self, seconds: float | None) -> None:
         """Wait until there is something, at most so many seconds.
 
         One timer serves many waits: making one for each would take a tenth of the time of a chunk.
         """
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        self._patience = loop.time() + seconds
-        if self._timer is None or self._due > self._patience:
-            self._set_timer(loop)
+        if seconds is not None:
+            self._patience = loop.time() + seconds
+            if self._timer is None or self._due > self._patience:
+                self._set_timer(loop)
         try:
             await self._waiter
         finally:

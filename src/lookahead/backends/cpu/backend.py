@@ -35,7 +35,7 @@ MOST_ROWS = 256
 rows are limited by arithmetic."""
 
 
-class CpuBackend(Lanes):
+class CpuBackend(Lanes[KVBuffer]):
     """A `Backend` for the models that `check_cpu` accepts.
 
     A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
@@ -61,9 +61,8 @@ class CpuBackend(Lanes):
         self._session = Session(self._weights, products, threads)
         self._heads = Heads(self._weights.head, products, threads, screened=not int8)
         self.kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
-        self._buffer = KVBuffer(len(self._weights.layers), self._weights.kv_heads, self._weights.dim)
+        super().__init__(KVBuffer(len(self._weights.layers), self._weights.kv_heads, self._weights.dim))
         self._tables = self._weights.tables(1)
-        super().__init__(self._buffer)
         self._shift: dict[int, int] = {}  # slot -> how far positions are from places
         self._last: dict[int, Part] = {}
         if probed:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +12,7 @@ import torch
 from lookahead.backends.cpu.describe import Products, describe
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.weights import Array, Weights
+from lookahead.machine import cores
 
 REVISION = 2
 """Counts the changes of `describe` that changed how long steps take. Times that were measured before are not used."""
@@ -84,11 +82,4 @@ class Session:
 
 def usable_threads() -> int:
     """How many threads a step should use: torch's number, but no more than the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return max(1, min(torch.get_num_threads(), cores))
+    return min(torch.get_num_threads(), cores())

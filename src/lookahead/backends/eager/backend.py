@@ -56,7 +56,7 @@ class Seen:
     start: int
 
 
-class EagerBackend(Lanes):
+class EagerBackend(Lanes[KVBuffer]):
     """Runs the model's own forward pass over a K/V buffer that is never copied.
 
     A sequence's K/V stand in one lane of the buffer. A step's tokens are written at the same place in every lane:
@@ -94,8 +94,7 @@ class EagerBackend(Lanes):
         self._arguments = dict(arguments or {})
         self._keeps_outputs = any(self._arguments.get(f"output_{name}") for name in ("hidden_states", "attentions"))
         self.outputs: dict[int, Seen] = {}
-        self._buffer = KVBuffer(shapes or layer_shapes(model))
-        super().__init__(self._buffer)
+        super().__init__(KVBuffer(shapes or layer_shapes(model)))
         self._offset: dict[int, Sequence[int]] = {}  # slot -> per axis of positions, how far they are from the place
         self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, trail length, prefix length)
         if probed:
