@@ -123,7 +123,8 @@ def test_error_at_most_twice_pytorchs(
             tiles = tiles_for(
                 len(step.q), heads, kv_heads, dim, small=small, alone=small, invariant=invariant, processors=11
             )
-            ours, plain = step.errors(tiles)
+            # On one multiprocessor every other program comes to the prefix last.
+            ours, plain = step.errors(replace(tiles, processors=1))
             assert ours <= 2 * plain + 1e-7
 
 
@@ -140,10 +141,11 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int,
 
 @pytest.mark.parametrize("length", [slow_interpreted(64 * FAR - 3), 64 * FAR + 70, slow_interpreted(64 * FAR + 1000)])
 @pytest.mark.parametrize("near_splits", [slow_interpreted(1), 3])
-def test_more_splits_far_away(device: torch.device, length: int, near_splits: int) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_more_splits_far_away(device: torch.device, length: int, near_splits: int, alone: bool) -> None:
     """Every block is read once, before the block from which all splits take part and after it."""
     step = Step(device, torch.float32, parts_of((length, 0, 3), (40, 0, 3)), 2, 1, 64)
-    ours, plain = step.errors(Tiles(16, 64, 5, near_splits=near_splits, programs=1))
+    ours, plain = step.errors(Tiles(16, 64, 5, near_splits=near_splits, programs=1, alone=alone))
     assert ours <= 2 * plain + 1e-7
 
 
@@ -218,7 +220,7 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     def run(step: Step, small: bool, alone: bool = False) -> torch.Tensor:
         one = len(step.parts) == 1 and not alone
         tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, alone=alone, one=one, invariant=True)
-        tiles = replace(tiles, splits=5, near_splits=3)
+        tiles = replace(tiles, splits=5, near_splits=3, processors=1)
         out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return step.run(tiles, window, out)
 
@@ -266,13 +268,13 @@ def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
     order_by_depth(rows, order, tiles, 2)
     assert rows.counts[0] == 3
     assert order[0, 0] == 0
-    expected = [[[0], [1, 2, 4, 7], [3, 6], [5]], [[0], [8, 9, 14], [10, 11, 12], [13]]]
+    expected = [[[1, 2, 4, 7], [3, 6], [5]], [[8, 9, 14], [10, 11, 12], [13]]]
     for block, (used, *places) in enumerate(order[1:].tolist()):
-        assert used == 64
+        assert used == 48
         nodes = [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
-        assert places[:64] == [int(rows.places[5 + node]) if node >= 0 else -1 for node in nodes]
-        assert places[16 * most : 16 * most + 4] == [0, 1, 2, 3]
-        # A token's sights are the places of its own path.
+        assert places[:48] == [int(rows.places[5 + node]) if node >= 0 else -1 for node in nodes]
+        assert places[16 * most : 16 * most + 3] == [1, 2, 3]
+        # A token's sights are the places of its own path, but for the root.
         words = places[17 * most :]
         for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
             sight = words[local * (most // 4 + 1)].to_bytes(4, "little", signed=True)
@@ -280,4 +282,4 @@ def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
             path = [token]
             while parents[path[-1]] >= 0:
                 path.append(parents[path[-1]])
-            assert seen == set(path)
+            assert seen == set(path) - {0}

@@ -12,8 +12,8 @@ queries of one sequence. A list of tiles on the device says which there are, and
 The work of a tile is divided into splits that run in parallel. Of n splits, each takes every n-th block of the prefix,
 so that where a block ends does not depend on the context's length. The last split takes the tree as well. In a long
 context more splits take part from some block on (`tiles.FAR`). The last split waits for the others and joins all
-partial sums by their log-sum-exp. The prefix's length is read on the device, so that one captured graph serves all
-lengths.
+partial sums by their log-sum-exp. Where there are many tiles, one program does all splits of a tile, one after the
+other, with the same bits. The prefix's length is read on the device, so that one captured graph serves all lengths.
 
 Invariant steps: a token that is decoded alone finds its ancestors in the prefix, not in a tree. Sums are rounded, so if
 its keys were added in another order, it would get other bits, and in half precision soon another text. An *invariant*
@@ -36,94 +36,34 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
+from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.softmax import LOWEST, add, add_singly, join
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles
 
 LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _block(i, split, near, splits, near_splits, FAR: tl.constexpr):
-    """The number of a split's i-th block: its first `near` blocks are every `near_splits`-th one below FAR, the others
-    every `splits`-th one from there on."""
-    return tl.where(i < near, split + i * near_splits, FAR + split + (i - near) * splits)
-
-
-@triton.jit
-def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
-    """How many of a split's blocks stand before block `end`."""
-    far = tl.cdiv(tl.maximum(end - FAR - split, 0), splits)
-    return tl.minimum(tl.cdiv(tl.maximum(end - split, 0), near_splits), near) + far
-
-
-@triton.jit
-def _add_prefix(
-    query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits, near_splits,
-    scale, ones,
-    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    EXACT: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """The partial sums of one split: its blocks of keys before the border. `table` are the sequence's pages.
-
-    A block that lies whole before the border needs no mask, unless there is a sliding window.
-    """
-    dim = tl.arange(0, DIM)
-    whole = dim < HEAD
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, 8], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    near = tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
-    whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
-    first = _blocks_below(whole_blocks, split, near, splits, near_splits, FAR)
-    at = tl.arange(0, BLOCK_N)[:, None] * HEAD + dim[None, :]
-    # A block's page is looked up while the block before it is added. (Looked up when it is needed, nothing else would
-    # be loaded in the meantime.)
-    key0 = _block(0, split, near, splits, near_splits, FAR) * BLOCK_N
-    page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
-    for i in range(0, first):
-        base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
-        key0 = _block(i + 1, split, near, splits, near_splits, FAR) * BLOCK_N
-        page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
-        if HEAD == DIM:
-            k = tl.load(keys + base + at)
-            v = tl.load(values + base + at)
-        else:
-            k = tl.load(keys + base + at, mask=whole[None, :], other=0.0)
-            v = tl.load(values + base + at, mask=whole[None, :], other=0.0)
-        top, total, acc = add(query, k, v, ones, scale, True, top, total, acc, False, EXACT)
-    for i in range(first, _blocks_below(blocks, split, near, splits, near_splits, FAR)):
-        base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
-        key = key0 + tl.arange(0, BLOCK_N)
-        key0 = _block(i + 1, split, near, splits, near_splits, FAR) * BLOCK_N
-        page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
-        k = tl.load(keys + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
-        seen = key[None, :] < border[:, None]
-        if WINDOW > 0:
-            seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = add(query, k, v, ones, scale, seen, top, total, acc, True, EXACT)
-    return top, total, acc
+MANY = tl.constexpr(6)
+"""From so many programs per multiprocessor on, it pays that some of them are late (see `_add_alone`)."""
 
 
 @triton.jit
 def _add_tree(
     query, keys, values, places, positions, bits, words, head, kv_heads, root, row, count, position, scale, top, total,
-    acc, HEAD: tl.constexpr, DIM: tl.constexpr, TREE_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
+    acc, HEAD: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Add a tree's nodes, a word of bits at a time, in a step that need not be invariant."""
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
-    ones = tl.full([TREE_N, 8], 1.0, values.dtype.element_ty)
-    for word in range(0, tl.cdiv(count, TREE_N)):
-        node = word * TREE_N + tl.arange(0, TREE_N)
+    ones = tl.full([32, 8], 1.0, values.dtype.element_ty)
+    for word in range(0, tl.cdiv(count, 32)):
+        node = word * 32 + tl.arange(0, 32)
         there = node < count
         where = tl.load(places + root + node, mask=there, other=0).to(tl.int64)
         at = ((where // PAGE * kv_heads + head) * PAGE + where % PAGE)[:, None] * HEAD + dim[None, :]
         k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
         v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
         its_bits = tl.load(bits + row * words + word)
-        seen = ((its_bits[:, None] >> tl.arange(0, TREE_N)[None, :]) & 1) != 0
+        seen = ((its_bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
         if WINDOW > 0:
             other = tl.load(positions + root + node, mask=there, other=0)
             seen = seen & (position[:, None] - other[None, :] < WINDOW)
@@ -133,39 +73,40 @@ def _add_tree(
 
 @triton.jit
 def _add_near(
-    query, keys, values, table, order, most_nodes, head, kv_heads, end, token, first_token, position, border, scale,
-    ones, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    query, keys, values, table, order, most_nodes, head, kv_heads, end, is_tree, token, first_token, position, border,
+    scale, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of an invariant step's near keys, added one by one: first those from the border on, up to the
-    row itself in a trail and up to the tree in a tree; then the tree's nodes by depth, in groups of 16 nodes of one
-    depth (see `depths`). `order` is the tile's own."""
+    row itself in a trail and up to the root in a tree; then the tree's other nodes by depth, in groups of 16 nodes of
+    one depth (see `depths`), PART_N nodes per product. `order` is the tile's own."""
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M, 8], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    column = tl.arange(0, BLOCK_N)
     used = tl.load(order)
     # A token sees at most one node of a group. Its sights hold a byte per group: that node's place plus 1, or 0.
     sights = order + 1 + 17 * most_nodes + (token - first_token) * (most_nodes // 4 + 1)
     next_sight = tl.load(sights)
-    for key0 in range(tl.min(border, 0), tl.minimum(end, tl.max(position, 0) + 1), 16):
+    past_root = end + is_tree  # the root stands right behind the text before it
+    for key0 in range(tl.min(border, 0), tl.minimum(past_root, tl.max(position, 0) + 1), 16):
         base = ((tl.load(table + key0 // PAGE).to(tl.int64) * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
         key = key0 + tl.arange(0, 16)
-        there = key < end
+        there = key < past_root
         at = tl.arange(0, 16)[:, None] * HEAD + dim[None, :]
         k = tl.load(keys + base + at, mask=there[:, None] & whole[None, :], other=0.0)
-        at = (column % 16)[:, None] * HEAD + dim[None, :]
-        v = tl.load(values + base + at, mask=(key0 + column % 16 < end)[:, None] & whole[None, :], other=0.0)
+        v = tl.load(values + base + at, mask=there[:, None] & whole[None, :], other=0.0)
         seen = there[None, :] & (key[None, :] >= border[:, None]) & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = add_singly(query, k, v, ones, scale, seen, top, total, acc, BLOCK_M, BLOCK_N)
+        top, total, acc = add_singly(query, k, v, scale, seen, top, total, acc)
+    column = tl.arange(0, PART_N)
+    ones = tl.full([PART_N, 8], 1.0, values.dtype.element_ty)
     turn, place_there = 8 * (column // 16), column % 16 + 1
-    for first_place in range(0, used, BLOCK_N):
+    for first_place in range(0, used, PART_N):
         sight = next_sight >> (first_place % 64 // 2)
-        next_sight = tl.load(sights + (first_place + BLOCK_N) // 64)
+        next_sight = tl.load(sights + (first_place + PART_N) // 64)
         there = first_place + column < used
         where = tl.load(order + 1 + first_place + column, mask=there, other=-1).to(tl.int64)
         there = where >= 0
@@ -181,39 +122,54 @@ def _add_near(
 
 
 @triton.jit
-def _add_split(
-    split, live, query, keys, values, table, longest, places, positions, bits, words, head, kv_heads, end, first_row,
-    row, count, is_tree, position, border, blocks, splits, near_splits, scale, ones, HEAD: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_N: tl.constexpr, WINDOW: tl.constexpr,
-    REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+def _add_alone(
+    late, query, keys, values, table, longest, places, positions, bits, words, order, most_nodes, head, kv_heads, end,
+    first_row, row, count, is_tree, token, first_token, position, border, blocks, splits, near_splits, scale,
+    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
+    WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The partial sums of one split: maximum [M], mass [M] and sum of values [M, D]."""
-    top, total, acc = _add_prefix(
-        query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits, near_splits,
-        scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, REACH > 0, FAR, PAGE,
-    )  # fmt: skip
-    if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
-        if (split == live - 1) & (is_tree == 1):
-            top, total, acc = _add_tree(
-                query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count, position,
-                scale, top, total, acc, HEAD, DIM, TREE_N, WINDOW, PAGE,
+    """All of a tile by one program: the sums over the prefix, and those over what is near and the tree.
+
+    A program that is `late` comes to the prefix last. The prefix keeps the memory busy and what is near the matrix
+    units, so it is faster if at any time some programs are at the one and some at the other.
+    """
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    own_top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    own_total = tl.zeros([BLOCK_M, 8], tl.float32)
+    own_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    for turn in range(0, 2):
+        if turn == late:
+            top, mass, acc = add_all_splits(
+                query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, splits, near_splits,
+                scale, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH > 0, FAR, PAGE,
             )  # fmt: skip
-    return top, tl.max(total, 1), acc
+        elif REACH > 0:
+            own_top, own_total, own_acc = _add_near(
+                query, keys, values, table, order, most_nodes, head, kv_heads, end, is_tree, token, first_token,
+                position, border, scale, HEAD, DIM, BLOCK_M, PART_N, WINDOW, PAGE,
+            )  # fmt: skip
+        elif is_tree == 1:
+            own_top, own_total, own_acc = _add_tree(
+                query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count, position,
+                scale, own_top, own_total, own_acc, HEAD, DIM, WINDOW, PAGE,
+            )  # fmt: skip
+    return top, mass, acc, own_top, tl.max(own_total, 1), own_acc
 
 
 @triton.jit
 def _attend_tile(
     tile, q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
-    scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
+    late, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
     """This program's part of a tile: one K/V head, and one split or (with ALONE) all of them."""
     head, split = tl.program_id(0), tl.program_id(2)
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
-    ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
     # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
     # shares these keys. All its rows see the keys before `end` that do not come after them.
     record = tiles + 6 * tile
@@ -237,25 +193,37 @@ def _attend_tile(
     if ALONE or (split < live) | (split >= splits):
         place = (row * kv_heads + head) * GROUP + pair % GROUP
         query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
-        # 2. The splits of the prefix that are this program's, joined in their order. The last split of a step that
-        # need not be invariant takes the tree as well.
+        # 2. What is this program's: a split of the prefix, what is near (which is behind all splits), or with ALONE
+        # everything. The last split of a step that need not be invariant takes the tree as well.
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+        own_top, own_mass, own_acc = top, mass, acc
         if ALONE:
-            for its_split in range(0, live):
-                its_top, its_mass, its_acc = _add_split(
-                    its_split, live, query, keys, values, table, longest, places, positions, bits, words, head,
-                    kv_heads, end, first_row, row, count, is_tree, position, border, blocks, splits, near_splits, scale,
-                    ones, HEAD, DIM, BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE,
-                )  # fmt: skip
-                top, mass, acc = join(top, mass, acc, its_top, its_mass, its_acc)
-        elif split < splits:
-            top, mass, acc = _add_split(
-                split, live, query, keys, values, table, longest, places, positions, bits, words, head, kv_heads, end,
-                first_row, row, count, is_tree, position, border, blocks, splits, near_splits, scale, ones, HEAD, DIM,
-                BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE,
+            top, mass, acc, own_top, own_mass, own_acc = _add_alone(
+                late, query, keys, values, table, longest, places, positions, bits, words, order + tile * order_size,
+                most_nodes, head, kv_heads, end, first_row, row, count, is_tree, token, first_pair // GROUP, position,
+                border, blocks, splits, near_splits, scale, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, FAR,
+                PAGE,
             )  # fmt: skip
+        elif split < splits:
+            own_top, total, own_acc = add_split(
+                query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits,
+                near_splits, scale, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, REACH > 0, FAR, PAGE,
+            )  # fmt: skip
+            if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
+                if (split == live - 1) & (is_tree == 1):
+                    own_top, total, own_acc = _add_tree(
+                        query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count,
+                        position, scale, own_top, total, own_acc, HEAD, DIM, WINDOW, PAGE,
+                    )  # fmt: skip
+            own_mass = tl.max(total, 1)
+        elif REACH > 0:
+            own_top, total, own_acc = _add_near(
+                query, keys, values, table, order + tile * order_size, most_nodes, head, kv_heads, end, is_tree, token,
+                first_pair // GROUP, position, border, scale, HEAD, DIM, BLOCK_M, PART_N, WINDOW, PAGE,
+            )  # fmt: skip
+            own_mass = tl.max(total, 1)
         # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
         # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
         # would wait for ever. (A split's program never waits, and works through its tiles in the same order.)
@@ -263,37 +231,25 @@ def _attend_tile(
         first_part = place * tl.num_programs(2)
         counter = arrived + tile * kv_heads + head
         if split < others:
-            tl.store(part + (first_part + split)[:, None] * DIM + dim[None, :], acc, mask=real[:, None])
-            tl.store(part_top + (first_part + split) * 2, top, mask=real)
-            tl.store(part_top + (first_part + split) * 2 + 1, mass, mask=real)
+            tl.store(part + (first_part + split)[:, None] * DIM + dim[None, :], own_acc, mask=real[:, None])
+            tl.store(part_top + (first_part + split) * 2, own_top, mask=real)
+            tl.store(part_top + (first_part + split) * 2 + 1, own_mass, mask=real)
             tl.debug_barrier()
             tl.atomic_add(counter, 1, sem="release")
         else:
-            own_top, own_mass, own_acc = top, mass, acc
-            if REACH > 0:
-                own_top, own_total, own_acc = _add_near(
-                    query, keys, values, table, order + tile * order_size, most_nodes, head, kv_heads, end, token,
-                    first_pair // GROUP, position, border, scale, ones, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, PAGE,
-                )  # fmt: skip
-                own_mass = tl.max(own_total, 1)
-            if not ALONE:
-                top = tl.full([BLOCK_M], LOWEST, tl.float32)
-                mass = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-                if others > 0:
-                    while tl.atomic_add(counter, 0, sem="acquire") < others:
-                        pass
-                    tl.store(counter, 0)
-                    for i in tl.range(0, others, loop_unroll_factor=2):
-                        # `.cg` reads past the first-level cache, which may hold old contents of this memory.
-                        at = part_top + (first_part + i) * 2
-                        its_top = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
-                        its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
-                        at = part + (first_part + i)[:, None] * DIM + dim[None, :]
-                        its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                        top, mass, acc = join(top, mass, acc, its_top, its_mass, its_acc)
-            if (REACH > 0) or not ALONE:
-                top, mass, acc = join(top, mass, acc, own_top, own_mass, own_acc)
+            if others > 0:
+                while tl.atomic_add(counter, 0, sem="acquire") < others:
+                    pass
+                tl.store(counter, 0)
+                for i in tl.range(0, others, loop_unroll_factor=2):
+                    # `.cg` reads past the first-level cache, which may hold old contents of this memory.
+                    at = part_top + (first_part + i) * 2
+                    its_top = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
+                    its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
+                    at = part + (first_part + i)[:, None] * DIM + dim[None, :]
+                    its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+                    top, mass, acc = join(top, mass, acc, its_top, its_mass, its_acc)
+            top, mass, acc = join(top, mass, acc, own_top, own_mass, own_acc)
             acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
             inside = real[:, None] & whole[None, :]
             tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
@@ -301,12 +257,16 @@ def _attend_tile(
 
 # One kernel serves all numbers of rows. Compiled for particular numbers it would hardly be faster (4% for one token,
 # nothing for 128), and each would take seconds to compile, 13 in fp32.
-@triton.jit(do_not_specialize=["longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes"])
+@triton.jit(
+    do_not_specialize=[
+        "longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes", "processors"
+    ]
+)  # fmt: skip
 def _attend(
     q, keys, values, counts, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
-    scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
+    scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TREE_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
     ALONE: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv_heads, tiles at a time, splits; with REACH one more; with ALONE one).
@@ -319,15 +279,18 @@ def _attend(
         if tl.program_id(1) < count:
             _attend_tile(
                 tl.program_id(1), q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
-                arrived, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP, HEAD, DIM,
-                BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE, ALONE,
+                arrived, 0, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP, HEAD,
+                DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, FAR, PAGE, ALONE,
             )  # fmt: skip
     else:
+        # Every other program of a multiprocessor is late (see `_add_alone`), if there are enough of them.
+        number, many = tl.program_id(1) * kv_heads + tl.program_id(0), count * kv_heads >= MANY * processors
+        late = tl.where(many, number // processors % 2, 0)
         for tile in range(tl.program_id(1), count, tl.num_programs(1)):
             _attend_tile(
                 tile, q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
-                arrived, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP, HEAD, DIM,
-                BLOCK_M, BLOCK_N, TREE_N, WINDOW, REACH, FAR, PAGE, ALONE,
+                arrived, late, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP,
+                HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, FAR, PAGE, ALONE,
             )  # fmt: skip
 
 
@@ -390,9 +353,9 @@ def attend(
         q, keys, values, rows.counts, rows.tiles, rows.tables, rows.positions, rows.places, rows.bits,
         work.order, out, work.part, work.top, work.arrived,
         scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
-        rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes,
+        rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes, tiles.processors,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        TREE_N=32, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone, ONE=tiles.one,
+        PART_N=tiles.part_n, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone, ONE=tiles.one,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """Sorts the nodes of an invariant step's trees by depth, once for all layers.
 
 `attention` then adds one depth after the other. Nodes of one depth stand in groups of 16, which is how many keys the
-matrix units add at once. A token sees at most one node of each depth, so at most one of a group.
+matrix units add at once. A token sees at most one node of each depth, so at most one of a group. The root is not among
+them: it stands right behind the text, and is added with the text's last tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def _order_by_depth(
 ):  # fmt: skip
     """Grid: (tiles at a time). See `order_by_depth` for the tensors.
 
-    Only nodes that some token of the tile sees get a place: behind all groups of lesser depths, and behind the earlier
-    nodes of the same depth. A trail's tile has no nodes.
+    Only nodes below the root that some token of the tile sees get a place: behind all groups of lesser depths, and
+    behind the earlier nodes of the same depth. A trail's tile has no nodes.
     """
     node = tl.arange(0, BLOCK)
     local = tl.arange(0, TOKENS)
@@ -41,7 +42,7 @@ def _order_by_depth(
         at = (root + token)[:, None] * words + (node // 32)[None, :]
         its_bits = tl.load(bits + at, mask=inside[:, None] & there[None, :], other=0)
         seen = (its_bits >> (node % 32)[None, :]) & 1
-        seen_here = tl.max(seen, 0) != 0
+        seen_here = (tl.max(seen, 0) != 0) & (node > 0)
         depth = tl.load(positions + root + node, mask=there, other=0) - end
         depth = tl.where(seen_here, tl.minimum(tl.maximum(depth, 0), BLOCK - 1), BLOCK)
         same = depth[:, None] == depth[None, :]
@@ -83,7 +84,7 @@ def _tokens(tiles: Tiles, group: int) -> int:
 
 
 def order_by_depth(rows: Rows, order: torch.Tensor, tiles: Tiles, group: int) -> torch.Tensor:
-    """For each tile of a tree, sort the nodes that it sees into groups of 16 nodes of one depth.
+    """For each tile of a tree, sort the nodes below the root that it sees into groups of 16 nodes of one depth.
 
     `group`: how many query heads share a K/V head. order [at least T x order_size] gets for each tile:
 

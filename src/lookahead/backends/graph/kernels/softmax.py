@@ -49,30 +49,18 @@ def add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT
 
 
 @triton.jit
-def _alone(p, i: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """p [M, 16] -> [M, N], N / 16 groups of 16 columns: the first group has column i of p and zeros, the next column
-    i + 1, and so on.
+def add_singly(q, k, v, scale, seen, top, total, acc):
+    """As `add`, for 16 keys that are added one after the other. k, v [16, D].
 
-    (`tl.join` would mix the groups: Triton lays its result out as numbers of half the width, and then takes keys of two
-    groups into one step of the matrix units.)
-    """
-    column = i + tl.arange(0, N // 16)[None, :, None]
-    alone = tl.where(tl.arange(0, 16)[None, None, :] == column, p[:, None, :], 0.0).to(p.dtype)
-    return tl.reshape(alone, [M, N])
-
-
-@triton.jit
-def add_singly(q, k, v, ones, scale, seen, top, total, acc, M: tl.constexpr, N: tl.constexpr):
-    """As `add`, for 16 keys that are added one after the other. k [16, D]; v [N, D] holds the 16 values N / 16 times.
-
-    The matrix units add the products of 16 keys at once, and one group of 16 after the other. So each key gets a group
-    of its own, N / 16 keys per product. Then a row's sum depends on its keys and their order, not on where they stand.
+    The matrix units add the products of 16 keys at once. So each key gets a product of its own, with the other 15
+    weights zero. Then a row's sum depends on its keys and their order, not on where they stand.
     """
     top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
     total = total * shrink[:, None]
     acc = acc * shrink[:, None]
-    for i in tl.static_range(0, 16, N // 16):
-        alone = _alone(p, i, M, N)
+    ones = tl.full([16, 8], 1.0, v.dtype)
+    for i in tl.static_range(0, 16):
+        alone = tl.where(tl.arange(0, 16)[None, :] == i, p, 0.0).to(p.dtype)
         total = tl.dot(alone, ones, total, input_precision="ieee")
         acc = tl.dot(alone, v, acc, input_precision="ieee")
     return top, total, acc

@@ -30,12 +30,13 @@ SPARE_PROGRAMS = 64
 class Tiles:
     """How a step of one size is cut.
 
-    block_m, block_n: queries per program and keys per block. splits: how many programs share a prefix. near_splits: how
-    many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many read a long context faster. reach:
-    keys nearer to a row than this are added one by one, by a program of their own; 0 if the step is not invariant.
-    programs: how many tiles are worked on at a time. one: there are no more tiles than that; the kernel is faster
-    without a loop over tiles. alone: a program does all splits of a tile by itself. warps, stages, registers (the most
-    per thread): for Triton's compiler.
+    block_m, block_n: queries per program and keys per block. part_n: keys per product where a program does a tile
+    alone, and nodes of a tree per product; a block is a multiple of it. splits: how many programs share a prefix.
+    near_splits: how many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many read a long
+    context faster. reach: keys nearer to a row than this are added one by one, by a program of their own; 0 if the step
+    is not invariant. programs: how many tiles are worked on at a time. one: there are no more tiles than that; the
+    kernel is faster without a loop over tiles. alone: a program does all splits of a tile by itself. processors: the
+    device's multiprocessors. warps, stages, registers (the most per thread): for Triton's compiler.
     """
 
     block_m: int
@@ -49,6 +50,8 @@ class Tiles:
     programs: int = 1 << 30
     alone: bool = False
     one: bool = False
+    part_n: int = 32
+    processors: int = 132
 
     @property
     def parts(self) -> int:
@@ -78,13 +81,14 @@ def tiles_for(
         # About two programs per multiprocessor if one sequence has all rows.
         near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles)))
     cut: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
+    cut |= {"processors": processors}
     # More tiles than programs are done one after the other. Programs without a tile take time, too.
     cut |= {"programs": tiles + SPARE_PROGRAMS if alone else tiles, "one": one and not alone}
     if dim > 128:
         return Tiles(block_m, 32, warps=8, stages=1, **cut)
     if small and alone:
-        return Tiles(block_m, 64, stages=2, warps=1, **cut)
-    return Tiles(block_m, 64, stages=3, registers=168 if dim <= 64 else None, **cut)
+        return Tiles(block_m, 64, stages=3, warps=1 if dim <= 64 else 2, **cut)
+    return Tiles(block_m, 64, part_n=64, stages=3, registers=168 if dim <= 64 else None, **cut)
 
 
 def _invariant_splits(heads: int, kv_heads: int, dim: int, processors: int) -> tuple[int, int]:
