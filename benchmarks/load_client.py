@@ -18,7 +18,6 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -27,39 +26,65 @@ from urllib.parse import urlsplit
 NO_TEXT = (b'"text":""', b'"content":""', b'"delta":{}')
 
 
-@asynccontextmanager
-async def posted(url: str, key: str | None, body: dict[str, Any]) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-    """A request that was sent: the status of its reply, and where the rest of it comes."""
-    where = urlsplit(url)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
-    data = json.dumps(body).encode()
-    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
-    head = (
-        f"POST {where.path} HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Type: application/json\r\n{authorization}"
-        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
-    )
-    try:
-        writer.write(head.encode() + data)
-        yield int((await reader.readline()).split()[1]), reader
-    finally:
-        writer.close()
+class Line:
+    """A client's connection. Like those of most clients, it carries one request after the other."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._where = urlsplit(url)
+        authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+        self._head = (
+            f"POST {self._where.path} HTTP/1.1\r\nHost: {self._where.netloc}\r\nContent-Type: application/json\r\n"
+            f"{authorization}Content-Length: "
+        )
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def post(self, body: dict[str, Any]) -> tuple[int, AsyncIterator[bytes]]:
+        """Send a request. Returns the status of its reply, and the lines of its content."""
+        if self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(
+                self._where.hostname, self._where.port, limit=1 << 24
+            )
+        data = json.dumps(body).encode()
+        self._writer.write(f"{self._head}{len(data)}\r\n\r\n".encode() + data)
+        status = int((await self._reader.readline()).split()[1])
+        length: int | None = None
+        while (header := (await self._reader.readline()).lower()) != b"\r\n":
+            if header.startswith(b"content-length:"):
+                length = int(header.split(b":")[1])
+        return status, self._lines(length)
+
+    async def _lines(self, length: int | None) -> AsyncIterator[bytes]:
+        """The lines of a reply of so many bytes, or of one in chunks. Those that begin a chunk are among them."""
+        if length is not None:
+            yield await self._reader.readexactly(length)
+            return
+        while (line := await self._reader.readline()) != b"0\r\n":
+            if not line:
+                raise ConnectionError("the server closed the connection within a reply")
+            yield line
+        await self._reader.readline()
+
+    def close(self) -> None:
+        """End the connection. The next request opens another."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
 
-async def ask(url: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]:
+async def ask(line: Line, body: dict[str, Any]) -> dict[str, Any]:
     """One streamed reply, with the times of its events. Only its usage is parsed: a client must not be the limit."""
     asked, times, usage = perf_counter(), list[float](), dict[str, Any]()
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with posted(url, key, body) as (status, reader):
-        while line := await reader.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            if b'"usage":{' in line:
-                usage = json.loads(line[6:])["usage"]
-            elif line.startswith(b'data: {"error"'):
-                status = 500
-                print(line.decode(), file=sys.stderr)
-            elif not any(mark in line for mark in NO_TEXT):
-                times.append(perf_counter())
+    status, content = await line.post({**body, "stream": True, "stream_options": {"include_usage": True}})
+    async for part in content:
+        if not part.startswith(b"data: {"):
+            continue
+        if b'"usage":{' in part:
+            usage = json.loads(part[6:])["usage"]
+        elif part.startswith(b'data: {"error"'):
+            status = 500
+            print(part.decode(), file=sys.stderr)
+        elif not any(mark in part for mark in NO_TEXT):
+            times.append(perf_counter())
     return {
         "asked": asked,
         "status": status,
@@ -71,24 +96,22 @@ async def ask(url: str, key: str | None, body: dict[str, Any]) -> dict[str, Any]
     }
 
 
-async def choices(url: str, key: str | None, body: dict[str, Any], leave: bool = False) -> list[dict[str, Any]]:
+async def choices(line: Line, body: dict[str, Any], leave: bool = False) -> list[dict[str, Any]]:
     """The choices of one reply of `/v1/completions`; those of a stream are put together."""
     found: dict[int, dict[str, Any]] = {}
-    async with posted(url, key, body) as (status, reader):
-        while not body["stream"] and await reader.readline() != b"\r\n":
-            pass
+    status, content = await line.post(body)
+    async for part in content:
         if not body["stream"]:
-            reply = json.loads(await reader.read())
+            reply = json.loads(part)
             if status != 200:
                 raise RuntimeError(f"{status}: {reply}")
             return list(reply["choices"])
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                for part in event["choices"]:
-                    add(found.setdefault(part["index"], {**part, "text": "", "logprobs": None}), part)
-                if leave:
-                    break
+        if part.startswith(b"data: {"):
+            for choice in json.loads(part[6:])["choices"]:
+                add(found.setdefault(choice["index"], {**choice, "text": "", "logprobs": None}), choice)
+            if leave:
+                line.close()
+                break
     return [found[index] for index in sorted(found)]
 
 
@@ -109,7 +132,7 @@ async def run_choices(order: dict[str, Any]) -> dict[str, Any]:
     async def one(number: int) -> list[dict[str, Any]]:
         if at is not None:
             await asyncio.sleep(at[number])
-        return await choices(order["url"], order.get("key"), bodies[number], leave=number >= stay)
+        return await choices(Line(order["url"], order.get("key")), bodies[number], leave=number >= stay)
 
     if at is not None:
         replies = list(await asyncio.gather(*map(one, range(len(bodies)))))
@@ -123,18 +146,16 @@ async def run(order: dict[str, Any]) -> dict[str, Any]:
         return await run_choices(order)
     bodies, begin, replies = order["bodies"], perf_counter(), list[dict[str, Any]]()
 
-    async def once(number: int) -> None:
-        replies.append(await ask(order["url"], order.get("key"), bodies[number % len(bodies)]))
-
     async def at(number: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await once(number)
+        replies.append(await ask(Line(order["url"], order.get("key")), bodies[number % len(bodies)]))
 
-    async def stream(first: int) -> None:
-        number = first
+    async def stream(number: int) -> None:
+        line = Line(order["url"], order.get("key"))
         while perf_counter() < begin + order["seconds"]:
-            await once(number)
+            replies.append(await ask(line, bodies[number % len(bodies)]))
             number += order["streams"]
+        line.close()
 
     if order.get("at") is not None:
         await asyncio.gather(*(at(number, seconds) for number, seconds in enumerate(order["at"])))

@@ -8,10 +8,12 @@ Measures on one server, with guesses and without in turn (by the body's `lookahe
     open     clients that come at random times at given `--rates`, whatever has become of those before them
     --crosstalk   64 mixed requests at once in a tiny page pool, against the same requests alone
 
-A cell sends new requests for `--seconds`, and ends with the last answer. The clients run in a process of their own
-(`load_client.py`). Every answer has the same length, so that both ways make the same tokens. Needs torch, transformers
-and what `lookahead serve` needs (without that only `engine` is measured). `python benchmarks/serve_load.py --report
-FOLDER/serve-load.json --page FILE.md` writes the table, and with matplotlib the plot, anywhere.
+A cell sends new requests for `--seconds`. Tokens per second are those of its last three quarters, in which all clients
+have an answer under way: neither the first prompts nor the last answers, which end one by one, take part. The clients
+run in a process of their own (`load_client.py`), each on one connection. Every answer has the same length, so that both
+ways make the same tokens. Needs torch, transformers and what `lookahead serve` needs (without that only `engine` is
+measured). `python benchmarks/serve_load.py --report FOLDER/serve-load.json --page FILE.md` writes the table, and with
+matplotlib the plot, anywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -48,6 +51,8 @@ from lookahead.serve import EXTRA
 HERE = Path(__file__).parent
 WEB = all(find_spec(name) is not None for name in EXTRA)
 WAYS = {"plain": False, "lookahead": True}
+RISE = 0.25
+"""The part of a run's time that is not counted, because it is not steady yet."""
 
 
 def bodies(model: LookaheadModel, texts: Sequence[str], tokens: int) -> list[dict[str, Any]]:
@@ -90,22 +95,31 @@ class Served:
         gc.unfreeze()
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run. Replies that were refused are counted, and take no part in the rest."""
+def summary(found: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The figures of a run that sent requests for so long. Replies that were refused are counted, and take no part in
+    the rest."""
     good = [one for one in found["replies"] if one["status"] == 200 and one["first"] is not None]
     if not good:
         return {"replies": 0, "refused": len(found["replies"])}
-    seconds = max(one["last"] for one in good) - min(one["asked"] for one in good)
     tokens, steps = sum(one["tokens"] for one in good), sum(one["steps"] for one in good)
     firsts, gaps = [one["first"] for one in good], [gap for one in good for gap in one["gaps"]]
     return {
         "replies": len(good),
         "refused": len(found["replies"]) - len(good),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "tokens_per_second": round(steady(good, found["begin"], seconds), 1),
         "compression": round(tokens / max(1, steps), 3),
         "ttft_ms": [round(1000 * part, 2) for part in quantiles(firsts)],
         "gap_ms": [round(1000 * part, 2) for part in quantiles(gaps)],
     }
+
+
+def steady(replies: Sequence[dict[str, Any]], begin: float, seconds: float) -> float:
+    """Tokens per second in the steady part of a run. The tokens of a reply are spread evenly over its events."""
+    first, last, tokens = begin + RISE * seconds, begin + seconds, 0.0
+    for one in replies:
+        times = list(accumulate(one["gaps"], initial=one["asked"] + one["first"]))
+        tokens += one["tokens"] * sum(first <= time < last for time in times) / len(times)
+    return tokens / (last - first)
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, float]:
@@ -136,18 +150,20 @@ def through_engine(
         left.add(model.front.submit(Request(sequence), told))
 
     def told(tickets: Sequence[Ticket]) -> None:
+        now = perf_counter() - begin
         for ticket in tickets:
-            counts["tokens"] += sum(len(event.tokens) for event in ticket.take())
+            tokens = sum(len(event.tokens) for event in ticket.take())
+            counts["tokens"] += tokens if RISE * seconds <= now < seconds else 0
             if ticket.done:
                 left.discard(ticket)
-                if perf_counter() < begin + seconds:
+                if now < seconds:
                     start()
         if not left:
             ended.set()
 
     model.front.call(lambda: [start() for _ in range(streams)])
     ended.wait()
-    return {"tokens_per_second": round(counts["tokens"] / (perf_counter() - begin), 1)}
+    return {"tokens_per_second": round(counts["tokens"] / ((1 - RISE) * seconds), 1)}
 
 
 # All of it.
@@ -188,11 +204,12 @@ def measure(args: argparse.Namespace, model: LookaheadModel) -> dict[str, Any]:
                         book.note({"kind": "engine", **cell, **found})
                     if served is not None:
                         order = {"bodies": with_way(asked, way), "streams": streams, "seconds": args.seconds}
-                        book.note({"kind": "closed", **cell, **summary(served.run(order))})
+                        book.note({"kind": "closed", **cell, **summary(served.run(order), args.seconds)})
         for rate in args.rates if served is not None else ():
             for name, way in WAYS.items():
                 order = {"bodies": with_way(asked, way), "at": times(rate, args.seconds, turn)}
-                book.note({"kind": "open", "turn": turn, "rate": rate, "way": name, **summary(served.run(order))})
+                found = summary(served.run(order), args.seconds)
+                book.note({"kind": "open", "turn": turn, "rate": rate, "way": name, **found})
     if served is not None:
         served.close()
     print(f"-- measured in {perf_counter() - begin:.0f} s", flush=True)
