@@ -4,7 +4,9 @@ Measures on one server, with guesses and without in turn (by the body's `lookahe
 
     closed   1 to 64 clients that ask one after the other: tokens per second, S, time to the first token, time between
              the events of a stream (p50 and p99)
-    engine   the same requests without HTTP, at `--engine` streams: what HTTP and events cost
+    engine   the same requests without HTTP, at `--engine` streams, and
+    full     as many streams at once over HTTP, with a few clients more, who wait for a place: in both of these all
+             places are always taken, so that the difference is what HTTP and events cost
     open     clients that come at random times at given `--rates`, whatever has become of those before them
     --crosstalk   64 mixed requests at once in a tiny page pool, against the same requests alone
 
@@ -51,6 +53,8 @@ from lookahead.serve import EXTRA
 HERE = Path(__file__).parent
 WEB = all(find_spec(name) is not None for name in EXTRA)
 WAYS = {"plain": False, "lookahead": True}
+WAITING = 4
+"""Clients who wait for a place where the server is to be full: an answer that ends is replaced at once."""
 RISE = 0.25
 """The part of a run's time that is not counted, because it is not steady yet."""
 
@@ -129,6 +133,14 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(values), statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
+def full(model: LookaheadModel, served: Served, order: dict[str, Any], streams: int, most: int) -> dict[str, Any]:
+    """A run in which so many streams have an answer under way at any time. Afterwards `most` may have one."""
+    model.front.call(lambda: model.engine.limit(streams))
+    found = served.run({**order, "streams": streams + WAITING})
+    model.front.call(lambda: model.engine.limit(most))
+    return summary(found, order["seconds"])
+
+
 # Without HTTP.
 
 
@@ -198,13 +210,14 @@ def measure(args: argparse.Namespace, model: LookaheadModel) -> dict[str, Any]:
         for streams in args.streams:
             for name, way in WAYS.items():
                 cell = {"turn": turn, "streams": streams, "way": name}
-                for _ in range(args.repeats if streams in args.engine else 1):
-                    if streams in args.engine or served is None:
-                        found = through_engine(model, asked, streams, way, args.seconds)
-                        book.note({"kind": "engine", **cell, **found})
+                order = {"bodies": with_way(asked, way), "streams": streams, "seconds": args.seconds}
+                if served is not None:
+                    book.note({"kind": "closed", **cell, **summary(served.run(order), args.seconds)})
+                for _ in range(args.repeats if streams in args.engine else served is None):
+                    found = through_engine(model, asked, streams, way, args.seconds)
+                    book.note({"kind": "engine", **cell, **found})
                     if served is not None:
-                        order = {"bodies": with_way(asked, way), "streams": streams, "seconds": args.seconds}
-                        book.note({"kind": "closed", **cell, **summary(served.run(order), args.seconds)})
+                        book.note({"kind": "full", **cell, **full(model, served, order, streams, max(args.streams))})
         for rate in args.rates if served is not None else ():
             for name, way in WAYS.items():
                 order = {"bodies": with_way(asked, way), "at": times(rate, args.seconds, turn)}

@@ -41,9 +41,9 @@ def table(records: Records) -> str:
         for what in ("ttft_ms", "gap_ms"):
             for way in (PLAIN, OURS):
                 cells.append(" / ".join(number(median(records, kind, load, way, what, part)) for part in (0, 1)))
-        for way, rate in ((PLAIN, plain), (OURS, ours)):
-            bare = median(records, "engine", load, way, "tokens_per_second") if kind == "closed" else None
-            cells.append(f"{100 * (1 - rate / bare):.1f}%" if bare and rate else "")
+        for way in (PLAIN, OURS):
+            rate, bare = (median(records, which, load, way, "tokens_per_second") for which in ("full", "engine"))
+            cells.append(f"{100 * (1 - rate / bare):.1f}%" if kind == "closed" and bare and rate else "")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -65,7 +65,8 @@ def page(found: dict[str, Any], picture: str | None) -> str:
         f"Clients in a process of their own stream greedy answers of {found['tokens']} tokens from one server, each "
         "asking again when its answer has ended. With guesses and without take turns, by the body's `lookahead`. The "
         "prompts come back, so the prefix cache and the memory of the guesses are warm. Gap: the time between two "
-        "events of a stream. HTTP costs: against the same requests handed to the engine in the server's process.",
+        "events of a stream. HTTP costs: a server with a few clients more than places, so that all places are always "
+        "taken, against the same requests handed to the engine in the server's process.",
         "",
         table(records),
     ]
