@@ -20,15 +20,23 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return serve_load
 
 
+def test_the_steady_part_of_a_run(script: ModuleType) -> None:
+    """Of a run of four seconds the last three count: five of the events below, with two tokens or one each."""
+    slow = {"asked": 10.0, "first": 1.0, "gaps": [1.0, 1.0, 1.0], "tokens": 8}
+    late = {"asked": 12.5, "first": 0.25, "gaps": [0.5, 3.0], "tokens": 3}
+    assert script.steady([slow, late], begin=10.0, seconds=4.0) == (3 * 2 + 2 * 1) / 3
+    assert script.steady([], begin=10.0, seconds=4.0) == 0
+
+
 @pytest.mark.slow
 def test_a_short_load(script: ModuleType, model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings, backend="graph")
     order: dict[str, Any] = {"streams": [1, 2], "engine": [2], "repeats": 1, "rates": [20], "tokens": 6, "turns": 1}
-    order |= {"seconds": 0.2, "warm": 0.05, "crosstalk": 8, "pages": 12, "prompts": "builtin", "limit": 4}
+    order |= {"seconds": 0.8, "warm": 0.05, "crosstalk": 8, "pages": 12, "prompts": "builtin", "limit": 4}
     found = script.measure(Namespace(**order, data_dir=None, out=tmp_path), loaded)
     records = found["records"]
     cells = {(one["kind"], one["way"], one.get("streams")) for one in records}
-    kinds = {("engine", 2), ("closed", 1), ("closed", 2), ("open", None)}
+    kinds = {("engine", 2), ("full", 2), ("closed", 1), ("closed", 2), ("open", None)}
     assert cells == {(kind, way, streams) for kind, streams in kinds for way in ("plain", "lookahead")}
     for one in records:
         assert one["tokens_per_second"] > 0
