@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from http_server import Running, running
 
+import lookahead
+from lookahead import LookaheadConfig
 from lookahead.serve import steps
 
 PROMPT = "the quick brown fox jumps over the lazy dog and then the"
@@ -16,6 +18,12 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "s
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 40, "temperature": 0}
 KEYS = ("plain-secret", "trace-secret")
 LINES = (KEYS[0], f"{KEYS[1]} rights=trace")
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Any, tokenizer: Any, settings: LookaheadConfig) -> Any:
+    """A model of this file's own: how many guesses a step accepts depends on what was learnt before."""
+    return lookahead.load((model, tokenizer), config=settings)
 
 
 def stream(server: Running, path: str, body: dict[str, Any], key: str = "") -> list[dict[str, Any]]:
