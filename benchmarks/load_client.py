@@ -37,6 +37,7 @@ class Line:
             f"{authorization}Content-Length: "
         )
         self._writer: asyncio.StreamWriter | None = None
+        self._ends = False  # the server closes the connection after this reply
 
     async def post(self, body: dict[str, Any]) -> tuple[int, AsyncIterator[bytes]]:
         """Send a request. Returns the status of its reply, and the lines of its content."""
@@ -46,29 +47,36 @@ class Line:
             )
         data = json.dumps(body).encode()
         self._writer.write(f"{self._head}{len(data)}\r\n\r\n".encode() + data)
-        status = int((await self._reader.readline()).split()[1])
+        status = int((await self._line()).split()[1])
         length: int | None = None
-        while (header := (await self._reader.readline()).lower()) != b"\r\n":
-            if header.startswith(b"content-length:"):
-                length = int(header.split(b":")[1])
+        while (header := (await self._line()).lower().split(b":")) != [b"\r\n"]:
+            if header[0] == b"content-length":
+                length = int(header[1])
+            elif header[0] == b"connection":
+                self._ends = header[1].strip() == b"close"
         return status, self._lines(length)
+
+    async def _line(self) -> bytes:
+        if line := await self._reader.readline():
+            return line
+        raise ConnectionError("the server closed the connection within a reply")
 
     async def _lines(self, length: int | None) -> AsyncIterator[bytes]:
         """The lines of a reply of so many bytes, or of one in chunks. Those that begin a chunk are among them."""
         if length is not None:
             yield await self._reader.readexactly(length)
-            return
-        while (line := await self._reader.readline()) != b"0\r\n":
-            if not line:
-                raise ConnectionError("the server closed the connection within a reply")
-            yield line
-        await self._reader.readline()
+        else:
+            while (line := await self._line()) != b"0\r\n":
+                yield line
+            await self._line()
+        if self._ends:
+            self.close()
 
     def close(self) -> None:
         """End the connection. The next request opens another."""
         if self._writer is not None:
             self._writer.close()
-        self._writer = None
+        self._writer, self._ends = None, False
 
 
 async def ask(line: Line, body: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +140,11 @@ async def run_choices(order: dict[str, Any]) -> dict[str, Any]:
     async def one(number: int) -> list[dict[str, Any]]:
         if at is not None:
             await asyncio.sleep(at[number])
-        return await choices(Line(order["url"], order.get("key")), bodies[number], leave=number >= stay)
+        line = Line(order["url"], order.get("key"))
+        try:
+            return await choices(line, bodies[number], leave=number >= stay)
+        finally:
+            line.close()
 
     if at is not None:
         replies = list(await asyncio.gather(*map(one, range(len(bodies)))))
@@ -148,7 +160,9 @@ async def run(order: dict[str, Any]) -> dict[str, Any]:
 
     async def at(number: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        replies.append(await ask(Line(order["url"], order.get("key")), bodies[number % len(bodies)]))
+        line = Line(order["url"], order.get("key"))
+        replies.append(await ask(line, bodies[number % len(bodies)]))
+        line.close()
 
     async def stream(number: int) -> None:
         line = Line(order["url"], order.get("key"))

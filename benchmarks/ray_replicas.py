@@ -76,6 +76,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     def closed(url: str, kind: str, streams: int) -> dict[str, Any]:
         found = run(url, {"bodies": bodies, "streams": streams, "seconds": args.seconds})
+        # Chunks are counted over the whole run, tokens per second in its steady part.
         chunks = sum(len(one["gaps"]) + 1 for one in found["replies"] if one["status"] == 200)
         told = {**summary(found, args.seconds), "chunks_per_second": round(chunks / (found["end"] - found["begin"]), 1)}
         note.add(kind=kind, streams=streams, mean_latency=round(mean_latency(found), 4), **told)

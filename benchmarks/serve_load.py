@@ -136,9 +136,10 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
 def full(model: LookaheadModel, served: Served, order: dict[str, Any], streams: int, most: int) -> dict[str, Any]:
     """A run in which so many streams have an answer under way at any time. Afterwards `most` may have one."""
     model.front.call(lambda: model.engine.limit(streams))
-    found = served.run({**order, "streams": streams + WAITING})
-    model.front.call(lambda: model.engine.limit(most))
-    return summary(found, order["seconds"])
+    try:
+        return summary(served.run({**order, "streams": streams + WAITING}), order["seconds"])
+    finally:
+        model.front.call(lambda: model.engine.limit(most))
 
 
 # Without HTTP.

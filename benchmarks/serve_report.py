@@ -64,7 +64,8 @@ def page(found: dict[str, Any], picture: str | None) -> str:
         "",
         f"Clients in a process of their own stream greedy answers of {found['tokens']} tokens from one server, each "
         "asking again when its answer has ended. With guesses and without take turns, by the body's `lookahead`. The "
-        "prompts come back, so the prefix cache and the memory of the guesses are warm. Gap: the time between two "
+        "prompts come back, so the prefix cache and the memory of the guesses are warm. Tokens per second are those of "
+        "a run's last three quarters; all else is counted from the beginning. Gap: the time between two "
         "events of a stream. HTTP costs: a server with a few clients more than places, so that all places are always "
         "taken, against the same requests handed to the engine in the server's process.",
         "",

@@ -149,6 +149,13 @@ def test_more_splits_far_away(device: torch.device, length: int, near_splits: in
     assert ours <= 2 * plain + 1e-7
 
 
+def test_more_splits_than_near_blocks(device: torch.device) -> None:
+    """One program does them all, and reads every block once."""
+    step = Step(device, torch.float32, parts_of((64 * (2 * FAR + 10), 0, 2)), 1, 1, 64)
+    ours, plain = step.errors(Tiles(16, 64, FAR + 8, programs=1, alone=True))
+    assert ours <= 2 * plain + 1e-7
+
+
 @pytest.mark.parametrize("window", [slow_interpreted(1), slow_interpreted(7), 50, slow_interpreted(400)])
 def test_a_sliding_window(device: torch.device, window: int) -> None:
     """A window of one sees the token itself and nothing else; blocks may be wholly out of sight."""
@@ -248,6 +255,7 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
         for small in (True, False):
             alone = lined(Part(length + depth), tree.q[node : node + 1], small)
             assert torch.equal(alone[0], in_tree[node]), depth
+    assert torch.equal(run(tree, False, alone=True), in_tree)  # as a batch with large trees is cut
     for small in (True, False):
         prompt = lined(Part(length, ahead + 1, ()), tree.q[text], small)
         assert torch.equal(prompt, in_tree[text])

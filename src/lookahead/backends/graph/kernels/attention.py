@@ -13,7 +13,8 @@ The work of a tile is divided into splits that run in parallel. Of n splits, eac
 so that where a block ends does not depend on the context's length. The last split takes the tree as well. In a long
 context more splits take part from some block on (`tiles.FAR`). The last split waits for the others and joins all
 partial sums by their log-sum-exp. Where there are many tiles, one program does all splits of a tile, one after the
-other, with the same bits. The prefix's length is read on the device, so that one captured graph serves all lengths.
+other; in an invariant step with the same bits. The prefix's length is read on the device, so that one captured graph
+serves all lengths.
 
 Invariant steps: a token that is decoded alone finds its ancestors in the prefix, not in a tree. Sums are rounded, so if
 its keys were added in another order, it would get other bits, and in half precision soon another text. An *invariant*

@@ -82,7 +82,8 @@ def _next_block(block, split, blocks, splits, near_splits, FAR: tl.constexpr):
     following = tl.where(block < FAR, crossing, block + splits)
     over = following >= blocks
     split += over.to(tl.int32)
-    return tl.where(over, tl.where(split < near_splits, split, FAR + split), following), split, over
+    first = tl.where(split < tl.minimum(near_splits, FAR), split, FAR + split)
+    return tl.where(over, first, following), split, over
 
 
 @triton.jit
@@ -91,10 +92,11 @@ def add_all_splits(
     HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
     WINDOW: tl.constexpr, EXACT: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all splits, one after the other, joined in their order: the bits are those of a program per split.
+    """The sums of all splits, one after the other, joined in their order. In an invariant step the bits are those of a
+    program per split.
 
     It is one loop over all blocks, so that a split's first keys are loaded while the split before it is added. A block
-    is added in parts of PART_N keys, of which two are loaded ahead.
+    is added in parts of PART_N keys; how many of them are loaded ahead, `Tiles.stages` says.
     """
     dim = tl.arange(0, DIM)
     whole = dim < HEAD

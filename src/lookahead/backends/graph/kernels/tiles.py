@@ -31,12 +31,13 @@ class Tiles:
     """How a step of one size is cut.
 
     block_m, block_n: queries per program and keys per block. part_n: keys per product where a program does a tile
-    alone, and nodes of a tree per product; a block is a multiple of it. splits: how many programs share a prefix.
-    near_splits: how many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many read a long
-    context faster. reach: keys nearer to a row than this are added one by one, by a program of their own; 0 if the step
-    is not invariant. programs: how many tiles are worked on at a time. one: there are no more tiles than that; the
-    kernel is faster without a loop over tiles. alone: a program does all splits of a tile by itself. processors: the
-    device's multiprocessors. warps, stages, registers (the most per thread): for Triton's compiler.
+    alone, and nodes of an invariant step's tree per product; a block is a multiple of it. splits: how many programs
+    share a prefix. near_splits: how many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many
+    read a long context faster. reach: keys nearer to a row than this are added one by one, unless `alone` by a program
+    of their own; 0 if the step is not invariant. programs: how many tiles are worked on at a time. one: there are no
+    more tiles than that; the kernel is faster without a loop over tiles. alone: a program does all splits of a tile by
+    itself. processors: the device's multiprocessors. warps, stages, registers (the most per thread): for Triton's
+    compiler.
     """
 
     block_m: int
