@@ -39,7 +39,7 @@ import triton.language as tl
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
 from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split
 from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.kernels.softmax import LOWEST, add, add_singly, join
+from lookahead.backends.graph.kernels.softmax import LOWEST, add, add_singly, join, no_keys
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles
 
 LOG2E = 1.4426950408889634
@@ -83,9 +83,7 @@ def _add_near(
     one depth (see `depths`), PART_N nodes per product. `order` is the tile's own."""
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, 8], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    top, total, acc = no_keys(BLOCK_M, DIM)
     used = tl.load(order)
     # A token sees at most one node of a group. Its sights hold a byte per group: that node's place plus 1, or 0.
     sights = order + 1 + 17 * most_nodes + (token - first_token) * (most_nodes // 4 + 1)
@@ -137,9 +135,7 @@ def _add_alone(
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    own_top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    own_total = tl.zeros([BLOCK_M, 8], tl.float32)
-    own_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    own_top, own_total, own_acc = no_keys(BLOCK_M, DIM)
     for turn in range(0, 2):
         if turn == late:
             top, mass, acc = add_all_splits(

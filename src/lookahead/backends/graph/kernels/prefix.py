@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.softmax import LOWEST, add, join
+from lookahead.backends.graph.kernels.softmax import LOWEST, add, join, no_keys
 
 
 @triton.jit
@@ -38,9 +38,7 @@ def add_split(
     """
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, 8], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    top, total, acc = no_keys(BLOCK_M, DIM)
     ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
     near = tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
     whole_blocks = tl.min(border, 0) // BLOCK_N if WINDOW == 0 else 0
@@ -104,9 +102,7 @@ def add_all_splits(
     all_top = tl.full([BLOCK_M], LOWEST, tl.float32)
     all_mass = tl.zeros([BLOCK_M], tl.float32)
     all_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
-    top = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M, 8], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+    top, total, acc = no_keys(BLOCK_M, DIM)
     at = tl.arange(0, PART_N)[:, None] * HEAD + dim[None, :]
     block, split = 0, 0
     page = tl.load(table).to(tl.int64)
@@ -126,7 +122,5 @@ def add_all_splits(
         top, total, acc = add(query, k, v, ones, scale, seen, top, total, acc, True, EXACT)
         if last & over:
             all_top, all_mass, all_acc = join(all_top, all_mass, all_acc, top, tl.max(total, 1), acc)
-            top = tl.full([BLOCK_M], LOWEST, tl.float32)
-            total = tl.zeros([BLOCK_M, 8], tl.float32)
-            acc = tl.zeros([BLOCK_M, DIM], tl.float32)
+            top, total, acc = no_keys(BLOCK_M, DIM)
     return all_top, all_mass, all_acc

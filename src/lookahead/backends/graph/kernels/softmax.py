@@ -13,6 +13,12 @@ LOWEST = tl.constexpr(-1e6)
 
 
 @triton.jit
+def no_keys(M: tl.constexpr, D: tl.constexpr):
+    """The partial sum over no keys, as `add` takes it: maximum [M], sum of weights [M, 8] and of values [M, D]."""
+    return tl.full([M], LOWEST, tl.float32), tl.zeros([M, 8], tl.float32), tl.zeros([M, D], tl.float32)
+
+
+@triton.jit
 def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """One block of keys: the new maximum [M], the keys' weights [M, N] relative to it, and the factor [M] that scales
     sums over earlier blocks to it.
