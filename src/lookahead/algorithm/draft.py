@@ -122,6 +122,10 @@ class Drafter(Protocol):
 
     def new_table(self) -> SuccessorTable: ...
 
+    def get_ready(self, sequences: int) -> None:
+        """A choice for about so many sequences follows soon."""
+        ...
+
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         """Take the best candidates of one sequence, best first, within the limits."""
         ...
@@ -142,6 +146,9 @@ class PythonDrafter:
 
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
+
+    def get_ready(self, sequences: int) -> None:
+        pass
 
     def choose(
         self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None

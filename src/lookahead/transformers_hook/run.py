@@ -53,10 +53,11 @@ class Run:
         self.batch = check_prompt(input_ids, generation_config, model_kwargs)
         self.cache = model_kwargs.get("past_key_values")
         caches.check(self.cache, len(input_ids))
-        facts.check_adapters(model, len(input_ids))
+        self._modules = facts.modules_of(model)
+        facts.check_adapters(self._modules, len(input_ids))
         self.watched = watch.asked(generation_config)
         watch.check(model, self.watched)
-        self.facts = facts.of(model)
+        self.facts = facts.of(model, self._modules)
         self.sequences: list[DecodingSequence] = []
         self.watch: watch.Watch | None = None
         self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
@@ -71,12 +72,14 @@ class Run:
             check_graph(self.model)
         # What becomes the model's parameters must be fit for training, too.
         with self.facts.turn, torch.inference_mode(False):
-            kept = self.facts.graph
-            if kept is None or not kept.weights.follow(relay(self.model)):
-                # A script may call once or twice, with a prompt of another length each time.
-                kept = cast(GraphBackend, graph_backend(self.model, patient=True))
-                kept.model = proxy(self.model)  # or the model would live as long as what is known about it
-                self.facts.graph = kept
+            kept, places = self.facts.graph, facts.places_of(self._modules)
+            if kept is None or kept.weights.has_copies or places != self.facts.places:
+                if kept is None or not kept.weights.follow(relay(self.model)):
+                    # A script may call once or twice, with a prompt of another length each time.
+                    kept = cast(GraphBackend, graph_backend(self.model, patient=True))
+                    kept.model = proxy(self.model)  # or the model would live as long as what is known about it
+                    self.facts.graph = kept
+                self.facts.places = facts.places_of(self._modules)
             entries, tokens = self.batch.mask.shape
             # Who asked for the graph backend by name gets it: an answer may end before the pages do.
             with nullcontext() if self._backend_name == "auto" else suppress(UnsupportedModelError):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from array import array
+from pathlib import Path
 from typing import Any
 
+import marks
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +24,8 @@ from lookahead.algorithm.tree import TokenTree, window_layout
 if library() is None:
     pytest.skip("needs a C compiler", allow_module_level=True)
 
-OURS, TWIN = NativeDrafter(library()), PythonDrafter()
+OURS, TWIN = NativeDrafter(library(), workers=0), PythonDrafter()
+HELPED = NativeDrafter(library(), workers=3)
 
 
 def offer(chains: list[list[float]], window: int = 0, most: int = 30, max_depth: int = 9, **more: Any) -> Offer:
@@ -68,7 +73,8 @@ def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
 @settings(max_examples=examples(300), deadline=None)
 @given(steps())
 def test_trees_are_the_same_bit_for_bit(step: dict[str, Any]) -> None:
-    assert chosen(OURS, step) == chosen(TWIN, step)
+    HELPED.get_ready(len(step["offers"]))
+    assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
 def test_many_guesses_are_sorted_as_numpy_does() -> None:
@@ -77,7 +83,8 @@ def test_many_guesses_are_sorted_as_numpy_does() -> None:
         rates = [np.sort(rng.random(rng.integers(0, 30)).round(2))[::-1].tolist() for _ in range(count)]
         offers = [{"chains": [[rate] for rate in one], "trust": 1.1, "bonus": 0.008, "kept": False} for one in rates]
         step = {"offers": offers, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None}
-        assert chosen(OURS, step) == chosen(TWIN, step)
+        HELPED.get_ready(count)
+        assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
 def test_without_a_draft_there_is_the_branch_alone() -> None:
@@ -113,3 +120,54 @@ def test_only_what_was_taken_in_is_forgotten() -> None:
     with pytest.raises(IndexError, match="does not exist"):
         OURS.choose(offers[1:])
     assert list(OURS.choose(offers[:1])[0][0].tokens) == [7, 6, 5]
+
+
+def in_new_process(code: str) -> str:
+    """What a process prints that runs this after a drafter for three threads has searched once, as `search` does."""
+    begin = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(marks.__file__).parent)!r})
+from test_native_choose import HELPED, offer
+def search():
+    return repr(HELPED.choose([offer([[0.5, 0.25], [0.125]]) for _ in range(8)]))
+def threads():
+    return len(os.listdir("/proc/self/task"))
+first, before = search(), threads()
+"""
+    ran = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux shows them")
+
+
+@on_linux
+def test_threads_begin_with_the_first_choice_among_many_and_are_kept() -> None:
+    code = """
+HELPED.get_ready(3)
+few = threads() - before
+HELPED.get_ready(8)
+many = threads() - before
+print(few, many, search() == first)
+HELPED.get_ready(8)
+print(threads() - before)
+"""
+    assert in_new_process(code).split() == ["0", "3", "True", "3"]
+
+
+@on_linux
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """Those of its parent are not there, and the parent's lock may be taken for ever."""
+    code = """
+HELPED.get_ready(8)
+if os.fork():
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status))
+else:
+    right = search() == first and threads() == 1
+    HELPED.get_ready(8)
+    os._exit(0 if right and threads() == 4 and search() == first else 1)
+"""
+    assert in_new_process(code).split() == ["0"]

@@ -24,7 +24,7 @@ from typing import Any
 from lookahead.cache import cache_dir
 
 SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".c", ".h")))
-FLAGS = ("-std=c99", "-O2", "-fPIC", "-shared", "-ffp-contract=off")
+FLAGS = ("-std=gnu99", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
 """Without fused multiply-adds, so that doubles are rounded as Python rounds them."""
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "text_free": (None, [_POINTER]),
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
     "draft_grow": (_INT, [_POINTER, _POINTER]),
-    "draft_choose": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "draft_choose": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "workers_new": (_POINTER, [_INT]),
+    "workers_wake": (None, [_POINTER]),
 }
 
 

@@ -101,26 +101,42 @@ static int32_t *write_tree(int32_t *to, const Step *step, const int32_t *branch,
     return to;
 }
 
+/* The searches of a step: what comes with each sequence, and how many guesses it finds. */
+typedef struct {
+    const Step *steps;
+    const int32_t **numbers;
+    int32_t *counts;
+} Searches;
+
+static void search_one(void *of, int32_t place) {
+    Searches *s = of;
+    s->counts[place] = s->steps[place].draft ? draft_search(&s->steps[place], &s->numbers[place]) : 0;
+}
+
 /* Search every sequence's guesses, take the best of all of them, and write the trees. `numbers` are what comes with the
-   steps. `counts` are how many guesses each sequence takes; if one fails, all of these are the results of the searches.
-   `expected` has the trees' sums of scores, and at its end what the best refused guess scores. Returns whether there is
-   one. */
+   steps; no two steps have the same draft. `counts` are how many guesses each sequence takes; if one fails, all of these
+   are the results of the searches. `expected` has the trees' sums of scores, and at its end what the best refused guess
+   scores. Returns whether there is one. */
 int32_t draft_choose(
-    const Share *share, const Step *steps, const int32_t *numbers, int32_t *counts, double *expected, int32_t *trees
+    const Share *share, const Step *steps, const int32_t *numbers, int32_t *counts, double *expected, int32_t *trees,
+    Workers *workers
 ) {
-    int32_t failed = 0;
-    const int32_t **branches = malloc((size_t)share->sequences * sizeof *branches);
-    if (!branches) return -1;
+    const int32_t **parts = malloc((size_t)share->sequences * sizeof *parts);
+    if (!parts) return -1;
     for (int32_t i = 0; i < share->sequences; i++) {
-        counts[i] = steps[i].draft ? draft_search(&steps[i], &numbers) : 0;
-        if (counts[i] < 0) failed = counts[i];
-        branches[i] = numbers;
-        numbers += 3 * (int64_t)steps[i].branch;
+        parts[i] = numbers;
+        numbers += (steps[i].draft ? numbers_of(&steps[i]) : 0) + 3 * (int64_t)steps[i].branch;
     }
+    workers_share(workers, search_one, &(Searches){steps, parts, counts}, share->sequences);
+    int32_t failed = 0;
+    for (int32_t i = 0; i < share->sequences; i++) {
+        if (counts[i] < 0) failed = counts[i];
+    }
+    /* A search has moved its part behind what came with it: there the branch begins. */
     int32_t some = failed ? failed : best_counts(share, steps, counts, &expected[share->sequences]);
     for (int32_t i = 0; some >= 0 && i < share->sequences; i++) {
-        trees = write_tree(trees, &steps[i], branches[i], counts[i], &expected[i]);
+        trees = write_tree(trees, &steps[i], parts[i], counts[i], &expected[i]);
     }
-    free(branches);
+    free(parts);
     return some;
 }

@@ -230,6 +230,15 @@ static int take_news(const Step *step, const int32_t **numbers) {
     return result;
 }
 
+/* How many integers come with a step, without its branch. */
+int64_t numbers_of(const Step *step) {
+    const Computed *last = &step->last;
+    int64_t ngrams = step->new_ngrams ? (int64_t)step->new_ngrams * step->draft->text->set.ngram : 0;
+    int64_t tree = 2 * (int64_t)last->nodes + last->needed_count;
+    return 2 * (int64_t)step->chain_token_count + step->chain_count + step->new_tokens + ngrams + tree +
+           2 * (int64_t)last->needed_count * last->count;
+}
+
 /* Fill the draft's guesses. Returns how many there are, and moves `numbers` behind what came with the step. */
 int32_t draft_search(const Step *step, const int32_t **numbers) {
     const Draft *d = step->draft;

@@ -6,6 +6,7 @@
      text.c     SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
      draft.c    PythonDrafter.grow, in draft.py, and SuccessorTables.look_up, in successors.py
      choice.c   PythonDrafter.choose, in draft.py, and best_counts, in counts.py
+     workers.c  no twin: threads that do some of the searches of a choice
 
    No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative result
    means: out of memory (-1), or an index from the caller is out of range (-2). */
@@ -164,5 +165,13 @@ typedef struct {
 } Step;
 
 int32_t draft_search(const Step *step, const int32_t **numbers);
+int64_t numbers_of(const Step *step);
+
+/* 4. Threads that share the searches of a step. */
+
+typedef struct Workers Workers;
+typedef void (*Search)(void *job, int32_t place);
+
+void workers_share(Workers *w, Search search, void *job, int32_t places); /* NULL: there are none */
 
 #endif

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from struct import Struct, pack
 from typing import Any
 
@@ -22,6 +24,7 @@ from lookahead.algorithm.native.memory import (
 )
 from lookahead.algorithm.successors import SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
+from lookahead.machine import cores
 
 _DRAFT = Struct("3P P P 2P d 3i")
 """C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
@@ -37,19 +40,33 @@ _NO_DRAFT = Struct(f"40x 16x i {_STEP.size - 60}x")
 _SHARE = Struct("P 4i")
 """C's `Share`: cost; cost_count, sequences, most, room."""
 
+MOST_WORKERS, CORES_EACH = 4, 4
+"""At most so many threads help to search, and no more than one for so many of the machine's cores."""
+MANY = 4
+"""From so many sequences on, threads help."""
+
 
 class NativeDrafter:
     """`PythonDrafter` in C: the same guesses and the same trees, bit for bit."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, workers: int | None = None) -> None:
+        """`workers` is how many threads help to search; without it as many as the machine has cores to spare for."""
         self._c = library
         self._cost: tuple[Sequence[float], array[float]] = (), array("d")
+        self._most_workers = min(MOST_WORKERS, cores() // CORES_EACH) if workers is None else workers
+        self._workers = 0
 
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
 
     def new_text(self, *settings: int) -> NativeText:
         return NativeText(self._c, *settings)
+
+    def get_ready(self, sequences: int) -> None:
+        if sequences >= MANY and self._most_workers:
+            # A process that was forked has none of its parent's threads.
+            self._workers = _workers(self._c, self._most_workers, os.getpid())
+            self._c.workers_wake(self._workers)
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         if limits.most < 1 or limits.max_depth < 1:
@@ -94,8 +111,9 @@ class NativeDrafter:
             *_table(times), len(offers), -1 if most is None else max(0, most), -1 if room is None else max(0, room)
         )
         some = self._c.draft_choose(
-            share, b"".join(steps), b"".join(numbers), _address(counts), _address(expected), _address(trees)
-        )
+            share, b"".join(steps), b"".join(numbers), _address(counts), _address(expected), _address(trees),
+            self._workers if len(offers) >= MANY else 0,
+        )  # fmt: skip
         for one, count in zip(searched, counts, strict=True):
             if one is not None and count >= 0:
                 one.taken_in()
@@ -122,6 +140,13 @@ class NativeDrafter:
             times = array("d", cost)
             self._cost = cost, times
         return times
+
+
+@lru_cache(maxsize=8)
+def _workers(library: Any, count: int, process: int) -> int:
+    """The threads of this process that help to search. They live as long as it does."""
+    made: int | None = library.workers_new(count)
+    return made or 0
 
 
 class DraftInC:

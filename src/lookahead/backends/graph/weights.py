@@ -56,6 +56,11 @@ class Weights:
     rotary: Any
     limit: int | None
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether some weights are copies of the model's: these do not change with the model's own."""
+        return any(layer.bias is not None or layer.norms is not None for layer in self.layers)
+
     @torch.no_grad()
     def follow(self, now: Weights) -> bool:
         """Bring these weights up to date with `now`, the same model's weights of today. False if that is impossible.
