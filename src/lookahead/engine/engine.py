@@ -251,6 +251,8 @@ class Engine:
         for part in parts:
             try:
                 part.request.sequence.learn_while_running()
+                if part.request.noise is not None:
+                    part.request.noise.draw_ahead()
             except Exception as error:
                 self._failed.append((part.request, error))
             part.tree.get_ready()

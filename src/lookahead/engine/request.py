@@ -70,6 +70,10 @@ class Noise(Protocol):
         """The lines of noise of the tree's needed nodes, filled, or -1 for the argmax."""
         ...
 
+    def draw_ahead(self) -> None:
+        """Fill lines that the next tree may need, while the device runs the last one's step."""
+        ...
+
 
 class TokenMask(Protocol):
     """Says which tokens a request may choose. It follows the text: it is told every accepted token once, in order."""

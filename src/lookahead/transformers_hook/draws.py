@@ -149,7 +149,7 @@ class StepNoise:
     """One sequence's draws inside the steps of the graph backend: an `engine.request.Noise`.
 
     The noise of an output position stands in line (position modulo the number of lines) of the backend's noise. It is
-    drawn when a tree first reaches the position, in the order of positions, as `torch.multinomial` would draw it.
+    drawn before a tree first reaches the position, in the order of positions, as `torch.multinomial` would draw it.
     """
 
     def __init__(
@@ -162,16 +162,26 @@ class StepNoise:
         self.sequence, self.sampling, self._noise = sequence, sampling, noise
         self.generator = generator or generator_of(noise.device)
         self._states: list[torch.Tensor] = []  # the generator's, before each position's draw
+        self._first = 0  # the position of the last tree's root's target
 
-    @torch.no_grad()
     def lines(self, tree: TokenTree) -> list[int]:
         first, count, guesses = self.sequence.stats.generated_tokens, len(self._noise), tree.depths[tree.branch :]
-        while len(self._states) <= first + max(guesses, default=0):
-            self._states.append(self.generator.get_state())
-            line = (len(self._states) - 1) % count
-            self._noise[line : line + 1].exponential_(1, generator=self.generator)
+        self._first = first
+        self._draw_to(first + max(guesses, default=0))
         window = [-1] * (len(tree.needed) - 1 - len(guesses))
         return [first % count, *window, *[(first + depth) % count for depth in guesses]]
+
+    def draw_ahead(self) -> None:
+        """Draw as far as there are lines without touching those of the last tree, whose step may not have begun."""
+        self._draw_to(self._first + len(self._noise) - 1)
+
+    @torch.no_grad()
+    def _draw_to(self, position: int) -> None:
+        """Draw the noise of all positions up to this one that have none yet."""
+        while len(self._states) <= position:
+            line = len(self._states) % len(self._noise)
+            self._states.append(self.generator.get_state())
+            self._noise[line : line + 1].exponential_(1, generator=self.generator)
 
     def end(self) -> None:
         """Set the generator to where it stands after as many draws as there were tokens."""
