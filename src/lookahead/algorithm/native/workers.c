@@ -22,7 +22,7 @@
 struct Workers {
     pthread_mutex_t lock;
     pthread_cond_t woken;
-    uint32_t wakes;
+    uint32_t wakes, told; /* how often the workers were to be woken, and how often one of them has told the others */
     uint64_t ticket;
     Search search;
     void *job;
@@ -66,6 +66,10 @@ static void *work(void *of) {
         pthread_mutex_lock(&w->lock);
         while (w->wakes == wakes) pthread_cond_wait(&w->woken, &w->lock);
         wakes = w->wakes;
+        if (w->told != wakes) {
+            w->told = wakes;
+            pthread_cond_broadcast(&w->woken);
+        }
         pthread_mutex_unlock(&w->lock);
         for (int64_t end = now() + WATCH_NS; now() < end;) {
             for (int turn = 0; turn < TURNS; turn++) {
@@ -87,12 +91,12 @@ Workers *workers_new(int32_t count) {
     return w;
 }
 
-/* Work is about to come. */
+/* Work is about to come. To wake a thread takes the caller some microseconds, so it wakes one, who wakes the others. */
 void workers_wake(Workers *w) {
     if (!w) return;
     pthread_mutex_lock(&w->lock);
     w->wakes++;
-    pthread_cond_broadcast(&w->woken);
+    pthread_cond_signal(&w->woken);
     pthread_mutex_unlock(&w->lock);
 }
 

@@ -19,6 +19,21 @@ def no_keys(M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _scores(q, k):
+    """q [M, D] times k [N, D] transposed.
+
+    The matrix units add several products at once. In fp32 there are none, and a sum over D products one after the other
+    is rounded often. So four sums over a quarter of D each are added there.
+    """
+    if k.dtype != tl.float32:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
+    quarter: tl.constexpr = q.shape[1] // 4
+    q4 = tl.permute(tl.reshape(q, [q.shape[0], 4, quarter]), [1, 0, 2])
+    k4 = tl.permute(tl.reshape(k, [k.shape[0], 4, quarter]), [1, 2, 0])
+    return tl.sum(tl.dot(q4, k4, input_precision="ieee"), 0)
+
+
+@triton.jit
 def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """One block of keys: the new maximum [M], the keys' weights [M, N] relative to it, and the factor [M] that scales
     sums over earlier blocks to it.
@@ -32,7 +47,7 @@ def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """
     # Between 128 and 256, fp32 numbers are multiples of 2 ** -16.
     lift: tl.constexpr = 192.0 if EXACT else 0.0
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + lift
+    scores = _scores(q, k) * scale + lift
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
