@@ -29,6 +29,7 @@ from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph import kv, packet
+from lookahead.backends.graph import steps as captured_steps
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.kinds import StepKind
@@ -1466,7 +1467,7 @@ def test_prepare_knows_every_kind(
 
 def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are those of the exact kind (on a CPU up to rounding)."""
-    monkeypatch.setattr(graph, "PATIENCE", 3)
+    monkeypatch.setattr(captured_steps, "PATIENCE", 3)
     model = make("llama", device).to(torch.bfloat16)
     backend, exact = GraphBackend(model, patient=True), GraphBackend(model)
 

@@ -12,7 +12,6 @@ On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -24,7 +23,6 @@ from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
-from lookahead.backends.graph.kinds import StepKind, kind_of, stand_in
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.pages import PagePool
@@ -32,14 +30,10 @@ from lookahead.backends.graph.preparing import every_input, first_inputs
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.graph.slots import Slot, Slots
+from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
-
-PATIENCE = 128
-"""How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
-and far longer on a machine where a kernel has yet to be compiled or searched for."""
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,10 +100,8 @@ class GraphBackend:
         )
         self._slots = Slots(self.kv)
         self._group = self.weights.heads // self.weights.kv_heads  # query heads per K/V head
-        self.patient = patient
-        self._steps: dict[StepKind, CapturedStep] = {}
+        self._steps = CapturedSteps(self.state, self._most_rows, invariant=self.invariant, patient=patient)
         self._prepared: set[bool] = set()
-        self._missed: Counter[StepKind] = Counter()  # how often a kind was asked for that had not been captured
         self._ahead = StepAhead(self.device)
 
     @property
@@ -198,17 +190,17 @@ class GraphBackend:
 
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
-        patient, self.patient = self.patient, False
+        patient, self._steps.patient = self._steps.patient, False
         try:
             self._try_out(lambda slot, most: every_input(slot, tokens, budget, most, self._group))
         finally:
-            self.patient = patient
+            self._steps.patient = patient
 
     @on_its_device
     def prepare_stand_ins(self, noise: bool = False) -> None:
         """Capture the steps that stand in for others, as far as one sequence of a usual prompt needs them; with `noise`
         those that draw from it. The first call then takes a moment longer, and the next ones wait for nothing."""
-        if self.capture and self.patient and self.invariant and noise not in self._prepared:
+        if self.capture and self._steps.patient and self.invariant and noise not in self._prepared:
             self._prepared.add(noise)
             self._try_out(lambda slot, most: first_inputs(slot, most, self._group, noise))
 
@@ -218,7 +210,7 @@ class GraphBackend:
         slot = self.open()
         try:
             for item in inputs(slot, min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)):
-                known = self._steps.get(self._kind([item]))
+                known = self._steps.get(self._steps.kind([item], [self.length(slot)]))
                 if known is None or (item.continues_alone and self.capture and known.graph_ahead is None):
                     self.step([item])
                     self._ahead.forget()
@@ -299,7 +291,7 @@ class GraphBackend:
             return
         adjusting = self.state.buffers.adjusting
         if adjusting.full:  # the tables are made anew, and captured steps have the old ones
-            self._steps = {kind: step for kind, step in self._steps.items() if not kind.adjusted}
+            self._steps.forget_adjusted()
         slot.rules_line, slot.counted = adjusting.take(), 0
 
     def _check_trees(self, sizes: Sequence[int]) -> None:
@@ -315,22 +307,7 @@ class GraphBackend:
 
     def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
         """The captured step for these inputs; it is captured when it runs first."""
-        kind = self._kind(items)
-        step = self._steps.get(kind)
-        if step is not None:
-            return step
-        if self.patient and kind.invariant:
-            self._missed[kind] += 1
-            if self._missed[kind] <= PATIENCE and not any(item.continues_alone for item in items):
-                kind = stand_in(kind, any(item.trail for item in items), self._most_rows)
-        if kind not in self._steps:
-            self._steps[kind] = CapturedStep(self.state, kind)
-        return self._steps[kind]
-
-    def _kind(self, items: Sequence[StepInput]) -> StepKind:
-        """The kind of a step of these inputs."""
-        lengths = [slot.length for slot in self._slots.of(items)]
-        return kind_of(items, lengths, self.weights, self.state.ops.processors, self.invariant)
+        return self._steps.choose(items, [slot.length for slot in self._slots.of(items)])
 
     def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
         """The commits that the next packet carries, and their moves; see `Packet`. They then count as done."""
