@@ -1455,9 +1455,13 @@ def test_prepare_knows_every_kind(
 
     def kind(trail: int, nodes: int, needed: int) -> StepKind:
         tree = chain([0] * nodes, needed)
-        return backend._kind([StepInput(slot, range(trail), tree, SamplingParams(), ())])
+        return backend._steps.kind([StepInput(slot, range(trail), tree, SamplingParams(), ())], [0])
 
-    monkeypatch.setattr(backend, "step", lambda items: kinds.add(backend._kind(items)))  # and captures nothing
+    def note(items: Sequence[StepInput]) -> None:
+        """Take the place of a step, and capture nothing."""
+        kinds.add(backend._steps.kind(items, [0]))
+
+    monkeypatch.setattr(backend, "step", note)
     backend.prepare(tokens, budget)
     budget, slot = min(budget, most), backend.open()
     shapes = [(trail, nodes) for nodes in range(budget + 1) for trail in range(min(tokens, most - nodes) + 1)][1:]
