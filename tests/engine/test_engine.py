@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from paged import PagedToy
 from toys import ToyBackend
 
+from lookahead.algorithm.draft import Offer, PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
@@ -56,6 +59,26 @@ def test_events_carry_every_accepted_token_and_the_end() -> None:
     for request in requests:
         stats = request.sequence.stats
         assert 0 < stats.first_token_seconds <= stats.seconds
+
+
+def test_the_drafter_hears_that_a_choice_follows() -> None:
+    """Its threads take a while to wake."""
+    heard = list[str]()
+
+    class Listening(PythonDrafter):
+        def get_ready(self, sequences: int) -> None:
+            heard.append(f"{sequences} to come")
+
+        def choose(self, offers: Sequence[Offer], *more: Any) -> Any:
+            heard.append(f"{len(offers)} chosen")
+            return super().choose(offers, *more)
+
+    engine, memory = Engine(PagedToy()), SharedMemory(Listening())
+    for prompt in PROMPTS:
+        engine.submit(Request(DecodingSequence(prompt, CONFIG, rules=StopRules(30), memory=memory)))
+    for _ in range(3):
+        engine.step()
+    assert heard == ["3 chosen", "3 to come"] * 3
 
 
 def test_only_a_request_that_asks_is_told_of_its_steps() -> None:
