@@ -2,8 +2,8 @@
    the guesses do not depend on who did what.
 
    A sleeping thread takes longer to wake than a search takes. So the workers are woken beforehand (`workers_wake`), when
-   a step of the device has ended and its results have yet to be read. They then watch for work for a while, and sleep
-   again. Work never waits for them: whoever hands it out does all that no worker takes. */
+   a step of the device has ended and its results have yet to be read. They then watch for work, do it and sleep again.
+   Work never waits for them: whoever hands it out does all that no worker takes. */
 
 #include "drafter.h"
 
@@ -12,7 +12,7 @@
 #include <pthread.h>
 #include <time.h>
 
-#define WATCH_NS 3000000 /* how long a worker watches for work after it was woken */
+#define WATCH_NS 3000000 /* how long a worker watches for work that does not come */
 #define TURNS 64         /* looks for work between two looks at the clock */
 #define MOST_PLACES 0xFFFF
 
@@ -23,7 +23,7 @@ struct Workers {
     pthread_mutex_t lock;
     pthread_cond_t woken;
     uint32_t wakes, told; /* how often the workers were to be woken, and how often one of them has told the others */
-    uint64_t ticket;
+    uint64_t ticket, last; /* `last`: the number of the handout before the one that the workers were woken for */
     Search search;
     void *job;
     int32_t done;
@@ -59,6 +59,17 @@ static int do_one(Workers *w) {
     }
 }
 
+/* Do what there is to do of the next handout after the `last` one, if it comes in time. */
+static void watch(Workers *w, uint64_t last) {
+    for (int64_t end = now() + WATCH_NS; now() < end;) {
+        for (int turn = 0; turn < TURNS; turn++) {
+            uint64_t handout = __atomic_load_n(&w->ticket, __ATOMIC_ACQUIRE) >> 32;
+            if (!do_one(w) && handout != last) return;
+            pause_();
+        }
+    }
+}
+
 static void *work(void *of) {
     Workers *w = of;
     uint32_t wakes = 0;
@@ -70,13 +81,9 @@ static void *work(void *of) {
             w->told = wakes;
             pthread_cond_broadcast(&w->woken);
         }
+        uint64_t last = w->last;
         pthread_mutex_unlock(&w->lock);
-        for (int64_t end = now() + WATCH_NS; now() < end;) {
-            for (int turn = 0; turn < TURNS; turn++) {
-                if (do_one(w)) end = now() + WATCH_NS;
-                pause_();
-            }
-        }
+        watch(w, last);
     }
     return NULL;
 }
@@ -96,6 +103,7 @@ void workers_wake(Workers *w) {
     if (!w) return;
     pthread_mutex_lock(&w->lock);
     w->wakes++;
+    w->last = __atomic_load_n(&w->ticket, __ATOMIC_RELAXED) >> 32;
     pthread_cond_signal(&w->woken);
     pthread_mutex_unlock(&w->lock);
 }
