@@ -275,6 +275,7 @@ def test_the_tree_of_a_step(browser: Any, served: Running) -> None:
         seen = page.locator("g.node[data-node]:not(.unseen)").count()
         assert seen == 2  # the root and itself
         page.click("#inside-mask-box summary")
+        page.wait_for_selector("#inside-mask .mask .unseen")  # it is drawn when the box has opened
         assert page.locator("#inside-mask .mask .unseen").count() == 1
         number = int(page.locator("#inside-number").text_content().split()[0])
         page.click("#inside-before" if number > 1 else "#inside-after")
