@@ -101,6 +101,8 @@ def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
     ("shapes", "heads", "kv_heads", "dim"),
     [
         ([(0, 0, 1)], 4, 4, 64),  # the very first token
+        ([(40, 0, 5)], 2, 1, 16),  # heads narrower than four products of Triton's
+        ([(40, 0, 5)], 2, 1, 32),
         slow_interpreted([(1, 0, 1)], 4, 2, 64),
         slow_interpreted([(300, 0, 1)], 3, 1, 128),
         slow_interpreted([(127, 0, 33)], 2, 2, 64),

@@ -23,14 +23,15 @@ def _scores(q, k):
     """q [M, D] times k [N, D] transposed.
 
     The matrix units add several products at once. In fp32 there are none, and a sum over D products one after the other
-    is rounded often. So four sums over a quarter of D each are added there.
+    is rounded often. So up to four sums are added there, over 16 products each at least, the fewest that Triton takes.
     """
     if k.dtype != tl.float32:
         return tl.dot(q, tl.trans(k), input_precision="ieee")
-    quarter: tl.constexpr = q.shape[1] // 4
-    q4 = tl.permute(tl.reshape(q, [q.shape[0], 4, quarter]), [1, 0, 2])
-    k4 = tl.permute(tl.reshape(k, [k.shape[0], 4, quarter]), [1, 2, 0])
-    return tl.sum(tl.dot(q4, k4, input_precision="ieee"), 0)
+    length: tl.constexpr = max(16, q.shape[1] // 4)
+    sums: tl.constexpr = q.shape[1] // length
+    q_parts = tl.permute(tl.reshape(q, [q.shape[0], sums, length]), [1, 0, 2])
+    k_parts = tl.permute(tl.reshape(k, [k.shape[0], sums, length]), [1, 2, 0])
+    return tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
 
 
 @triton.jit
