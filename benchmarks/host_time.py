@@ -34,6 +34,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
+from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.bench.run.decode import Decoded, decode_steps
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 
@@ -69,6 +70,7 @@ class Played(GraphBackend):
         self.likely = self.rng.integers(0, VOCABULARY, (VOCABULARY, 8), dtype=np.int32)
         self.seconds: dict[str, float] = defaultdict(float)
         self._launched = 0.0
+        self._steps.choose = self._choose  # type: ignore[method-assign]
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:
         for item in inputs:
@@ -91,8 +93,9 @@ class Played(GraphBackend):
         self.played[self._slots[slot].line] = next(t for t in self.texts if t[: len(tokens)].tolist() == list(tokens))
         return slot
 
-    def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
-        step = super()._captured_step(items)
+    def _choose(self, items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
+        """The captured step for these inputs, which plays the texts."""
+        step = CapturedSteps.choose(self._steps, items, lengths)
         step.run = lambda: self._play(step)  # type: ignore[method-assign]
         return step
 

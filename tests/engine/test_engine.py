@@ -66,8 +66,8 @@ def test_the_drafter_hears_that_a_choice_follows() -> None:
     heard = list[str]()
 
     class Listening(PythonDrafter):
-        def get_ready(self, sequences: int) -> None:
-            heard.append(f"{sequences} to come")
+        def get_ready(self) -> None:
+            heard.append("more to come")
 
         def choose(self, offers: Sequence[Offer], *more: Any) -> Any:
             heard.append(f"{len(offers)} chosen")
@@ -78,7 +78,7 @@ def test_the_drafter_hears_that_a_choice_follows() -> None:
         engine.submit(Request(DecodingSequence(prompt, CONFIG, rules=StopRules(30), memory=memory)))
     for _ in range(3):
         engine.step()
-    assert heard == ["3 chosen", "3 to come"] * 3
+    assert heard == ["3 chosen", "more to come"] * 3
 
 
 def test_only_a_request_that_asks_is_told_of_its_steps() -> None:

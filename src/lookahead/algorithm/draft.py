@@ -122,8 +122,8 @@ class Drafter(Protocol):
 
     def new_table(self) -> SuccessorTable: ...
 
-    def get_ready(self, sequences: int) -> None:
-        """A choice for about so many sequences follows soon."""
+    def get_ready(self) -> None:
+        """A choice like the last one follows soon."""
         ...
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
@@ -135,8 +135,8 @@ class Drafter(Protocol):
     ) -> tuple[list[TokenTree], float | None]:
         """The trees of a step, and what the best guess scores that it refuses, if it refuses one.
 
-        `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Offers that are not kept get `most` guesses
-        together, all offers `room`; None means any number.
+        Every offer has a draft of its own. `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Offers that
+        are not kept get `most` guesses together, all offers `room`; None means any number.
         """
         ...
 
@@ -147,7 +147,7 @@ class PythonDrafter:
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
 
-    def get_ready(self, sequences: int) -> None:
+    def get_ready(self) -> None:
         pass
 
     def choose(

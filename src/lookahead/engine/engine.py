@@ -217,8 +217,7 @@ class Engine:
         self._learn_while_running(one.parts)
         outputs = self.backend.collect(launched.running)
         seconds = perf_counter() - launched.time
-        if one.parts:
-            one.parts[0].request.sequence.drafter.get_ready(len(one.parts))
+        one.parts[0].request.sequence.drafter.get_ready()
         if self.watch is not None:
             self.watch(one.tokens, seconds)
         results, before = list[StepResult](), one.propose_seconds

@@ -73,7 +73,7 @@ def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
 @settings(max_examples=examples(300), deadline=None)
 @given(steps())
 def test_trees_are_the_same_bit_for_bit(step: dict[str, Any]) -> None:
-    HELPED.get_ready(len(step["offers"]))
+    HELPED.get_ready()
     assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
@@ -83,7 +83,7 @@ def test_many_guesses_are_sorted_as_numpy_does() -> None:
         rates = [np.sort(rng.random(rng.integers(0, 30)).round(2))[::-1].tolist() for _ in range(count)]
         offers = [{"chains": [[rate] for rate in one], "trust": 1.1, "bonus": 0.008, "kept": False} for one in rates]
         step = {"offers": offers, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None}
-        HELPED.get_ready(count)
+        HELPED.get_ready()
         assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
@@ -129,8 +129,8 @@ import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 sys.path.insert(0, {str(Path(marks.__file__).parent)!r})
 from test_native_choose import HELPED, offer
-def search():
-    return repr(HELPED.choose([offer([[0.5, 0.25], [0.125]]) for _ in range(8)]))
+def search(count=8):
+    return repr(HELPED.choose([offer([[0.5, 0.25], [0.125]]) for _ in range(count)]))
 def threads():
     return len(os.listdir("/proc/self/task"))
 first, before = search(), threads()
@@ -144,30 +144,53 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads as
 
 
 @on_linux
-def test_threads_begin_with_the_first_choice_among_many_and_are_kept() -> None:
+def test_threads_begin_after_the_first_choice_among_many_and_are_kept() -> None:
     code = """
-HELPED.get_ready(3)
+search(3)
+HELPED.get_ready()
 few = threads() - before
-HELPED.get_ready(8)
+search()
+HELPED.get_ready()
 many = threads() - before
 print(few, many, search() == first)
-HELPED.get_ready(8)
+HELPED.get_ready()
 print(threads() - before)
 """
     assert in_new_process(code).split() == ["0", "3", "True", "3"]
+
+
+def test_threads_are_woken_only_after_a_choice_that_they_could_have_shared() -> None:
+    class Library:
+        def __init__(self) -> None:
+            self.woken = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library(), name)
+
+        def workers_wake(self, workers: int) -> None:
+            self.woken += 1
+
+    counting = Library()
+    drafter, many = NativeDrafter(counting, workers=1), [offer([[0.5]]) for _ in range(8)]
+    bare = [Offer(window_layout(0, 3), array("i", [7]), None, 9, 9)] * 8
+    for offers, woken in ((many[:3], 0), (bare, 0), (many, 1)):
+        drafter.choose(offers)
+        drafter.get_ready()
+        drafter.get_ready()  # nothing was chosen in between
+        assert counting.woken == woken
 
 
 @on_linux
 def test_a_forked_process_has_threads_of_its_own() -> None:
     """Those of its parent are not there, and the parent's lock may be taken for ever."""
     code = """
-HELPED.get_ready(8)
+HELPED.get_ready()
 if os.fork():
     _, status = os.wait()
     print(os.waitstatus_to_exitcode(status))
 else:
     right = search() == first and threads() == 1
-    HELPED.get_ready(8)
+    HELPED.get_ready()
     os._exit(0 if right and threads() == 4 and search() == first else 1)
 """
     assert in_new_process(code).split() == ["0"]

@@ -110,7 +110,7 @@ typedef struct {
 
 static void search_one(void *of, int32_t place) {
     Searches *s = of;
-    s->counts[place] = s->steps[place].draft ? draft_search(&s->steps[place], &s->numbers[place]) : 0;
+    s->counts[place] = s->steps[place].draft ? draft_search(&s->steps[place], s->numbers[place]) : 0;
 }
 
 /* Search every sequence's guesses, take the best of all of them, and write the trees. `numbers` are what comes with the
@@ -125,17 +125,16 @@ int32_t draft_choose(
     if (!parts) return -1;
     for (int32_t i = 0; i < share->sequences; i++) {
         parts[i] = numbers;
-        numbers += (steps[i].draft ? numbers_of(&steps[i]) : 0) + 3 * (int64_t)steps[i].branch;
+        numbers += numbers_of(&steps[i]) + 3 * (int64_t)steps[i].branch;
     }
     workers_share(workers, search_one, &(Searches){steps, parts, counts}, share->sequences);
     int32_t failed = 0;
     for (int32_t i = 0; i < share->sequences; i++) {
         if (counts[i] < 0) failed = counts[i];
     }
-    /* A search has moved its part behind what came with it: there the branch begins. */
     int32_t some = failed ? failed : best_counts(share, steps, counts, &expected[share->sequences]);
     for (int32_t i = 0; some >= 0 && i < share->sequences; i++) {
-        trees = write_tree(trees, &steps[i], parts[i], counts[i], &expected[i]);
+        trees = write_tree(trees, &steps[i], parts[i] + numbers_of(&steps[i]), counts[i], &expected[i]);
     }
     free(parts);
     return some;

@@ -216,14 +216,13 @@ static int32_t worth(const Taken *taken, int32_t count, const Step *step, double
     return keep;
 }
 
-/* Let the text and the table `last` take what the step before showed. */
-static int take_news(const Step *step, const int32_t **numbers) {
+/* Let the text and the table `last` take what the step before showed: new tokens, and what follows them. */
+static int take_news(const Step *step, const int32_t *tokens) {
     const Draft *d = step->draft;
     const Computed *last = &step->last;
-    const int32_t *tokens = *numbers, *ngrams = tokens + step->new_tokens;
+    const int32_t *ngrams = tokens + step->new_tokens;
     const int32_t *tree = ngrams + (step->new_ngrams ? (int64_t)step->new_ngrams * d->text->set.ngram : 0);
     const int32_t *top = tree + 2 * (int64_t)last->nodes + last->needed_count;
-    *numbers = top + 2 * (int64_t)last->needed_count * last->count;
     int result = 0;
     if (step->new_tokens) result = text_take(d->text, tokens, step->new_tokens, ngrams, step->new_ngrams);
     if (!result && last->nodes) result = table_keep(d->last, last, tree, top);
@@ -239,12 +238,10 @@ int64_t numbers_of(const Step *step) {
            2 * (int64_t)last->needed_count * last->count;
 }
 
-/* Fill the draft's guesses. Returns how many there are, and moves `numbers` behind what came with the step. */
-int32_t draft_search(const Step *step, const int32_t **numbers) {
+/* Fill the draft's guesses. Returns how many there are. `chains` are the first of what comes with the step. */
+int32_t draft_search(const Step *step, const int32_t *chains) {
     const Draft *d = step->draft;
-    const int32_t *chains = *numbers;
-    *numbers += 2 * (int64_t)step->chain_token_count + step->chain_count;
-    int result = take_news(step, numbers);
+    int result = take_news(step, chains + 2 * (int64_t)step->chain_token_count + step->chain_count);
     if (result) return result;
     if (step->room > d->capacity) return -2;
     if (!all_below(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
@@ -287,6 +284,3 @@ int32_t draft_search(const Step *step, const int32_t **numbers) {
     free(heap);
     return kept;
 }
-
-/* The search of one sequence. Returns how many guesses there are. */
-int32_t draft_grow(const Step *step, const int32_t *numbers) { return draft_search(step, &numbers); }

@@ -164,7 +164,7 @@ typedef struct {
     Computed last; /* no needed nodes: there is nothing to keep */
 } Step;
 
-int32_t draft_search(const Step *step, const int32_t **numbers);
+int32_t draft_search(const Step *step, const int32_t *chains);
 int64_t numbers_of(const Step *step);
 
 /* 4. Threads that share the searches of a step. */

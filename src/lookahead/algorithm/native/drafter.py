@@ -43,7 +43,7 @@ _SHARE = Struct("P 4i")
 MOST_WORKERS, CORES_EACH = 4, 4
 """At most so many threads help to search, and no more than one for so many of the machine's cores."""
 MANY = 4
-"""From so many sequences on, threads help."""
+"""From so many sequences on that have guesses, threads help."""
 
 
 class NativeDrafter:
@@ -54,7 +54,9 @@ class NativeDrafter:
         self._c = library
         self._cost: tuple[Sequence[float], array[float]] = (), array("d")
         self._most_workers = min(MOST_WORKERS, cores() // CORES_EACH) if workers is None else workers
-        self._workers = 0
+        self._workers = self._searched = (
+            0  # `_searched`: how many sequences the last choice searched, until it is asked
+        )
 
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
@@ -62,8 +64,9 @@ class NativeDrafter:
     def new_text(self, *settings: int) -> NativeText:
         return NativeText(self._c, *settings)
 
-    def get_ready(self, sequences: int) -> None:
-        if sequences >= MANY and self._most_workers:
+    def get_ready(self) -> None:
+        searched, self._searched = self._searched, 0
+        if searched >= MANY and self._most_workers:
             # A process that was forked has none of its parent's threads.
             self._workers = _workers(self._c, self._most_workers, os.getpid())
             self._c.workers_wake(self._workers)
@@ -74,7 +77,7 @@ class NativeDrafter:
         kept, numbers = _draft_in_c(draft, limits.most), list[Numbers]()
         times = None if limits.cost is None else self._times(limits.cost)
         step = kept.step(draft, limits, limits.branch, times, numbers)
-        count = check(self._c.draft_grow(step, b"".join(numbers)))
+        count = check(self._c.draft_search(step, b"".join(numbers)))
         kept.taken_in()
         return kept.first(count)
 
@@ -101,6 +104,7 @@ class NativeDrafter:
                 guesses += offer.most
             numbers += pack(f"{layout.size}i", *branch), layout.parents_and_depths
             branches += layout.size
+        self._searched = len(searched) - searched.count(None)
         # 2. Search, choose, write the trees.
         times = None if cost is None else array("d", np.asarray(cost, dtype=np.float64).tobytes())
         if room is not None:
@@ -112,7 +116,7 @@ class NativeDrafter:
         )
         some = self._c.draft_choose(
             share, b"".join(steps), b"".join(numbers), _address(counts), _address(expected), _address(trees),
-            self._workers if len(offers) >= MANY else 0,
+            self._workers if self._searched >= MANY else 0,
         )  # fmt: skip
         for one, count in zip(searched, counts, strict=True):
             if one is not None and count >= 0:

@@ -2,7 +2,7 @@
    the guesses do not depend on who did what.
 
    A sleeping thread takes longer to wake than a search takes. So the workers are woken beforehand (`workers_wake`), when
-   a step of the device has ended and its results have yet to be read. They then watch for work, do it and sleep again.
+   a step of the device has ended and its results have yet to be verified. They then watch for work, do it and sleep again.
    Work never waits for them: whoever hands it out does all that no worker takes. */
 
 #include "drafter.h"

@@ -22,7 +22,7 @@ import torch
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
-from lookahead.backends.graph.captured import Buffers, CapturedStep, DeviceState
+from lookahead.backends.graph.captured import Buffers, DeviceState
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.pages import PagePool
@@ -261,7 +261,7 @@ class GraphBackend:
             items[place] = replace(items[place], trail=trail[self._most_rows :])
             rows -= len(trail) - len(items[place].trail)
         # 3. Choose the captured step.
-        step = self._captured_step(items)
+        step = self._steps.choose(items, [slot.length for slot in slots])
         # 4. Fill the packet, and go.
         packet, adjusted = step.packet, step.kind.adjusted
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
@@ -304,10 +304,6 @@ class GraphBackend:
     def _run_alone(self, item: StepInput) -> None:
         """Run a pass of one trail, and wait for it: its packet may be written again then."""
         self._start([item]).wait()
-
-    def _captured_step(self, items: Sequence[StepInput]) -> CapturedStep:
-        """The captured step for these inputs; it is captured when it runs first."""
-        return self._steps.choose(items, [slot.length for slot in self._slots.of(items)])
 
     def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
         """The commits that the next packet carries, and their moves; see `Packet`. They then count as done."""

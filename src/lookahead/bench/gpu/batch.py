@@ -48,16 +48,16 @@ class Clock:
     def watch(self, backend: GraphBackend) -> None:
         """Mark every captured step of this backend from now on. Without a GPU nothing is marked."""
         if backend.device.type == "cuda":
-            choose = backend._captured_step
+            choose = backend._steps.choose
 
-            def choose_marked(items: Sequence[StepInput]) -> CapturedStep:
-                step = choose(items)
+            def choose_marked(items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
+                step = choose(items, lengths)
                 if step.graph is not None and "run" not in vars(step):
                     step.run = self._marked(step.run)  # type: ignore[method-assign]
                     step.run_ahead = self._marked(step.run_ahead)  # type: ignore[method-assign]
                 return step
 
-            backend._captured_step = choose_marked  # type: ignore[method-assign]
+            backend._steps.choose = choose_marked  # type: ignore[method-assign]
 
     def _marked(self, call: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
