@@ -54,9 +54,8 @@ class NativeDrafter:
         self._c = library
         self._cost: tuple[Sequence[float], array[float]] = (), array("d")
         self._most_workers = min(MOST_WORKERS, cores() // CORES_EACH) if workers is None else workers
-        self._workers = self._searched = (
-            0  # `_searched`: how many sequences the last choice searched, until it is asked
-        )
+        self._workers = 0
+        self._searched = 0  # the sequences that were searched since `get_ready`
 
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
