@@ -118,6 +118,37 @@ def test_the_clusters_of_the_fastest_families_are_timed(
     assert products.plan(weights, 1).run is families[2][1]
 
 
+def test_the_time_to_load_a_kernel_is_not_counted(
+    products: Products, weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel's first call takes 1,000 ms here, and its others a few. One kernel refuses to run."""
+    clock, loaded = 0.0, set[float]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.time = 0.0
+
+        def record(self) -> None:
+            self.time = clock
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.time - self.time
+
+    def kernel(milliseconds: float) -> Callable[..., None]:
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            nonlocal clock
+            if milliseconds < 0:
+                raise RuntimeError
+            clock += milliseconds + 1000 * (milliseconds not in loaded)
+            loaded.add(milliseconds)
+
+        return run
+
+    for name, fake in (("Event", Event), ("_sleep", lambda ticks: None), ("synchronize", lambda device: None)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert products._times([kernel(3), kernel(-1), kernel(2)], weights, 16, 1) == {0: 3, 2: 2}
+
+
 def test_the_first_kernel_for_128_rows_says_which_bits(
     with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor]
 ) -> None:
