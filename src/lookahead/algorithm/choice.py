@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.draft import Offer
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import TokenTree
+from lookahead.algorithm.tree import TokenTree, WindowLayout
 
 SLACK = 0.5
 """Guesses that score less than this part of the best one that the last step refused are not searched for."""
@@ -45,28 +45,30 @@ def choose_trees(
     if len(sequences) == 1:
         return [sequences[0].propose(limit=limit)]
     # 1. The roots and the windows, as far as these leave room in an equal share of the budget.
-    together = power_of_two(len(sequences))
-    shares = [sequence.share(together) for sequence in sequences]
-    layouts = [sequence.layout(share) for sequence, share in zip(sequences, shares, strict=True)]
-    rows = sum([layout.size for layout in layouts])
+    together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
+    for sequence in sequences:
+        layout = sequence.layout(sequence.share(together))
+        layouts.append(layout)
+        rows += layout.size
     if limit is not None and rows > limit:
-        layouts, rows = [sequence.layout(0) for sequence in sequences], len(sequences)
+        layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
     # 2. Every sequence offers guesses, best first. Where they are `kept`, it takes them all, as its config says.
     offers, filled = list[Offer](), 0
-    floor = SLACK * max([sequence.best_refused for sequence in sequences])
-    for sequence, share, layout in zip(sequences, shares, layouts, strict=True):
-        config, trust = sequence.config, sequence.trust
+    for sequence, layout in zip(sequences, layouts, strict=True):
+        config = sequence.config
         if config.shared and (cost is not None or config.step_cost is None):
-            budget = config.budget
-            offers.append(sequence.offer(layout, budget, config.step_cost, floor / trust, trust, False))
-            if budget > filled:
-                filled = budget
+            offer = sequence.standing_offer if layout is sequence.root_alone else None
+            offers.append(offer or sequence.offer(layout, config.budget, config.step_cost, sequence.trust, False))
+            if config.budget > filled:
+                filled = config.budget
         else:
+            share = sequence.share(together)
             weighed = None if share < config.budget else config.step_cost
-            offers.append(sequence.offer(layout, share, weighed, 0.0, trust, True))
+            offers.append(sequence.offer(layout, share, weighed, sequence.trust, True))
     # 3. The step takes the best of all.
     most = None if cost is not None else filled - sum([offer.layout.size for offer in offers if not offer.kept])
-    trees, cut = sequences[0].drafter.choose(offers, cost, most, None if limit is None else limit - rows)
+    floor = SLACK * max([sequence.best_refused for sequence in sequences])
+    trees, cut = sequences[0].drafter.choose(offers, cost, most, None if limit is None else limit - rows, floor)
     refused = floor if cut is None else cut
     for sequence in sequences:
         sequence.best_refused = refused

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from lookahead.algorithm.counts import Costs, best_counts
 from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
-from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree, WindowLayout
+from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout
+from lookahead.algorithm.verify import NO_VERDICT, Verdict, accept
 
 MOST_GUESSES = 1 << 16
 """The most guesses of a step: a bound on the memory that the C drafter takes for them beforehand."""
@@ -92,13 +93,26 @@ class Limits:
 
 
 @dataclass(slots=True)
+class Standing:
+    """What the C drafter reads by itself at every step, so that an offer may stay as it is.
+
+    `trust` is the one number in this array. Root and end of the text are those of the draft's text in C. No guess goes
+    beyond its token number `most_tokens`.
+    """
+
+    trust: array[float]
+    most_tokens: int
+
+
+@dataclass(slots=True)
 class Offer:
     """A sequence's part of a step before it is known how many of its guesses the step takes.
 
     The root and the lookahead branch are in the step anyway: `branch` are their tokens, as in `layout`. Guesses come
-    from the `draft`; without one there are none. At most `most` are offered; for `max_depth`, `cost` and `floor` see
-    `Limits`. Each is worth its score times `trust`, plus `bonus`. A step takes all guesses of an offer that is `kept`,
-    and of the others those that are worth most.
+    from the `draft`; without one there are none. At most `most` are offered; for `max_depth` and `cost` see `Limits`.
+    Each is worth its score times `trust`, plus `bonus`. A step takes all guesses of an offer that is `kept`, and of the
+    others those that are worth most. In a `standing` offer, which only the C drafter reads, `branch` and `trust` mean
+    nothing.
     """
 
     layout: WindowLayout
@@ -107,14 +121,15 @@ class Offer:
     most: int
     max_depth: int
     cost: Sequence[float] | None = None
-    floor: float = 0.0
     trust: float = 1.0
     bonus: float = 0.0
     kept: bool = True
+    standing: Standing | None = None
 
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.most, self.max_depth, self.cost, self.layout.size, self.floor)
+    def limits(self, floor: float) -> Limits:
+        """The limits of its guesses, none of which shall be worth less than the `floor`, unless they are kept."""
+        least = 0.0 if self.kept else floor / self.trust
+        return Limits(self.most, self.max_depth, self.cost, self.layout.size, least)
 
 
 class Drafter(Protocol):
@@ -131,14 +146,54 @@ class Drafter(Protocol):
         ...
 
     def choose(
-        self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None
+        self,
+        offers: Sequence[Offer],
+        cost: Costs | None = None,
+        most: int | None = None,
+        room: int | None = None,
+        floor: float = 0.0,
     ) -> tuple[list[TokenTree], float | None]:
-        """The trees of a step, and what the best guess scores that it refuses, if it refuses one.
+        """The trees of a step, and what the best guess that it refuses is worth, if it refuses one.
 
         Every offer has a draft of its own. `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Offers that
-        are not kept get `most` guesses together, all offers `room`; None means any number.
+        are not kept get `most` guesses together, all offers `room`; None means any number. They are not searched for
+        guesses whose score times trust is less than the `floor`.
         """
         ...
+
+    def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
+        """Get ready to verify a step of these trees, while the device runs it.
+
+        With a tree comes the draft that may learn from the step in the same call, if one may (see `Verdict.learned`).
+        """
+        ...
+
+
+class Verification(Protocol):
+    """The trees of a step that runs. It is asked once."""
+
+    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
+        """What each tree's targets confirm (see `verify.accept`), or why that cannot be told. No token of an accepted
+        path is held against the rules that may end the sequence before it."""
+        ...
+
+
+class PythonVerification:
+    """Verifies one tree after the other, and lets no draft learn."""
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self._trees = trees
+        for tree in trees:
+            tree.guesses_below()
+
+    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
+        verdicts = list[Verdict | Exception]()
+        for tree, output in zip(self._trees, outputs, strict=True):
+            try:
+                verdicts.append(Verdict(*accept(tree, output.targets)) if tree.size else NO_VERDICT)
+            except Exception as error:
+                verdicts.append(error)
+        return verdicts
 
 
 class PythonDrafter:
@@ -151,9 +206,14 @@ class PythonDrafter:
         pass
 
     def choose(
-        self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None
+        self,
+        offers: Sequence[Offer],
+        cost: Costs | None = None,
+        most: int | None = None,
+        room: int | None = None,
+        floor: float = 0.0,
     ) -> tuple[list[TokenTree], float | None]:
-        guesses = [NO_GUESSES if one.draft is None else self.grow(one.draft, one.limits) for one in offers]
+        guesses = [NO_GUESSES if one.draft is None else self.grow(one.draft, one.limits(floor)) for one in offers]
         each = [len(one.scores) for one in guesses]
         count = sum(each)
         if most is not None:
@@ -169,6 +229,9 @@ class PythonDrafter:
         )
         parts = zip(offers, guesses, counts, strict=True)
         return [offer.layout.tree(offer.branch, own, count) for offer, own, count in parts], refused
+
+    def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
+        return PythonVerification(trees)
 
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         if draft.text is not None:

@@ -6,9 +6,10 @@ A sequence knows nothing of tensors or text, and a backend nothing of windows or
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 
-from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer
+from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer, Standing
 from lookahead.algorithm.sampling import NO_DRAW, Adjustment
 from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build, source_of, wants_top
 from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
@@ -60,6 +61,7 @@ class DecodingSequence:
         self.tokens = [*prompt, *output]
         self.prompt_tokens = len(prompt)
         self.ends = ends
+        self._eos_ids = self.rules.eos_ids
         self.finish_reason: str | None = None
         self.stats = Stats(prompt_tokens=len(prompt))
         self.wants_top = wants_top(self.config)
@@ -67,7 +69,7 @@ class DecodingSequence:
         self._greedy = self.sampling.greedy
         self._penalised = self.sampling.penalised or bool(self.sampling.logit_bias)
         self.adjusts = self._penalised or bool(self.rules.min_tokens and self.rules.eos_ids)
-        self._waiting: Outcome | None = None
+        self._waiting: tuple[TokenTree, StepOutput, Verdict] | None = None
         self.best_refused = 0.0  # the score of the best guess that the last step refused (see `choice.choose_trees`)
         if memory is None or self.config.recycle_scope != "model":
             memory = SharedMemory(None if memory is None else memory.drafter)
@@ -83,12 +85,19 @@ class DecodingSequence:
             self._sources.insert(0, self.prediction)
             if output:
                 self.prediction.follow(self.tokens, output)
+        self._learns_early = all(source.learns_early for source in self._sources)
         self._shares: dict[int, int] = {}
-        self._deepest, self._window_tokens = self.config.deepest, self.config.window_tokens
-        self._root_alone = window_layout(0, self.config.ngram)
+        self._deepest = self.config.deepest
+        # A window fills more than half of a share of the budget that is smaller than this.
+        self._crowds_below = min(self.config.budget, 2 * self.config.window_tokens) if width else sys.maxsize
+        self.root_alone = window_layout(0, self.config.ngram)
         self._draft = Draft.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.start(self.tokens)
+            if source.proposes_once:
+                source.propose(self.tokens, self._draft)
+        self._proposing = [source for source in self._sources if not source.proposes_once]
+        self.standing_offer = self._standing_offer()
 
     @property
     def output(self) -> list[int]:
@@ -141,14 +150,12 @@ class DecodingSequence:
         layout: WindowLayout,
         most: int,
         cost: Sequence[float] | None,
-        floor: float = 0.0,
         trust: float = 1.0,
         kept: bool = True,
     ) -> Offer:
         """What this sequence would put into a step: at most `most` tokens, the window's among them.
 
-        `cost` weighs the guesses, and none below the `floor` is offered (see `draft.Limits`). `trust` and `kept` are
-        for the choice among several sequences.
+        `cost` weighs the guesses (see `draft.Limits`). `trust` and `kept` are for the choice among several sequences.
         """
         # 1. The root and the lookahead branch.
         text = self.tokens
@@ -161,24 +168,33 @@ class DecodingSequence:
         draft = self._draft if room > 0 and deepest > 0 and self._sources else None
         if draft is not None:
             draft.restart(text)
-            for source in self._sources:
+            for source in self._proposing:
                 source.propose(text, draft)
-        return Offer(layout, branch, draft, room, deepest, cost, floor, trust, self._bonus, kept)
+        return Offer(layout, branch, draft, room, deepest, cost, trust, self._bonus, kept)
+
+    def _standing_offer(self) -> Offer | None:
+        """What this sequence offers in all steps that it shares with others and in which it has no window, if all that
+        changes from one to the next is in C."""
+        config, draft = self.config, self._draft
+        if not config.shared or config.budget < 2 or self._proposing or draft.text is None:
+            return None
+        standing = Standing(self._trust.cell, self.prompt_tokens + self.room)
+        layout, most, cost = self.root_alone, config.budget - 1, config.step_cost
+        return Offer(layout, (), draft, most, self._deepest, cost, bonus=self._bonus, kept=False, standing=standing)
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
-        return self._root_alone.tree(self.tokens[-1:], NO_GUESSES)
+        return self.root_alone.tree(self.tokens[-1:], NO_GUESSES)
 
     def layout(self, share: int) -> WindowLayout:
         """The window's place in the tree. A window is left out when only one token is left to generate, where it would
         reach past the context (its last column stands W + N - 3 positions after the root), and where it would fill
         more than half of a share of the budget."""
+        if share < self._crowds_below or self.left <= 1:
+            return self.root_alone
         config, width, limit = self.config, self._window.width, self.rules.max_length
-        crowds = share < config.budget and 2 * self._window_tokens > share
-        if not width or crowds or self.left <= 1:
-            return self._root_alone
         fits = limit is None or len(self.tokens) + width + config.ngram - 3 <= limit
-        return window_layout(width, config.ngram) if fits else self._root_alone
+        return window_layout(width, config.ngram) if fits else self.root_alone
 
     def adjustment(self) -> Adjustment | None:
         """What the next step's logits are adjusted by, or None if they are taken as they come. That is always so where
@@ -214,17 +230,31 @@ class DecodingSequence:
         while len(self._uniforms) < count:
             self._uniforms.append(self._random.random())
 
+    @property
+    def draft(self) -> Draft | None:
+        """The draft that may learn from a step before this sequence absorbs it (see `Drafter.verification`): if all its
+        sources can."""
+        return self._draft if self._learns_early else None
+
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""
-        path, tokens = accept(tree, output.targets)
-        count, reason = cut(tokens, len(self.tokens) - self.prompt_tokens, self.room, self.rules, self.ends)
-        return Verdict(path, tokens) if reason is None else Verdict(path[: count - 1], tokens[:count], reason)
+        return self.cut(Verdict(*accept(tree, output.targets)))
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        """Cut a verdict at the first token that ends the sequence."""
+        tokens, generated = verdict.tokens, len(self.tokens) - self.prompt_tokens
+        if self.ends is None and generated + len(tokens) < self.room and self._eos_ids.isdisjoint(tokens):
+            return verdict  # as `verify.cut` would say, in half the time
+        count, reason = cut(tokens, generated, self.room, self.rules, self.ends)
+        if reason is not None:
+            verdict.path, verdict.tokens, verdict.finish_reason = verdict.path[: count - 1], tokens[:count], reason
+        return verdict
 
     def absorb(self, tree: TokenTree, output: StepOutput, verdict: Verdict | None = None) -> Verdict:
         """Take the accepted tokens, roll the window, learn. Without a verdict the sequence verifies by itself."""
         # 1. The accepted tokens.
         verdict = verdict or self.verify(tree, output)
-        path, tokens = verdict.path, verdict.tokens
+        tokens = verdict.tokens
         self.finish_reason = verdict.finish_reason
         root = self.tokens[-1]
         self.tokens += tokens
@@ -237,20 +267,29 @@ class DecodingSequence:
         if tree.width:
             first = 1 if self.config.ngram > 2 else 0  # with N = 2 the root is part of the newest window row
             new = output.targets[first : first + tree.width]
-            ngrams = self._window.ngrams(root, new)
+            if not verdict.learned:
+                ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
         # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
         if self._waiting is not None:
             self.learn_while_running()  # the engine did not call it, and the step before would be lost
-        outcome = self._waiting = Outcome(self.tokens, tokens, tree, path, output.targets, output.top, ngrams)
+        self._waiting = tree, output, verdict
+        if not verdict.learned:
+            self._show(tree, output, verdict, ngrams)
+        return verdict
+
+    def _show(self, tree: TokenTree, output: StepOutput, verdict: Verdict, ngrams: list[tuple[int, ...]]) -> None:
+        """Show a step to the sources."""
+        outcome = Outcome(
+            self.tokens, verdict.tokens, tree, verdict.path, output.targets, output.top, ngrams, verdict.learned
+        )
         for source in self._sources:
             source.absorb(outcome)
-        return verdict
 
     def count(self, tree: TokenTree, verdict: Verdict) -> None:
         """Count a step that was absorbed. That may wait until the device runs the next one, but not until it learns."""
         sources = [source_of(tree.origins[node - tree.branch]) for node in verdict.path] if verdict.path else ()
-        self.stats.count_step(len(tree.tokens), len(verdict.tokens), sources, self._trust.ratio * tree.expected)
+        self.stats.count_step(tree.size, len(verdict.tokens), sources, self._trust.ratio * tree.expected)
 
     def learn_while_running(self) -> None:
         """Do the part of learning that may wait until the device runs the next step: how good the guesses were, and
@@ -259,8 +298,10 @@ class DecodingSequence:
             self._draw_uniforms(self.generated + AHEAD)
         if self._waiting is None:
             return
-        outcome, self._waiting = self._waiting, None
-        self._trust.learn(len(outcome.path), outcome.tree.expected)
-        self._memory.calibration.learn(outcome.tree, outcome.path, outcome.accepted)
+        (tree, output, verdict), self._waiting = self._waiting, None
+        if verdict.learned:
+            self._show(tree, output, verdict, [])
+        self._trust.learn(len(verdict.path), tree.expected)
+        self._memory.calibration.learn(tree, verdict.path, verdict.tokens)
         for source in self._sources:
             source.learn_while_running()

@@ -33,7 +33,11 @@ class TokenTree:
 
     `needed` are the nodes whose logits are computed: the root, the newest window row, the guesses. `origins` tells for
     every guess which source proposed it (see `sources.calibration`). All are 32-bit integers, which numpy and the C
-    drafter read in place. `expected` is the sum of the guesses' scores: how many of them should be accepted.
+    drafter read in place. `expected` is the sum of the guesses' scores: how many of them should be accepted. `size` is
+    how many nodes there are.
+
+    The C drafter makes the trees of a step in one piece, a `forest`, in which this one begins at row `start`. Its
+    tokens, parents, depths and origins are cut out when they are first asked for: that may be while the device runs.
     """
 
     tokens: array[int]
@@ -44,6 +48,9 @@ class TokenTree:
     width: int
     origins: array[int]
     expected: float
+    size: int = field(init=False, repr=False, compare=False)
+    forest: Forest | None = field(init=False, repr=False, compare=False)
+    start: int = field(init=False, repr=False, compare=False)
     _below: dict[int, list[int]] | None = field(init=False, repr=False, compare=False)
     _packed: bytes | None = field(init=False, repr=False, compare=False)
 
@@ -63,14 +70,33 @@ class TokenTree:
             needed, origins = _integers(needed), _integers(origins)
         self.tokens, self.parents, self.depths, self.needed = tokens, parents, depths, needed
         self.branch, self.width, self.origins, self.expected = branch, width, origins, expected
-        self._below = self._packed = None
+        self.size, self.start = len(tokens), 0
+        self.forest = self._below = self._packed = None
+
+    @classmethod
+    def of_forest(cls, forest: Forest, start: int, layout: WindowLayout, guesses: int, expected: float) -> TokenTree:
+        """The tree that begins at this row: a branch of this layout, and so many guesses behind it."""
+        tree = cls.__new__(cls)
+        tree.forest, tree.start, tree.size = forest, start, layout.size + guesses
+        tree.needed, tree.branch, tree.width = layout.needed(guesses), layout.size, layout.width
+        tree.expected, tree._below, tree._packed = expected, None, None
+        return tree
+
+    def __getattr__(self, name: str) -> array[int]:
+        """Cut one of the fields out of the forest. Python comes here only for what has not been set."""
+        if name not in FIELDS or self.forest is None:
+            raise AttributeError(f"a TokenTree has no {name!r}")
+        start = FIELDS[name] * self.forest.rows + self.start
+        numbers = self.forest.numbers[start : start + self.size - (self.branch if name == "origins" else 0)]
+        setattr(self, name, numbers)
+        return numbers
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.size
 
     def place(self, node: int) -> int:
         """Where the root or a guess (not a node of the window) stands in `needed`."""
-        return node - len(self.tokens) + len(self.needed) if node else 0
+        return node - self.size + len(self.needed) if node else 0
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens from below the root to this node's own."""
@@ -88,11 +114,6 @@ class TokenTree:
                 self._below.setdefault(parent, []).append(guess)
         return self._below
 
-    def get_ready(self) -> None:
-        """Compute, while the device runs the tree's step, what verifying it and learning from it will ask for."""
-        self.guesses_below()
-        self.packed()
-
     def packed(self) -> bytes:
         """The tokens, the parents and the needed nodes, one after the other, as C reads them."""
         if self._packed is None:
@@ -102,6 +123,41 @@ class TokenTree:
     def guess_below(self, node: int, token: int) -> int | None:
         """The guess of this token right below a node, if there is one."""
         return next((guess for guess in self.guesses_below().get(node, ()) if self.tokens[guess] == token), None)
+
+
+FIELDS = {"tokens": 0, "parents": 1, "depths": 2, "origins": 3}
+"""The order of a forest's fields."""
+
+
+@dataclass(slots=True)
+class Forest:
+    """All trees of a step, one after the other: the tokens of all of them, then their parents, depths and origins.
+
+    Each of these fields takes `rows` numbers. A tree has fewer origins than rows; what follows them is not used.
+    `all_needed`: the logits of all nodes are needed, since no tree has a window.
+    """
+
+    numbers: array[int]
+    rows: int
+    all_needed: bool
+
+    @property
+    def tokens(self) -> array[int]:
+        return self.numbers[: self.rows]
+
+    @property
+    def parents(self) -> array[int]:
+        return self.numbers[self.rows : 2 * self.rows]
+
+
+def forest_of(trees: Sequence[TokenTree]) -> Forest | None:
+    """The forest that consists of these trees, in this order, if there is one."""
+    forest, row = trees[0].forest, 0
+    for tree in trees:
+        if tree.forest is not forest or tree.start != row:
+            return None
+        row += tree.size
+    return forest if forest is not None and row == forest.rows else None
 
 
 def _integers(numbers: Iterable[int]) -> array[int]:
@@ -136,6 +192,17 @@ class StepOutput:
     logits: Any = None
     likely: npt.NDArray[np.int32] | None = None
     logprobs: npt.NDArray[np.float32] | None = None
+
+
+class FlatOutputs(list[StepOutput]):
+    """The outputs of all inputs of a step, in whose order their results stand in one array.
+
+    `results` [rows, 1 + 2 n] are the target, the n top tokens and their levels of every needed row.
+    """
+
+    def __init__(self, results: npt.NDArray[np.int32], outputs: Iterable[StepOutput]) -> None:
+        super().__init__(outputs)
+        self.results = results
 
 
 @dataclass(slots=True)

@@ -17,11 +17,17 @@ class Verdict:
     """What a step gives a sequence: the nodes of the accepted guesses, the accepted tokens, and the reason to stop.
 
     The last accepted token is the new root. It has no node in this tree, so `path` is one shorter than `tokens`.
+    `learned`: the drafter has learned already what the sequence's next guesses need (see `draft.Drafter.verification`).
     """
 
     path: list[int]
     tokens: list[int]
     finish_reason: str | None = None
+    learned: bool = False
+
+
+NO_VERDICT = Verdict([], [])
+"""That of a piece of a prompt, which has no tree."""
 
 
 def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -30,7 +36,7 @@ def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int
     `targets` aligns with `tree.needed`. Returns the nodes of the accepted guesses and the accepted tokens. The tokens
     are these guesses and the target after the last of them, so there is always at least one.
     """
-    below, guessed, place = tree.guesses_below(), tree.tokens, len(tree.needed) - len(tree.tokens)
+    below, guessed, place = tree.guesses_below(), tree.tokens, len(tree.needed) - tree.size
     node, token = 0, targets[0]
     path, tokens = list[int](), [token]
     while node in below:
@@ -57,8 +63,6 @@ def cut(
     The tokens are tested one after the other, as autoregressive decoding does: EOS, then `ends` (stop strings), then
     length.
     """
-    if ends is None and generated + len(tokens) < room and rules.eos_ids.isdisjoint(tokens):
-        return len(tokens), None
     for count, token in enumerate(tokens, start=1):
         if token in rules.eos_ids:
             return count, "eos"

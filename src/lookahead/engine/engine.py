@@ -8,6 +8,7 @@ from time import perf_counter
 
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.draft import Verification
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
@@ -187,7 +188,7 @@ class Engine:
             return [sequence.bare_root() for sequence in sequences]
         trees = choose_trees(sequences, limit, None if self.times is None else self.times.after(beside))
         # The limit is kept here, too: a pass must never have more rows than the backend takes.
-        excess = 0 if limit is None else sum([len(tree.tokens) for tree in trees]) - limit
+        excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda place: len(trees[place])) if excess > 0 else []
         while excess > 0 and largest_last:
             place = largest_last.pop()
@@ -214,18 +215,20 @@ class Engine:
     def _collect(self, launched: Launched) -> list[StepResult]:
         """Learn from the step before while the device is busy; then wait. Requests wait for the whole pass."""
         one = launched.one
-        self._learn_while_running(one.parts)
+        verification = self._learn_while_running(one.parts)
         outputs = self.backend.collect(launched.running)
-        seconds = perf_counter() - launched.time
+        done = perf_counter()
         one.parts[0].request.sequence.drafter.get_ready()
+        accepted = verification.accept(outputs)
+        seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.watch is not None:
             self.watch(one.tokens, seconds)
         results, before = list[StepResult](), one.propose_seconds
-        for part, item, output in zip(one.parts, launched.inputs, outputs, strict=True):
+        for part, item, output, verdict in zip(one.parts, launched.inputs, outputs, accepted, strict=True):
             if part.request.id not in self._requests:
                 continue  # it was cancelled while it ran
             if part.whole:
-                results.append(StepResult(part.request, item, output, before, seconds))
+                results.append(StepResult(part.request, item, output, verdict, before, seconds, after))
             else:
                 part.request.sequence.stats.forward_seconds += seconds
         return results
@@ -244,8 +247,8 @@ class Engine:
         one.parts = parts
         return inputs
 
-    def _learn_while_running(self, parts: Sequence[Part]) -> None:
-        """Do while the device runs what need not delay it: free memory, learn, index the trees for verification."""
+    def _learn_while_running(self, parts: Sequence[Part]) -> Verification:
+        """Do while the device runs what need not delay it: free memory, learn, get ready to verify."""
         self._spent = ()
         for part in parts:
             try:
@@ -254,7 +257,8 @@ class Engine:
                     part.request.noise.draw_ahead()
             except Exception as error:
                 self._failed.append((part.request, error))
-            part.tree.get_ready()
+        drafts = [None if part.request.verifier is not None else part.request.sequence.draft for part in parts]
+        return parts[0].request.sequence.drafter.verification([part.tree for part in parts], drafts)
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> Settled:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.
@@ -273,6 +277,8 @@ class Engine:
             try:
                 if isinstance(given, Exception):
                     raise given
+                if given is not None and request.verifier is None:
+                    given = request.sequence.cut(given)
                 verdict = request.sequence.absorb(result.input.tree, result.output, given)
                 settled.append((result, verdict))
                 if request.mask is not None:

@@ -52,13 +52,19 @@ class Request:
 
 @dataclass(slots=True)
 class StepResult:
-    """One request's part of a step that has run: its input, its output, and how long it took to propose and to run."""
+    """One request's part of a step that has run: its input, its output, and how long it took to propose, run and accept.
+
+    `accepted` is what its targets confirm, before any rule may end it, or why that cannot be told; None if nobody has
+    looked.
+    """
 
     request: Request
     input: StepInput
     output: StepOutput
+    accepted: Verdict | Exception | None = None
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0
+    accept_seconds: float = 0.0
 
 
 class Noise(Protocol):

@@ -46,7 +46,7 @@ class Pass:
     @property
     def tokens(self) -> int:
         """How many tokens the parts have together."""
-        return sum([len(part.trail) + len(part.tree.tokens) for part in self.parts])
+        return sum([len(part.trail) + part.tree.size for part in self.parts])
 
 
 class Scheduler:
@@ -208,7 +208,7 @@ class Scheduler:
         """Room for the whole text and its tree. It is asked for from the first piece on, so that no prompt gets stuck
         half-way."""
         before_root = len(part.request.sequence.tokens) - 1
-        return self.backend.reserve(part.request.slot, before_root + (len(part.tree.tokens) or 1))
+        return self.backend.reserve(part.request.slot, before_root + (part.tree.size or 1))
 
     def _youngest(self) -> Request:
         movable = [request for request in self.running.values() if not request.keeps_slot]

@@ -62,10 +62,10 @@ class Settled:
             request.sequence.stats.count_times(
                 result.propose_seconds,
                 result.forward_seconds + self.commit_seconds,
-                self.absorb_seconds,
+                self.absorb_seconds + result.accept_seconds,
                 self.time - request.begin,
             )
-            event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, len(tree.tokens) - tree.branch)
+            event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, tree.size - tree.branch)
             if request.sequence.sampling.logprobs is not None:
                 event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
             if request.tells_steps:
@@ -75,11 +75,11 @@ class Settled:
 
 
 def verdicts_of(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:
-    """The verdicts of requests that have a verifier, and None for those whose sequence verifies by itself.
+    """What was accepted: as the requests' verifiers say, or else as is known from the targets.
 
     All requests of a verifier that raises have its exception.
     """
-    verdicts: list[Verdict | Exception | None] = [None] * len(results)
+    verdicts = [result.accepted for result in results]
     if all(result.request.verifier is None for result in results):
         return verdicts
     groups: dict[Verifier, list[int]] = {}

@@ -1,4 +1,5 @@
-"""The trees of a step of several sequences: the same from C as from Python; who fails does no harm to others."""
+"""The trees of a step of several sequences, and what they accept: the same from C as from Python. Who fails does no
+harm to others."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Offer, PythonDrafter
+from lookahead.algorithm.draft import Draft, Drafter, Offer, PythonDrafter, Standing
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.successors import SuccessorTables
-from lookahead.algorithm.tree import TokenTree, window_layout
+from lookahead.algorithm.tree import FlatOutputs, Guesses, StepOutput, TokenTree, window_layout
+from lookahead.algorithm.verify import Verdict
 
 if library() is None:
     pytest.skip("needs a C compiler", allow_module_level=True)
@@ -63,11 +65,13 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
     if cost is not None and draw(st.booleans()):
         cost = np.array(cost)
     few = st.none() | st.integers(-2, 40)
-    return {"offers": offers, "cost": cost, "most": draw(few), "room": draw(few)}
+    floor = draw(st.sampled_from((0.0, 0.0, 0.2, 0.5)))
+    return {"offers": offers, "cost": cost, "most": draw(few), "room": draw(few), "floor": floor}
 
 
 def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
-    return repr(drafter.choose([offer(**one) for one in step["offers"]], *[step[k] for k in ("cost", "most", "room")]))
+    offers = [offer(**one) for one in step["offers"]]
+    return repr(drafter.choose(offers, *[step[name] for name in ("cost", "most", "room", "floor")]))
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -82,7 +86,7 @@ def test_many_guesses_are_sorted_as_numpy_does() -> None:
     for count in (1, 2, 3, 7, 64, 256):
         rates = [np.sort(rng.random(rng.integers(0, 30)).round(2))[::-1].tolist() for _ in range(count)]
         offers = [{"chains": [[rate] for rate in one], "trust": 1.1, "bonus": 0.008, "kept": False} for one in rates]
-        step = {"offers": offers, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None}
+        step = {"offers": offers, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None, "floor": 0.1}
         HELPED.get_ready()
         assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
@@ -101,25 +105,105 @@ def test_a_branch_of_another_layout_is_refused(drafter: Drafter) -> None:
         drafter.choose([Offer(window_layout(2, 3), array("i", [5]), None, 9, 9)])
 
 
-def test_only_what_was_taken_in_is_forgotten() -> None:
-    """A sequence that points nowhere fails the step. It fails again on its own, and the other has learned only once."""
-    tree, top = TokenTree([7], [-1], [0], [0]), np.array([(5, 0)], dtype=np.int32)
-    drafts = [Draft.after([7], array("d", [0.5] * 100)) for _ in range(2)]
-    offers = [Offer(window_layout(0, 3), array("i", [7]), draft, 9, 9) for draft in drafts]
-    for draft in drafts:
-        draft.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
-        draft.text = OURS.new_text(2, 2, 1, 1, 1, 0, -1, -1, 0, 0)
-        draft.text.take_later([6, 6])
-        draft.tables.last.keep(tree, (-1, -1), top, only=True)
-    good, bad = drafts
+def draft_with_memory(text: list[int]) -> Draft:
+    """A draft with a text and tables in C."""
+    draft = Draft.after(text, array("d", [0.5] * 100))
+    draft.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
+    draft.text = OURS.new_text(2, 2, 1, 1, 1, 0, -1, -1, 0, 0)
+    draft.text.take(text)
+    return draft
+
+
+def test_who_points_nowhere_does_no_harm_to_others() -> None:
+    """A sequence that points nowhere fails the step. It fails again on its own, and the other goes on."""
+    good, bad = (draft_with_memory([7, 6, 6]) for _ in range(2))
     bad.add_chain([1], [10**6])
+    offers = [Offer(window_layout(0, 3), array("i", [6]), draft, 9, 9) for draft in (good, bad)]
     with pytest.raises(IndexError, match="does not exist"):
         OURS.choose(offers)
-    assert good.text.waiting is None
-    assert bad.text.waiting is not None
     with pytest.raises(IndexError, match="does not exist"):
         OURS.choose(offers[1:])
-    assert list(OURS.choose(offers[:1])[0][0].tokens) == [7, 6, 5]
+    assert list(OURS.choose(offers[:1])[0][0].tokens) == [6, 6]
+
+
+def test_a_standing_offer_follows_its_text() -> None:
+    """The root, the depth that is left and the trust are read at every step, and the first offer may come late."""
+    drafts, trust = [draft_with_memory([5, 6, 7, 5]) for _ in range(2)], array("d", [1.0])
+    for text in ([6], [7, 5], [6, 7], [5], [6]):
+        for draft in drafts:
+            draft.text.take(text)
+    text, layout = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], window_layout(0, 3)
+    standing = Offer(layout, (), drafts[0], 9, 9, bonus=0.01, kept=False, standing=Standing(trust, 14))
+    for token, ratio in ((7, 1.0), (5, 0.7), (6, 0.4), (7, 1.0)):
+        text.append(token)
+        trust[0] = ratio
+        for draft in drafts:
+            draft.text.take([token])
+        drafts[1].restart(text)
+        given = Offer(layout, [token], drafts[1], 9, 13 - len(text), trust=ratio, bonus=0.01, kept=False)
+        other = offer([[0.9, 0.2]], kept=False)
+        for floor in (0.0, 0.3):
+            mine, theirs = (OURS.choose([one, other], None, 3, None, floor) for one in (standing, given))
+            assert repr(mine) == repr(theirs)
+    assert list(mine[0][0].tokens) == [7]  # the text is full
+
+
+def test_what_stands_must_follow_a_text() -> None:
+    for wrong in (Draft.after([7], array("d", [0.5])), None):
+        offer = Offer(window_layout(0, 3), (), wrong, 9, 9, standing=Standing(array("d", [1.0]), 9))
+        with pytest.raises(ValueError, match="needs a draft with a text in C"):
+            OURS.choose([offer])
+
+
+@st.composite
+def steps_that_ran(draw: st.DrawFn) -> tuple[list[TokenTree], list[list[int]]]:
+    """Trees of few tokens with and without a window, some of them empty, and the targets of their needed nodes."""
+    trees, targets = list[TokenTree](), list[list[int]]()
+    for _ in range(draw(st.integers(1, 4))):
+        layout, tokens = (
+            window_layout(draw(st.sampled_from((0, 0, 3))), draw(st.sampled_from((2, 4)))),
+            st.integers(0, 3),
+        )
+        count = draw(st.integers(0, 8))
+        parents = [draw(st.integers(layout.size - 1, layout.size - 1 + i)) for i in range(count)]
+        parents = [0 if parent < layout.size else parent for parent in parents]
+        guesses = Guesses(
+            array("i", [draw(tokens) for _ in range(count)]), array("i", parents), array("i", [0] * count),
+            array("i", [0] * count), array("d", [0.0] * count),
+        )  # fmt: skip
+        tree = layout.tree([draw(tokens) for _ in range(layout.size)], guesses)
+        if draw(st.integers(0, 5)) == 0:
+            tree = TokenTree([], [], [], [])
+        trees.append(tree)
+        targets.append([draw(tokens) for _ in tree.needed])
+    return trees, targets
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(steps_that_ran())
+def test_the_same_is_accepted(step: tuple[list[TokenTree], list[list[int]]]) -> None:
+    trees, targets = step
+    results = np.full((sum(map(len, targets)), 5), 9, dtype=np.int32)
+    results[:, 0] = [target for each in targets for target in each]
+    outputs, drafts = FlatOutputs(results, [StepOutput(each) for each in targets]), [None] * len(trees)
+    accepted = [one.verification(trees, drafts).accept(outputs) for one in (OURS, TWIN)]
+    assert accepted[0] == accepted[1]
+    assert OURS.verification(trees, drafts).accept(list(outputs)) == accepted[0]  # outputs of another backend
+
+
+def test_a_step_that_cannot_be_learned_fails_its_sequence_alone() -> None:
+    tree, bad = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1]), TokenTree([7, 8], [-1, 0], [0, 1], [0, 5])
+    drafts = [draft_with_memory([6, 7]) for _ in range(3)]
+    OURS.choose([Offer(window_layout(0, 3), array("i", [7]), draft, 9, 9) for draft in drafts])
+    results = np.array([[8, 1, 2], [3, 1, 2]] * 3, dtype=np.int32)
+    outputs = FlatOutputs(results, [StepOutput([8, 3])] * 3)
+    first, second, third = OURS.verification([tree, bad, tree], drafts).accept(outputs)
+    assert first == third == Verdict([1], [8, 3], None, learned=True)
+    assert isinstance(second, IndexError)
+    for draft, kept in zip(drafts, (True, False, True), strict=True):
+        tables = draft.tables
+        assert tables is not None
+        assert (tables.last.get((7, 8)) == (1, 2)) == kept
 
 
 def in_new_process(code: str) -> str:

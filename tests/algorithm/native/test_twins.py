@@ -344,15 +344,31 @@ def test_every_step_of_a_generation_is_the_same(
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
-def test_every_step_of_the_graph_backend_is_the_same(model: Any, temperature: float) -> None:
-    """A batch of a tiny Llama, with packets and top tokens as they go to and come from a device."""
+@pytest.mark.parametrize("ngram", [4, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_step_of_the_graph_backend_is_the_same(
+    model: Any, temperature: float, ngram: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of a tiny Llama, with packets and top tokens as they go to and come from a device. The last of its
+    sequences runs alone, with a window. Shared, the offers in C stand."""
+    stood, show = list[bool](), DecodingSequence._show
+    learned = list[bool]()
+
+    def shown(self: DecodingSequence, tree: Any, output: Any, verdict: Any, ngrams: Any) -> None:
+        learned.append(verdict.learned)
+        show(self, tree, output, verdict, ngrams)
+
+    monkeypatch.setattr(DecodingSequence, "_show", shown)
 
     def run(drafter: Drafter) -> list[Any]:
-        engine, memory, seen = Engine(GraphBackend(copy.deepcopy(model))), SharedMemory(drafter), list[Any]()
-        config = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40, sources=SOURCES)
+        engine = Engine(GraphBackend(copy.deepcopy(model)), cost=COST if shared else None)
+        memory, seen = SharedMemory(drafter), list[Any]()
+        config = LookaheadConfig(window=3, ngram=ngram, guesses=4, budget=40, sources=SOURCES, shared=shared)
         for seed, prompt in enumerate([[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3, 4]]):
-            sampling = SamplingParams(temperature=temperature, seed=seed)
-            engine.submit(Request(DecodingSequence(prompt, config, sampling, StopRules(max_tokens=40), memory=memory)))
+            sampling, rules = SamplingParams(temperature=temperature, seed=seed), StopRules(max_tokens=24 + 8 * seed)
+            sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
+            stood.append(sequence.standing_offer is not None)
+            engine.submit(Request(sequence))
         settle = engine.settle
 
         def seen_in(results: Any) -> Any:
@@ -362,6 +378,10 @@ def test_every_step_of_the_graph_backend_is_the_same(model: Any, temperature: fl
         engine.settle = seen_in  # type: ignore[method-assign]
         while engine.running:
             seen += [event.tokens for event in engine.step()]
-        return [*seen, list(memory.successors.items())]
+        return [*seen, list(memory.successors.items()), memory.calibration.rates]
 
-    assert run(OURS) == run(TWIN)
+    ours = run(OURS)
+    assert (all(stood), all(learned), len(learned) > 10) == (shared, True, True)
+    learned.clear()
+    assert ours == run(TWIN)
+    assert not any(learned)

@@ -45,6 +45,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
     "draft_search": (_INT, [_POINTER, _POINTER]),
     "draft_choose": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "draft_accept": (None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER]),
     "workers_new": (_POINTER, [_INT]),
     "workers_wake": (None, [_POINTER]),
 }

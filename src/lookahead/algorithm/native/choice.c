@@ -5,6 +5,7 @@
 /* What all sequences of a step share. */
 typedef struct {
     const double *cost;             /* of a pass; NULL: there is none */
+    double floor;                   /* the least that a guess is worth which is searched for and not kept */
     int32_t cost_count, sequences;
     int32_t most;                   /* guesses of those that are not kept; negative: any number */
     int32_t room;                   /* guesses of all; negative: any number */
@@ -70,7 +71,7 @@ static int32_t best_counts(const Share *share, const Step *steps, int32_t *count
     int32_t *order = (int32_t *)(guesses + total + 1), at = 0;
     for (int32_t i = 0; i < share->sequences; i++) {
         for (int32_t k = 0; k < counts[i]; k++, at++) {
-            double weighted = steps[i].draft->scores[k] * steps[i].trust, value = weighted + steps[i].bonus;
+            double weighted = steps[i].draft->scores[k] * *steps[i].trust, value = weighted + steps[i].bonus;
             guesses[at] = (Guess){steps[i].kept ? value + 2.0 : value, value, weighted, i};
             order[at] = at;
         }
@@ -85,20 +86,25 @@ static int32_t best_counts(const Share *share, const Step *steps, int32_t *count
     return some;
 }
 
-/* Write tokens, parents, depths and origins of a tree: the branch, and behind it the first `count` guesses. Returns the
-   end of what was written, and the sum of the guesses' scores in `expected`. */
-static int32_t *write_tree(int32_t *to, const Step *step, const int32_t *branch, int32_t count, double *expected) {
-    for (int field = 0; field < 4; field++) {
-        if (field < 3) {
-            memcpy(to, branch + (int64_t)field * step->branch, (size_t)step->branch * sizeof *to);
-            to += step->branch;
-        }
-        if (count) memcpy(to, step->draft->guesses + (int64_t)field * step->draft->capacity, (size_t)count * sizeof *to);
-        to += count;
+/* Write a tree's tokens, parents, depths and origins: the branch, and behind it the first `count` guesses. These fields
+   are `rows` numbers apart. Returns the sum of the guesses' scores. */
+static double write_tree(int32_t *to, int64_t rows, const Step *step, const int32_t *branch, int32_t count) {
+    const int32_t root[3] = {step->root, -1, 0}, none = 0;
+    if (step->branch == 1) branch = root;
+    for (int field = 0; field < 4; field++, to += rows) {
+        int32_t own = field < 3 ? step->branch : 0;
+        memcpy(to, branch + (int64_t)field * own, (size_t)own * sizeof *to);
+        const int32_t *guesses = count ? step->draft->guesses + (int64_t)field * step->draft->capacity : &none;
+        memcpy(to + own, guesses, (size_t)count * sizeof *to);
     }
-    *expected = 0.0;
-    for (int32_t i = 0; i < count; i++) *expected += step->draft->scores[i];
-    return to;
+    double expected = 0.0;
+    for (int32_t i = 0; i < count; i++) expected += step->draft->scores[i];
+    return expected;
+}
+
+/* How many integers come with a step. */
+static int64_t numbers_of(const Step *step) {
+    return 2 * (int64_t)step->chain_token_count + step->chain_count + (step->branch > 1 ? 3 * (int64_t)step->branch : 0);
 }
 
 /* The searches of a step: what comes with each sequence, and how many guesses it finds. */
@@ -110,32 +116,55 @@ typedef struct {
 
 static void search_one(void *of, int32_t place) {
     Searches *s = of;
-    s->counts[place] = s->steps[place].draft ? draft_search(&s->steps[place], s->numbers[place]) : 0;
+    const Step *step = &s->steps[place];
+    s->counts[place] = step->draft && step->max_depth > 0 ? draft_search(step, s->numbers[place]) : 0;
 }
 
-/* Search every sequence's guesses, take the best of all of them, and write the trees. `numbers` are what comes with the
-   steps; no two steps have the same draft. `counts` are how many guesses each sequence takes; if one fails, all of these
-   are the results of the searches. `expected` has the trees' sums of scores, and at its end what the best refused guess
-   scores. Returns whether there is one. */
+/* The step of a sequence as it is now: its floor, and where its text ends. */
+static Step current(const Step *given, double floor) {
+    Step step = *given;
+    if (!step.draft) return step;
+    step.floor = step.kept ? 0.0 : floor / *step.trust;
+    if (!step.most_tokens) return step;
+    const Text *text = step.draft->text;
+    for (int i = 0; i < 3; i++) step.text_end[2 - i] = i < text->length ? text->tokens[text->length - 1 - i] : -1;
+    step.root = step.text_end[2];
+    /* An accepted guess at depth d means d + 1 tokens. */
+    step.max_depth = (int32_t)smaller(step.max_depth, step.most_tokens - text->length - 1);
+    return step;
+}
+
+/* Search every sequence's guesses, take the best of all of them, and write the trees: all tokens, all parents, all depths,
+   and all origins, as many of each as the trees have nodes. `given` are the sequences' steps, and `numbers` what comes with
+   them; no two steps have the same draft. `counts` are how many guesses each sequence takes; if one fails, all of these are
+   the results of the searches. `expected` has the trees' sums of scores, and at its end what the best refused guess is
+   worth. Returns whether there is one. */
 int32_t draft_choose(
-    const Share *share, const Step *steps, const int32_t *numbers, int32_t *counts, double *expected, int32_t *trees,
+    const Share *share, const Step *const *given, const int32_t *numbers, int32_t *counts, double *expected, int32_t *trees,
     Workers *workers
 ) {
-    const int32_t **parts = malloc((size_t)share->sequences * sizeof *parts);
-    if (!parts) return -1;
-    for (int32_t i = 0; i < share->sequences; i++) {
+    size_t sequences = (size_t)share->sequences;
+    Step *steps = malloc(sequences * (sizeof *steps + sizeof numbers));
+    if (!steps) return -1;
+    const int32_t **parts = (const int32_t **)(steps + sequences);
+    for (size_t i = 0; i < sequences; i++) {
+        steps[i] = current(given[i], share->floor);
         parts[i] = numbers;
-        numbers += numbers_of(&steps[i]) + 3 * (int64_t)steps[i].branch;
+        numbers += numbers_of(&steps[i]);
     }
     workers_share(workers, search_one, &(Searches){steps, parts, counts}, share->sequences);
     int32_t failed = 0;
-    for (int32_t i = 0; i < share->sequences; i++) {
+    for (size_t i = 0; i < sequences; i++) {
         if (counts[i] < 0) failed = counts[i];
     }
-    int32_t some = failed ? failed : best_counts(share, steps, counts, &expected[share->sequences]);
-    for (int32_t i = 0; some >= 0 && i < share->sequences; i++) {
-        trees = write_tree(trees, &steps[i], parts[i] + numbers_of(&steps[i]), counts[i], &expected[i]);
+    int32_t some = failed ? failed : best_counts(share, steps, counts, &expected[sequences]);
+    int64_t rows = 0;
+    for (size_t i = 0; some >= 0 && i < sequences; i++) rows += steps[i].branch + counts[i];
+    for (size_t i = 0; some >= 0 && i < sequences; i++) {
+        const int32_t *branch = parts[i] + 2 * (int64_t)steps[i].chain_token_count + steps[i].chain_count;
+        expected[i] = write_tree(trees, rows, &steps[i], branch, counts[i]);
+        trees += steps[i].branch + counts[i];
     }
-    free(parts);
+    free(steps);
     return some;
 }

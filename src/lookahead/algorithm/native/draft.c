@@ -216,33 +216,9 @@ static int32_t worth(const Taken *taken, int32_t count, const Step *step, double
     return keep;
 }
 
-/* Let the text and the table `last` take what the step before showed: new tokens, and what follows them. */
-static int take_news(const Step *step, const int32_t *tokens) {
-    const Draft *d = step->draft;
-    const Computed *last = &step->last;
-    const int32_t *ngrams = tokens + step->new_tokens;
-    const int32_t *tree = ngrams + (step->new_ngrams ? (int64_t)step->new_ngrams * d->text->set.ngram : 0);
-    const int32_t *top = tree + 2 * (int64_t)last->nodes + last->needed_count;
-    int result = 0;
-    if (step->new_tokens) result = text_take(d->text, tokens, step->new_tokens, ngrams, step->new_ngrams);
-    if (!result && last->nodes) result = table_keep(d->last, last, tree, top);
-    return result;
-}
-
-/* How many integers come with a step, without its branch. */
-int64_t numbers_of(const Step *step) {
-    const Computed *last = &step->last;
-    int64_t ngrams = step->new_ngrams ? (int64_t)step->new_ngrams * step->draft->text->set.ngram : 0;
-    int64_t tree = 2 * (int64_t)last->nodes + last->needed_count;
-    return 2 * (int64_t)step->chain_token_count + step->chain_count + step->new_tokens + ngrams + tree +
-           2 * (int64_t)last->needed_count * last->count;
-}
-
-/* Fill the draft's guesses. Returns how many there are. `chains` are the first of what comes with the step. */
+/* Fill the draft's guesses. Returns how many there are. `chains` come with the step. */
 int32_t draft_search(const Step *step, const int32_t *chains) {
     const Draft *d = step->draft;
-    int result = take_news(step, chains + 2 * (int64_t)step->chain_token_count + step->chain_count);
-    if (result) return result;
     if (step->room > d->capacity) return -2;
     if (!all_below(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
     int64_t text_chains = d->text ? text_find_chains(d->text) : 0, chain_tokens = step->chain_token_count;

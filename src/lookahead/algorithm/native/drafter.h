@@ -6,6 +6,7 @@
      text.c     SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
      draft.c    PythonDrafter.grow, in draft.py, and SuccessorTables.look_up, in successors.py
      choice.c   PythonDrafter.choose, in draft.py, and best_counts, in counts.py
+     accept.c   accept, in verify.py
      workers.c  no twin: threads that do some of the searches of a choice
 
    No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative result
@@ -85,9 +86,10 @@ static inline int64_t find(const Table *m, const int32_t key[3]) { return find_h
 
 static inline Entry *entry_at(const Table *m, int64_t slot) { return &m->entries[m->table[slot].place]; }
 
-/* A step whose successors are kept, `count` per needed node. `before` are the two tokens before the root. */
+/* A step whose successors are kept, `count` per needed node. `before` are the two tokens before the root. The numbers of
+   two needed nodes are `stride` numbers apart. */
 typedef struct {
-    int32_t nodes, needed_count, count, before[2], only;
+    int32_t nodes, needed_count, count, before[2], only, stride;
 } Computed;
 
 Table *table_new(void);
@@ -148,24 +150,25 @@ typedef struct {
     int32_t rate_count, first_origin, capacity;
 } Draft;
 
-/* One sequence's part of a step: its limits, the end of its text, and the sizes of what comes with it. That is, one after
-   the other in one array of integers: the given chains' tokens, origins and lengths; the tokens and n-grams that its text
-   takes first; the tokens, parents and needed nodes of the step before, and the top tokens of the needed ones, which
-   `last` keeps first. In a choice the tokens, parents and depths of the branch follow. */
+/* One sequence's part of a step: its limits, the end of its text, and how much comes with it. That is, one after the
+   other in one array of integers: the given chains' tokens, origins and lengths; and in a choice the tokens, parents and
+   depths of a branch that is more than the root. */
 typedef struct {
     const Draft *draft;  /* NULL: no guesses */
     const double *cost;  /* NULL: the room is filled */
+    const double *trust; /* what its guesses are worth in a choice: */
+    double bonus;        /* the score times `trust`, plus `bonus` */
     double floor;        /* the first guess that scores less ends the search */
-    double trust, bonus; /* what its guesses are worth in a choice */
     int32_t kept;        /* a choice takes all of them */
-    int32_t cost_count, room, max_depth, branch, text_end[3];
+    int32_t cost_count, room, max_depth, branch;
+    int32_t text_end[3]; /* its last token is the root */
     int32_t chain_token_count, chain_count;
-    int32_t new_tokens, new_ngrams;
-    Computed last; /* no needed nodes: there is nothing to keep */
+    int32_t most_tokens; /* 0, or that of a standing offer: the end of the text is that of the draft's text, and no guess
+                            goes beyond so many tokens */
+    int32_t root;        /* the token of a branch that is the root alone */
 } Step;
 
 int32_t draft_search(const Step *step, const int32_t *chains);
-int64_t numbers_of(const Step *step);
 
 /* 4. Threads that share the searches of a step. */
 

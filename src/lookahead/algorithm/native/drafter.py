@@ -7,38 +7,45 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct, pack
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from lookahead.algorithm.counts import Costs
-from lookahead.algorithm.draft import MOST_GUESSES, TAUGHT, Draft, Limits, Offer
-from lookahead.algorithm.native.memory import (
-    NO_STEP,
-    NO_TEXT,
-    NativeTable,
-    NativeText,
-    Numbers,
-    check,
-    computed_step,
+from lookahead.algorithm.draft import (
+    MOST_GUESSES,
+    TAUGHT,
+    Draft,
+    Limits,
+    Offer,
+    PythonVerification,
+    Standing,
+    Verification,
 )
+from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
 from lookahead.algorithm.successors import SuccessorTable
-from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
+from lookahead.algorithm.tree import NO_GUESSES, FlatOutputs, Forest, Guesses, StepOutput, TokenTree
+from lookahead.algorithm.verify import NO_VERDICT, Verdict
 from lookahead.machine import cores
 
 _DRAFT = Struct("3P P P 2P d 3i")
 """C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
 
-_STEP = Struct("2P 3d 5i 3i 2i 2i 6i")
-"""C's `Step`: draft, cost; floor, trust, bonus; kept, cost_count, room, max_depth, branch; text_end[3];
-chain_token_count, chain_count; new_tokens, new_ngrams; last. A `Struct` is packed in a third of the time that a
-`ctypes.Structure` takes, and lists of integers in a tenth of the time that an `array` of them takes."""
+_STEP = Struct("3P 2d 5i 3i 4i")
+"""C's `Step`: draft, cost, trust; bonus, floor; kept, cost_count, room, max_depth, branch; text_end[3];
+chain_token_count, chain_count, most_tokens, root. A `Struct` is packed in a third of the time that a `ctypes.Structure`
+takes, and lists of integers in a tenth of the time that an `array` of them takes."""
 
-_NO_DRAFT = Struct(f"40x 16x i {_STEP.size - 60}x")
-"""A `Step` without a draft: `branch` alone."""
+_NO_DRAFT = Struct("40x 16x i 12x 12x i")
+"""A `Step` without a draft: `branch` and `root`."""
 
-_SHARE = Struct("P 4i")
-"""C's `Share`: cost; cost_count, sequences, most, room."""
+_RAN = Struct("P 4i")
+"""C's `Ran`: draft; nodes, branch, width, needed_count."""
+
+NO_TRUST = array("d", (1.0,))
+
+_SHARE = Struct("P d 4i")
+"""C's `Share`: cost; floor; cost_count, sequences, most, room."""
 
 MOST_WORKERS, CORES_EACH = 4, 4
 """At most so many threads help to search, and no more than one for so many of the machine's cores."""
@@ -73,76 +80,145 @@ class NativeDrafter:
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         if limits.most < 1 or limits.max_depth < 1:
             return NO_GUESSES
-        kept, numbers = _draft_in_c(draft, limits.most), list[Numbers]()
-        times = None if limits.cost is None else self._times(limits.cost)
-        step = kept.step(draft, limits, limits.branch, times, numbers)
-        count = check(self._c.draft_search(step, b"".join(numbers)))
-        kept.taken_in()
-        return kept.first(count)
+        kept, times = _draft_in_c(draft, limits.most), self._times(limits.cost)
+        step = kept.step(limits, times, branch=limits.branch, floor=limits.floor, draft=draft)
+        return kept.first(check(self._c.draft_search(step, _chains_of(draft))))
 
     def choose(
-        self, offers: Sequence[Offer], cost: Costs | None = None, most: int | None = None, room: int | None = None
+        self,
+        offers: Sequence[Offer],
+        cost: Costs | None = None,
+        most: int | None = None,
+        room: int | None = None,
+        floor: float = 0.0,
     ) -> tuple[list[TokenTree], float | None]:
         # 1. What C needs of every sequence.
-        numbers, steps, searched, branches, guesses = list[Numbers](), list[bytes](), list[DraftInC | None](), 0, 0
-        tables: list[array[float]] = []  # C reads them, so they must outlive its call
+        steps, numbers, rows, guesses, searched = list[int](), list[Numbers](), 0, 0, 0
+        alive = list[Any]()  # what C reads must outlive its call
         for offer in offers:
-            draft, layout, branch = offer.draft, offer.layout, offer.branch
-            layout.check(branch)
-            if draft is None or offer.most < 1 or offer.max_depth < 1:
-                steps.append(_NO_DRAFT.pack(layout.size))
-                searched.append(None)
+            if offer.standing is None:
+                steps.append(self._step(offer, numbers, alive))
             else:
-                kept = _draft_in_c(draft, offer.most)
-                times = None
-                if offer.cost is not None:
-                    times = self._times(offer.cost)
-                    tables.append(times)
-                steps.append(kept.step(draft, offer, layout.size, times, numbers, offer.trust, offer.bonus, offer.kept))
-                searched.append(kept)
+                kept = cast("DraftInC | None", offer.draft and offer.draft.in_c)
+                steps.append(kept.standing_step if kept is not None and kept.standing is offer else self._stand(offer))
+            if offer.draft is not None and offer.most > 0:
+                searched += 1
                 guesses += offer.most
-            numbers += pack(f"{layout.size}i", *branch), layout.parents_and_depths
-            branches += layout.size
-        self._searched = len(searched) - searched.count(None)
+            rows += offer.layout.size
+        self._searched = searched
         # 2. Search, choose, write the trees.
         times = None if cost is None else array("d", np.asarray(cost, dtype=np.float64).tobytes())
         if room is not None:
             guesses = min(guesses, max(0, room))
-        trees = array("i", bytes(12 * branches + 16 * min(guesses, MOST_GUESSES * len(offers))))
+        trees = array("i", bytes(16 * (rows + min(guesses, MOST_GUESSES * len(offers)))))
         counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
+        address, count = _table(times)
         share = _SHARE.pack(
-            *_table(times), len(offers), -1 if most is None else max(0, most), -1 if room is None else max(0, room)
-        )
-        some = self._c.draft_choose(
-            share, b"".join(steps), b"".join(numbers), _address(counts), _address(expected), _address(trees),
-            self._workers if self._searched >= MANY else 0,
+            address, floor, count, len(offers),
+            -1 if most is None else max(0, most), -1 if room is None else max(0, room),
         )  # fmt: skip
-        for one, count in zip(searched, counts, strict=True):
-            if one is not None and count >= 0:
-                one.taken_in()
-        check(some)
-        # 3. Cut the trees out of what C wrote.
-        made, end = list[TokenTree](), 0
+        some = check(
+            self._c.draft_choose(
+                share, pack(f"{len(steps)}P", *steps), b"".join(numbers), _address(counts), _address(expected),
+                _address(trees), self._workers if searched >= MANY else 0,
+            )
+        )  # fmt: skip
+        # 3. The trees are one forest.
+        made, start, forest = list[TokenTree](), 0, Forest(trees, rows + sum(counts), rows == len(offers))
         for offer, count, sum_of_scores in zip(offers, counts, expected, strict=False):
-            layout = offer.layout
-            nodes = layout.size + count
-            tokens, parents, depths, origins = end, end + nodes, end + 2 * nodes, end + 3 * nodes
-            end = origins + count
-            made.append(
-                TokenTree(
-                    trees[tokens:parents], trees[parents:depths], trees[depths:origins], layout.needed(count),
-                    layout.size, layout.width, trees[origins:end], sum_of_scores,
-                )
-            )  # fmt: skip
+            made.append(TokenTree.of_forest(forest, start, offer.layout, count, sum_of_scores))
+            start += offer.layout.size + count
         return made, expected[len(offers)] if some else None
 
-    def _times(self, cost: Sequence[float]) -> array[float]:
+    def _step(self, offer: Offer, numbers: list[Numbers], alive: list[Any]) -> int:
+        """Where C's `Step` of an offer is. What comes with it goes to `numbers`, and what must stay to `alive`."""
+        layout, branch, draft = offer.layout, offer.branch, offer.draft
+        layout.check(branch)
+        if draft is None or offer.most < 1 or offer.max_depth < 1:
+            packed = _NO_DRAFT.pack(layout.size, branch[0])
+        else:
+            kept, times, trust = _draft_in_c(draft, offer.most), self._times(offer.cost), array("d", (offer.trust,))
+            packed = kept.step(
+                offer, times, trust, layout.size, draft=draft, bonus=offer.bonus, kept=offer.kept, root=branch[0]
+            )
+            numbers.append(_chains_of(draft))
+            alive += times, trust
+        if layout.size > 1:
+            numbers += pack(f"{layout.size}i", *branch), layout.parents_and_depths
+        step = array("B", packed)
+        alive.append(step)
+        return _address(step)
+
+    def _stand(self, offer: Offer) -> int:
+        """Where C's `Step` of a standing offer is, from now on."""
+        if offer.draft is None or offer.draft.text is None or offer.standing is None or offer.layout.size > 1:
+            raise ValueError("a standing offer needs a draft with a text in C, and has no window")
+        return _draft_in_c(offer.draft, offer.most).stand(offer, offer.standing, self._times(offer.cost))
+
+    def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
+        return NativeVerification(self._c, trees, drafts)
+
+    def _times(self, cost: Sequence[float] | None) -> array[float] | None:
         """The table as C reads it. The last one is kept, because most sequences have the same."""
+        if cost is None:
+            return None
         given, times = self._cost
         if given is not cost:
             times = array("d", cost)
             self._cost = cost, times
         return times
+
+
+class NativeVerification:
+    """All trees of a step, as C reads them. C verifies flat outputs; others are verified in Python.
+
+    A draft that C has not searched yet, or that has no text or no table of its last step in C, learns nothing here.
+    """
+
+    def __init__(self, library: Any, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> None:
+        self._c, self._given, self._sizes = library, trees, [tree.size for tree in trees]
+        self._drafts = [_that_learns(draft) for draft in drafts]
+        self._trees = b"".join([tree.packed() for tree in trees])
+        self._ran = b"".join(
+            [
+                _RAN.pack(0 if kept is None else kept.address, tree.size, tree.branch, tree.width, len(tree.needed))
+                for tree, kept in zip(trees, self._drafts, strict=True)
+            ]
+        )
+        self._numbers = array("i", bytes(4 * (len(trees) + 2 * sum(self._sizes))))
+
+    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
+        if not isinstance(outputs, FlatOutputs):
+            return PythonVerification(self._given).accept(outputs)
+        results, numbers, count, rows = outputs.results, self._numbers, len(self._given), sum(self._sizes)
+        address = _address(numbers)
+        self._c.draft_accept(
+            self._ran, count, self._trees, results.ctypes.data, results.shape[1],
+            address, address + 4 * count, address + 4 * (count + rows),
+        )  # fmt: skip
+        verdicts, flat, start = list[Verdict | Exception](), numbers.tolist(), count
+        for accepted, kept in zip(flat[:count], self._drafts, strict=True):
+            if accepted > 0:
+                end, path = start + accepted, start + rows
+                verdicts.append(Verdict(flat[path : path + accepted - 1], flat[start:end], None, kept is not None))
+                start = end
+            else:
+                verdicts.append(NO_VERDICT if not accepted else _error(accepted))
+        return verdicts
+
+
+def _that_learns(draft: Draft | None) -> DraftInC | None:
+    """What C has of the draft, if it can learn from a step."""
+    kept: DraftInC | None = None if draft is None else draft.in_c
+    return None if kept is None or kept.text is None or kept.last is None else kept
+
+
+def _error(result: int) -> Exception:
+    try:
+        check(result)
+    except (MemoryError, IndexError) as error:
+        return error
+    raise ValueError(f"{result} is no error")
 
 
 @lru_cache(maxsize=8)
@@ -170,43 +246,42 @@ class DraftInC:
         )  # fmt: skip
         self._packed = array("B", packed)
         self.address = _address(self._packed)
+        self.standing: Offer | None = None
+        self.standing_step = 0  # where C's `Step` of the standing offer is
 
     def step(
         self,
-        draft: Draft,
         limits: Limits | Offer,
-        branch: int,
         times: array[float] | None,
-        numbers: list[Numbers],
-        trust: float = 1.0,
+        trust: array[float] = NO_TRUST,
+        branch: int = 1,
+        *,
+        draft: Draft | None = None,
         bonus: float = 0.0,
+        floor: float = 0.0,
         kept: bool = True,
+        most_tokens: int = 0,
+        root: int = 0,
     ) -> bytes:
-        """C's `Step` for the draft. What comes with it goes to `numbers`."""
-        tokens, lengths, new_text, last_step = draft.chain_tokens, draft.chain_lengths, NO_TEXT, NO_STEP
-        if lengths:
-            count = 2 * len(tokens) + len(lengths)
-            numbers.append(pack(f"{count}i", *tokens, *draft.chain_origins, *lengths))
-        if self.text is not None and self.text.waiting is not None:
-            new_text, text = self.text.waiting
-            numbers.append(pack(f"{len(text)}i", *text))
-        if self.last is not None and self.last.waiting is not None:
-            last_step, arrays = computed_step(*self.last.waiting, True)
-            numbers += arrays
-        room = limits.most if limits.most < MOST_GUESSES else MOST_GUESSES
-        address, count = (0, 0) if times is None else _table(times)
+        """C's `Step`. Without a draft the end of the text and its chains are left out."""
+        room = min(limits.most, MOST_GUESSES)
+        address, count = _table(times)
+        text_end = (0, 0, 0) if draft is None else draft.text_end
+        chains = (0, 0) if draft is None else (len(draft.chain_tokens), len(draft.chain_lengths))
         return _STEP.pack(
-            self.address, address, limits.floor, trust, bonus,
-            kept, count, room, limits.max_depth if limits.max_depth < room else room, branch,
-            *draft.text_end, len(tokens), len(lengths), *new_text, *last_step,
+            self.address, address, _address(trust), bonus, floor,
+            kept, count, room, min(limits.max_depth, room), branch,
+            *text_end, *chains, most_tokens, root,
         )  # fmt: skip
 
-    def taken_in(self) -> None:
-        """C has taken in what waited in the text and in the table of the last step."""
-        if self.text is not None:
-            self.text.waiting = None
-        if self.last is not None:
-            self.last.waiting = None
+    def stand(self, offer: Offer, standing: Standing, times: array[float] | None) -> int:
+        """Keep C's `Step` of a standing offer. Returns where it is."""
+        packed = self.step(
+            offer, times, standing.trust, bonus=offer.bonus, kept=offer.kept, most_tokens=standing.most_tokens
+        )
+        self._read_by_c = array("B", packed), times, standing.trust
+        self.standing, self.standing_step = offer, _address(self._read_by_c[0])
+        return self.standing_step
 
     def first(self, n: int) -> Guesses:
         """A copy of the first n guesses."""
@@ -229,6 +304,12 @@ def _draft_in_c(draft: Draft, most: int) -> DraftInC:
     ):
         kept = draft.in_c = DraftInC(draft, min(most, MOST_GUESSES))
     return kept
+
+
+def _chains_of(draft: Draft) -> bytes:
+    """The given chains' tokens, origins and lengths, as C reads them."""
+    numbers = [*draft.chain_tokens, *draft.chain_origins, *draft.chain_lengths]
+    return pack(f"{len(numbers)}i", *numbers)
 
 
 def _table(times: array[float] | None) -> tuple[int, int]:

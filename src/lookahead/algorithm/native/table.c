@@ -136,7 +136,7 @@ void table_forget(Table *m, int64_t limit) {
 }
 
 /* Keep the successors of every needed node under the node's last three, two and one tokens. `tree` are the tokens, the
-   parents and the needed nodes; `top` is [needed_count, 2 * count]. With `only`, all that was kept before is dropped. */
+   parents and the needed nodes; `top` are 2 * count numbers of each of these. With `only`, all that was kept before is dropped. */
 int table_keep(Table *m, const Computed *step, const int32_t *tree, const int32_t *top) {
     const int32_t *tokens = tree, *parents = tokens + step->nodes, *needed = parents + step->nodes;
     if (step->only) table_clear(m);
@@ -151,7 +151,7 @@ int table_keep(Table *m, const Computed *step, const int32_t *tree, const int32_
         }
         int32_t token = tokens[node];
         int32_t keys[3][3] = {{two, one, token}, {NONE, one, token}, {NONE, NONE, token}};
-        Successors value = successors_of(top + (int64_t)i * 2 * step->count, step->count);
+        Successors value = successors_of(top + (int64_t)i * step->stride, step->count);
         for (int k = 0; k < 3; k++) {
             if (put(m, keys[k], value)) return -1;
         }

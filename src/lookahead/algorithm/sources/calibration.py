@@ -36,7 +36,11 @@ class Trust:
 
     def __init__(self) -> None:
         self._accepted = self._expected = 0.0
-        self.ratio = 1.0
+        self.cell = array("d", (1.0,))  # where the C drafter reads the ratio
+
+    @property
+    def ratio(self) -> float:
+        return self.cell[0]
 
     def learn(self, accepted: int, expected: float) -> None:
         """One more step."""
@@ -55,7 +59,7 @@ class Trust:
         self._weigh()
 
     def _weigh(self) -> None:
-        self.ratio = (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
+        self.cell[0] = (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
 
 
 class Calibration:

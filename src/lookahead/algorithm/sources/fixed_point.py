@@ -15,6 +15,8 @@ class FixedPointSource:
     The first iterate, and the places that become free at the block's end, are filled with the prompt's last token.
     """
 
+    proposes_once, learns_early = False, False
+
     def __init__(self, calibration: Calibration, block: int) -> None:
         self.block = block
         self.origin = calibration.prior("fixed-point", (0.5,))

@@ -41,6 +41,7 @@ class PoolSource:
     """Proposes the n-grams that it fed to the pool."""
 
     feeder: str
+    proposes_once, learns_early = False, False
     # Rates by depth, given that the parent was right. These were guessed; the calibration corrects them.
     PRIORS = (0.12, 0.35, 0.45, 0.5)
 

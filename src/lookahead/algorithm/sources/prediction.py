@@ -26,6 +26,8 @@ class PredictionSource:
     many tokens matched before it, plus its depth.
     """
 
+    proposes_once, learns_early = False, True
+
     # Rates by matched length: the first is for a place where nothing matches, and the last for 12 tokens and more. They
     # were guessed; the calibration corrects them.
     PRIORS = (0.2, 0.3, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95, 0.96)

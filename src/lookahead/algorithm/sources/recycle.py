@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.native.memory import NativeTable
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.successors import NOTHING, SuccessorTable, SuccessorTables
@@ -32,6 +33,7 @@ class RecycleSource:
     server that mixes users should keep the scope at 'request'.
     """
 
+    proposes_once = True
     # By probability level of a successor, for keys of three, two and one tokens. The last two are the rates reached
     # after 20 MT-Bench and 20 HumanEval answers of the embedded model; the first is a guess somewhat above the second.
     PRIORS = (
@@ -46,6 +48,7 @@ class RecycleSource:
         own = [rate for rates in self.PRIORS for rate in rates]
         first_origin = calibration.prior("recycle", own + own)
         self.tables = SuccessorTables(new_table(), new_table(), shared, first_origin)
+        self.learns_early = isinstance(self.tables.last, NativeTable)
         self._waiting: tuple[TokenTree, tuple[int, int], npt.NDArray[np.int32]] | None = None
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -63,7 +66,8 @@ class RecycleSource:
         if self._waiting is not None:
             self.learn_while_running()  # the engine did not call it, and the step before would be lost
         self._waiting = outcome.tree, before, top
-        self.tables.last.keep(outcome.tree, before, top, True)
+        if not outcome.learned:
+            self.tables.last.keep(outcome.tree, before, top, True)
 
     def learn_while_running(self) -> None:
         """Put the last step's successors into the large tables; `last` is asked before them, so they may wait."""

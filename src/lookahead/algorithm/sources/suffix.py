@@ -21,6 +21,8 @@ class SuffixSource:
     all tokens before it count as matched.
     """
 
+    proposes_once, learns_early = False, False
+
     # Rates by matched length; the last is for 12 and more. These were guessed; the calibration corrects them.
     PRIORS = (0.0, 0.15, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.82, 0.85, 0.87, 0.89, 0.92)
 

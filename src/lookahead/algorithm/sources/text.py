@@ -18,6 +18,8 @@ from lookahead.algorithm.sources.suffix import SuffixSource
 class TextSource:
     """Takes the place of the sources that follow the text, of which it reads only the settings."""
 
+    proposes_once, learns_early = True, True
+
     def __init__(self, sources: Sequence[SuffixSource | PoolSource], drafter: NativeDrafter) -> None:
         origins = {type(source): source.origin for source in sources}
         suffix = next((source for source in sources if isinstance(source, SuffixSource)), None)
@@ -38,7 +40,8 @@ class TextSource:
         draft.text = self.text
 
     def absorb(self, outcome: Outcome) -> None:
-        self.text.take_later(outcome.accepted, outcome.ngrams if self.windowed else ())
+        if not outcome.learned:
+            self.text.take(outcome.accepted, outcome.ngrams if self.windowed else ())
 
     def learn_while_running(self) -> None:
         pass

@@ -14,12 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.tree import FlatOutputs, StepOutput
 from lookahead.backends.base import MOST_AHEAD, StepInput
 from lookahead.backends.graph.captured import CapturedStep
+from lookahead.backends.graph.ops import TopTokens
+
+
+NOTHING_YET = np.empty((0, 1), dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -40,6 +47,7 @@ class RunningStep:
     stream: torch.cuda.Stream | None
     done: torch.cuda.Event | None = None
     ahead: int = 0
+    outputs: FlatOutputs | None = None
 
     def wait(self) -> None:
         """Block until the results are on the host. On a CPU they are there at once."""
@@ -48,24 +56,52 @@ class RunningStep:
         elif self.stream is not None:
             self.stream.synchronize()
 
-    def read(self, logits: torch.Tensor) -> list[StepOutput]:
-        """Copies of the results, which are on the host; `logits` [N, V] are the step's, on the device."""
-        # One copy of everything: a call to NumPy takes as long for all inputs as for one.
-        step, outputs, starts = self.step, list[StepOutput](), self.starts
-        ends = [*starts[1:], starts[-1] + len(self.inputs[-1].tree.needed)]
-        results = step.top.arrays[self.turn][: ends[-1]]
-        targets = results[:, 0].tolist()
-        tops = {count: step.top.best(results, count) for count in {item.top for item in self.inputs} if count}
-        for start, end, item in zip(starts, ends, self.inputs, strict=True):
-            output = StepOutput(targets[start:end], tops[item.top][start:end] if item.top else None)
-            if item.logits and end > start:
-                with torch.inference_mode():
-                    output.logits = logits[start:end].clone()
-            if item.logprobs is not None and step.logprobs is not None:
-                output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
-                output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
-            outputs.append(output)
+    def get_ready(self) -> FlatOutputs:
+        """Make the outputs, still without results, while the device runs."""
+        ends = [*self.starts[1:], self.starts[-1] + len(self.inputs[-1].tree.needed)]
+        outputs = self.outputs = FlatOutputs(NOTHING_YET, ())
+        for start, end, item in zip(self.starts, ends, self.inputs, strict=True):
+            outputs.append(LateOutput(outputs, start, end, item.top))
         return outputs
+
+    def read(self, logits: torch.Tensor) -> FlatOutputs:
+        """Copies of the results, which are on the host; `logits` [N, V] are the step's, on the device."""
+        step, outputs = self.step, self.get_ready() if self.outputs is None else self.outputs
+        # One copy of everything: a call to NumPy takes as long for all inputs as for one.
+        outputs.results = step.top.arrays[self.turn][: self.starts[-1] + len(self.inputs[-1].tree.needed)].copy()
+        for start, item, output in zip(self.starts, self.inputs, outputs, strict=True):
+            if item.logits or item.logprobs is not None:
+                end = start + len(item.tree.needed)
+                if item.logits and end > start:
+                    with torch.inference_mode():
+                        output.logits = logits[start:end].clone()
+                if item.logprobs is not None and step.logprobs is not None:
+                    output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
+                    output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
+        return outputs
+
+
+class LateOutput(StepOutput):
+    """The output of the input whose needed rows are `start` to `end`. Its targets and its `count` top tokens are taken
+    out of the step's results when they are first asked for: that may be while the device runs the next step."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, step: FlatOutputs, start: int, end: int, count: int) -> None:
+        self._rows = step, start, end, count
+        self.logits = self.likely = self.logprobs = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Python comes here only for what has not been set."""
+        if name not in ("targets", "top"):
+            raise AttributeError(f"a StepOutput has no {name!r}")
+        step, start, end, count = self._rows
+        rows = step.results[start:end]
+        if name == "targets":
+            self.targets = rows[:, 0].tolist()
+            return self.targets
+        self.top = TopTokens.best(rows, count) if count else None
+        return self.top
 
 
 class StepAhead:
@@ -130,7 +166,7 @@ class StepAhead:
             return None
         if any(item.sampling != old.sampling for item, old in zip(inputs, running.inputs, strict=True)):
             return None
-        return replace(running, inputs=list(inputs))
+        return replace(running, inputs=list(inputs), outputs=None)
 
     def forget(self) -> RunningStep | None:
         """Give up the step ahead. Work that is launched next, on any stream, will run after it."""

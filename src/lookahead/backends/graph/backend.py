@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
+from operator import add
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -164,11 +165,11 @@ class GraphBackend:
 
     def length(self, slot: int) -> int:
         """How many tokens of the sequence are cached."""
-        return self._slots[slot].length
+        return self._slots.by_number[slot].length
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Take pages for so many tokens of the sequence. False if there are too few."""
-        return self._slots.has_pages(self._slots[slot], tokens)
+        return self._slots.has_pages(self._slots.by_number[slot], tokens)
 
     @property
     def noise(self) -> torch.Tensor:
@@ -231,6 +232,7 @@ class GraphBackend:
             running = self._start(inputs)
         if self._ahead.may_follow(running) and all(map(self._has_page_ahead, running.inputs)):
             self._ahead.start(running)
+        running.get_ready()
         return running
 
     def _has_page_ahead(self, item: StepInput) -> bool:
@@ -245,40 +247,41 @@ class GraphBackend:
         """Start a step of these inputs."""
         # 1. Take the pages first: without them, nothing has happened yet.
         items, slots = list(inputs), self._slots.of(inputs)
-        sizes = [len(item.tree.tokens) for item in items]
+        sizes, lengths = [item.tree.size for item in items], [slot.length for slot in slots]
         self._check_trees(sizes)
-        needs = [slot.length + len(item.trail) + own for item, slot, own in zip(items, slots, sizes, strict=True)]
+        needs = list(map(add, lengths, sizes))
+        if trailed := any(item.trail for item in items):
+            needs = [need + len(item.trail) for need, item in zip(needs, items, strict=True)]
         self._slots.need_pages(slots, needs)
-        rows = sum(needs) - sum([slot.length for slot in slots])
         for item, slot in zip(items, slots, strict=True):
             if item.adjustment is not None and slot.rules_line < 0:
                 self._take_rules_line(slot, item.sampling)
         # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
+        rows = sum(needs) - sum(lengths)
         while rows > self._most_rows:
             place = max(range(len(items)), key=lambda i: len(items[i].trail))
             trail = items[place].trail
             self._run_alone(StepInput(items[place].slot, trail[: self._most_rows], NO_TREE, SamplingParams(), ()))
             items[place] = replace(items[place], trail=trail[self._most_rows :])
             rows -= len(trail) - len(items[place].trail)
+            lengths[place] = slots[place].length
         # 3. Choose the captured step.
-        step = self._steps.choose(items, [slot.length for slot in slots])
+        step = self._steps.choose(items, lengths)
         # 4. Fill the packet, and go.
         packet, adjusted = step.packet, step.kind.adjusted
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
-        for slot in slots:
-            if slot.told < len(slot.table.pages):
-                self._slots.tell_pages(slot)
+        self._slots.tell_all_pages(slots)
         trails, trees = [item.trail for item in items], [item.tree for item in items]
-        lines, lengths = [slot.line for slot in slots], [slot.length for slot in slots]
-        starts = packet.put(lines, lengths, trails, trees, step.queries)
+        starts = packet.put([slot.line for slot in slots], lengths, trails, trees, step.queries)
         if step.kind.drawn:
             packet.put_draws(items)
         if adjusted:
             self.state.buffers.adjusting.put(packet, slots, items)
         packet.end(commits, moves)
-        for slot, trail in zip(slots, trails, strict=True):
-            slot.length += len(trail)  # now it is the root's position, where `commit` starts
+        if trailed:
+            for slot, trail in zip(slots, trails, strict=True):
+                slot.length += len(trail)  # now it is the root's position, where `commit` starts
         if adjusted:
             self.state.buffers.adjusting.send_masks()
         step.run()

@@ -59,7 +59,7 @@ def kind_of(
     """
     group = weights.heads // weights.kv_heads
     few = 2 * SMALL_TILE // group
-    parts, trails = [len(item.tree.tokens) for item in items], [len(item.trail) for item in items]
+    parts, trails = [item.tree.size for item in items], [len(item.trail) for item in items]
     largest = max(parts)
     needed, drawn, plain = 0, False, True
     for item in items:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, repeat
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from operator import add, mul
 from struct import pack, pack_into
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.tree import TokenTree
+from lookahead.algorithm.tree import TokenTree, forest_of
 from lookahead.backends.base import MOST_AHEAD, StepInput
 
 MOST_ENTRIES = 256
@@ -134,10 +134,11 @@ class Packet:
         queries a row has per K/V head, and how many a tile has.
         """
         # 1. The rows: of each entry its trail, then its tree.
-        trail_rows, nodes = [len(trail) for trail in trails], [len(tree.tokens) for tree in trees]
-        tokens: list[Numbers] = [tree.tokens for tree in trees]
-        parents: list[Numbers] = [tree.parents for tree in trees]
+        trail_rows, nodes = [len(trail) for trail in trails], [tree.size for tree in trees]
         rows, ends, some_trail = nodes, lengths, any(trail_rows)
+        forest = None if some_trail else forest_of(trees)
+        tokens: list[Numbers] = [tree.tokens for tree in trees] if forest is None else [forest.tokens]
+        parents: list[Numbers] = [tree.parents for tree in trees] if forest is None else [forest.parents]
         if some_trail:
             none = [self._minus_ones[: 4 * count] for count in trail_rows]
             tokens = list(chain.from_iterable(zip([array("i", trail) for trail in trails], tokens, strict=True)))
@@ -149,7 +150,7 @@ class Packet:
         # 2. Which of them are needed.
         *firsts, count = accumulate(rows, initial=0)
         roots = list(map(add, firsts, trail_rows)) if some_trail else firsts
-        wanted = [len(tree.needed) for tree in trees]
+        wanted = nodes if forest is not None and forest.all_needed else [len(tree.needed) for tree in trees]
         if wanted == rows:  # all of them
             self._write("needed", self._counting[: 4 * count], self._zeros)
         elif roots == [0]:
@@ -158,20 +159,24 @@ class Packet:
             needed = [root + node for root, tree in zip(roots, trees, strict=True) for node in tree.needed]
             self._write("needed", pack(f"{len(needed)}i", *needed), self._zeros)
         # 3. The entries and their tiles.
-        entries = zip(lines, lengths, firsts, trail_rows, nodes, strict=True)
-        self._write_first("entries", list(chain.from_iterable(entries)))
-        parts: Iterable[tuple[int, ...]] = zip(lines, ends, roots, nodes, repeat(1), strict=False)
-        if some_trail:
-            of_trails = zip(lines, ends, firsts, trail_rows, repeat(0), strict=False)
-            parts = chain.from_iterable(zip(of_trails, parts, strict=True))
-        group, block = queries
-        tiles = [
-            (line, end, first, size, number, is_tree)
-            for line, end, first, size, is_tree in parts
-            for number in range(-(-size * group // block))
-        ]
-        self._write_first("tiles", list(chain.from_iterable(tiles)))
-        self._tiles = len(tiles)
+        entries = [0] * (ENTRY * len(lines))
+        for place, field in enumerate((lines, lengths, firsts, trail_rows, nodes)):
+            entries[place::ENTRY] = field
+        self._write_first("entries", entries)
+        (group, block), tiles = queries, list[int]()
+        for line, end, first, trail, root, size in zip(lines, ends, firsts, trail_rows, roots, nodes, strict=True):
+            for number in range(-(-trail * group // block)) if trail else ():
+                tiles += line, end, first, trail, number, 0
+            if 0 < size * group <= block:
+                tiles += line, end, root, size, 0, 1
+            else:
+                for number in range(-(-size * group // block)):
+                    tiles += line, end, root, size, number, 1
+        self._write_first("tiles", tiles)
+        self._tiles = len(tiles) // TILE
+        if wanted is nodes:
+            self.needed = count
+            return firsts
         *starts, self.needed = accumulate(wanted, initial=0)
         return starts
 
@@ -184,8 +189,7 @@ class Packet:
 
     def _write_first(self, name: str, numbers: Sequence[int]) -> None:
         """Write the first numbers of a field."""
-        start = self._places[name][0]
-        pack_into(f"{len(numbers)}i", self._memory, 4 * start, *numbers)
+        pack_into(f"{len(numbers)}i", self._memory, 4 * self._places[name][0], *numbers)
 
     def put_draws(self, items: Sequence[StepInput]) -> None:
         """Write how the targets of the inputs' needed rows are drawn: not at all without uniforms and without noise."""

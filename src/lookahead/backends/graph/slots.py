@@ -33,7 +33,7 @@ class Slot:
 
 
 class Slots:
-    """All open slots by their numbers, and the pages of `kv` that they share.
+    """All open slots (`by_number`), and the pages of `kv` that they share.
 
     `lines` are those of the device's tables that no slot has. `pending` are the commits whose K/V have not moved yet:
     per sequence, from where to where.
@@ -43,22 +43,22 @@ class Slots:
         self.kv, self.pool = kv, PagePool(kv.pages, PAGE)
         self.lines = list(range(MOST_ENTRIES - 1, -1, -1))
         self.pending: list[list[int]] = []
-        self._open: dict[int, Slot] = {}
+        self.by_number: dict[int, Slot] = {}
         self._next = 0
 
     def __getitem__(self, number: int) -> Slot:
-        return self._open[number]
+        return self.by_number[number]
 
     def of(self, inputs: Sequence[StepInput]) -> list[Slot]:
         """The slots of these inputs."""
-        slots = self._open
+        slots = self.by_number
         return [slots[item.slot] for item in inputs]
 
     def __contains__(self, number: object) -> bool:
-        return number in self._open
+        return number in self.by_number
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.by_number)
 
     def open(self, tokens: Sequence[int], salt: str) -> int:
         """A slot for a new sequence, with the pages of an earlier one that began the same, if there is one."""
@@ -66,12 +66,12 @@ class Slots:
             raise RuntimeError(f"{MOST_ENTRIES} sequences are open; close one before you open another")
         number, table = self._next, self.pool.open(tokens, salt)
         self._next += 1
-        self._open[number] = Slot(self.lines.pop(), table, table.cached)
+        self.by_number[number] = Slot(self.lines.pop(), table, table.cached)
         return number
 
     def close(self, number: int) -> Slot:
         """Give a slot's line and pages back. What the pool remembers stays while there is room."""
-        closed = self._open.pop(number)
+        closed = self.by_number.pop(number)
         self.lines.append(closed.line)
         self.pool.close(closed.table)
         return closed
@@ -111,6 +111,12 @@ class Slots:
             self.kv.set_table(slot.line, [page + 1 for page in pages], slot.told)
             slot.told = len(pages)
 
+    def tell_all_pages(self, slots: Sequence[Slot]) -> None:
+        """Tell the device of all pages that these sequences have."""
+        for slot in slots:
+            if slot.told < len(slot.table.pages):
+                self.tell_pages(slot)
+
     def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
         """Take the pages that sequences of so many tokens may need next, if there are plenty.
 
@@ -132,7 +138,7 @@ class Slots:
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Keep the root and these nodes of each slot. The root's K/V is in place; that of the nodes is pending."""
         for number, path in accepted:
-            slot = self._open[number]
+            slot = self.by_number[number]
             if path and path[-1] != len(path):  # some nodes do not stand right behind the root
                 # They are noted as places in the pages, because the sequence may give some of its pages back, or end,
                 # before they move. That is no harm: a step moves them before it writes anything.
