@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(slots=True)
 class StepResult:
-    """One request's part of a step that has run: its input, its output, and how long it took to propose, run and accept.
+    """One request's part of a step that has run: its input, its output, and how long each stage took.
 
     `accepted` is what its targets confirm, before any rule may end it, or why that cannot be told; None if nobody has
     looked.

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from lookahead.algorithm.tree import FlatOutputs, StepOutput
 from lookahead.backends.base import MOST_AHEAD, StepInput
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.ops import TopTokens
-
 
 NOTHING_YET = np.empty((0, 1), dtype=np.int32)
 

@@ -44,6 +44,7 @@ class Clock:
     """When the device began and ended each step's work: all the rest of the time it waits for the host."""
 
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _next: list[torch.cuda.Event] = field(default_factory=list)
 
     def watch(self, backend: GraphBackend) -> None:
         """Mark every captured step of this backend from now on. Without a GPU nothing is marked."""
@@ -61,13 +62,17 @@ class Clock:
 
     def _marked(self, call: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = self._next or self._new_events()
             begin.record()
             call(*args)
             end.record()
             self.marks.append((begin, end))
+            self._next = self._new_events()  # made now, so that the next step need not wait for them
 
         return run
+
+    def _new_events(self) -> list[torch.cuda.Event]:
+        return [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def read(self) -> dict[str, float]:
         """The median step and the median gap before it since the last reading, in milliseconds."""
