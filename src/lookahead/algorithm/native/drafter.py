@@ -62,6 +62,7 @@ class NativeDrafter:
         self._cost: tuple[Sequence[float], array[float]] = (), array("d")
         self._most_workers = min(MOST_WORKERS, cores() // CORES_EACH) if workers is None else workers
         self._workers = 0
+        self._memory: list[array[int]] = []  # where C writes trees
         self._searched = 0  # the sequences that were searched since `get_ready`
 
     def new_table(self) -> NativeTable:
@@ -107,14 +108,14 @@ class NativeDrafter:
             rows += offer.layout.size
         self._searched = searched
         # 2. Search, choose, write the trees.
-        times = None if cost is None else array("d", np.asarray(cost, dtype=np.float64).tobytes())
+        times = None if cost is None else np.ascontiguousarray(cost, dtype=np.float64)
         if room is not None:
             guesses = min(guesses, max(0, room))
-        trees = array("i", bytes(16 * (rows + min(guesses, MOST_GUESSES * len(offers)))))
+        space = 4 * (rows + min(guesses, MOST_GUESSES * len(offers)))
+        trees = self._take_memory(space)
         counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
-        address, count = _table(times)
         share = _SHARE.pack(
-            address, floor, count, len(offers),
+            0 if times is None else times.ctypes.data, floor, 0 if times is None else len(times), len(offers),
             -1 if most is None else max(0, most), -1 if room is None else max(0, room),
         )  # fmt: skip
         some = check(
@@ -124,11 +125,21 @@ class NativeDrafter:
             )
         )  # fmt: skip
         # 3. The trees are one forest.
-        made, start, forest = list[TokenTree](), 0, Forest(trees, rows + sum(counts), rows == len(offers))
+        nodes = rows + sum(counts)
+        made, start, forest = list[TokenTree](), 0, Forest(trees[: 4 * nodes], nodes, rows == len(offers))
+        self._memory[:] = [trees]
         for offer, count, sum_of_scores in zip(offers, counts, expected, strict=False):
             made.append(TokenTree.of_forest(forest, start, offer.layout, count, sum_of_scores))
             start += offer.layout.size + count
         return made, expected[len(offers)] if some else None
+
+    def _take_memory(self, numbers: int) -> array[int]:
+        """Memory for so many numbers: the last call's, unless another thread has taken it, or it is too small."""
+        try:
+            memory = self._memory.pop()
+        except IndexError:
+            memory = array("i")
+        return memory if len(memory) >= numbers else array("i", bytes(4 * numbers))
 
     def _step(self, offer: Offer, numbers: list[Numbers], alive: list[Any]) -> int:
         """Where C's `Step` of an offer is. What comes with it goes to `numbers`, and what must stay to `alive`."""

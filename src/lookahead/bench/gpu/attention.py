@@ -15,7 +15,7 @@ from lookahead.backends.graph.kernels.rows import Rows, new_rows
 from lookahead.backends.graph.kinds import SMALL_TILE
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE, bucket
-from lookahead.bench.gpu.timing import graphed, median_ms, tree_of
+from lookahead.bench.gpu.timing import copy_bandwidth, graphed, median_ms, tree_of
 
 HEADS = ((64, 64, 64), (32, 32, 128), (32, 8, 128))
 """(heads, K/V heads, dimension)."""
@@ -50,9 +50,7 @@ class Case:
 
 def attention_records() -> Iterator[dict[str, Any]]:
     """Kernel, SDPA with a dense mask over the live prefix, and the floor: K/V read once at copy bandwidth."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() * 4 / median_ms(lambda: target.copy_(source)) * 1e3
+    bandwidth = copy_bandwidth()
     for heads in HEADS:
         for count in COUNTS:
             for context in CONTEXTS:

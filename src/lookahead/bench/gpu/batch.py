@@ -6,6 +6,7 @@ same. A step that had to be captured first is left out: in a steady state all ar
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.bench.gpu.bench import GpuBench
+from lookahead.bench.gpu.timing import bytes_read, copy_bandwidth
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
@@ -139,6 +141,7 @@ def batch(bench: GpuBench) -> None:
     backend, clock = bench.backend(), Clock()
     passes = measure_passes(backend).table(512)
     cost = stairs(passes, ROW_SIZES)
+    bandwidth = copy_bandwidth() if backend.device.type == "cuda" else math.nan
     clock.watch(backend)
     for label, sampling in SAMPLINGS.items():
         plain: dict[int, list[int]] = {}
@@ -158,10 +161,11 @@ def batch(bench: GpuBench) -> None:
                 for number, output in load.outputs.items():
                     plain.setdefault(number, output)
                 same = sum(plain[number] == output for number, output in load.outputs.items())
-                bench.add(
-                    {"batch": count, "method": name, "sampling": label, **measured[0], "answers": len(load.outputs),
-                     "as_first_seen": same}
-                )  # fmt: skip
+                record = {"batch": count, "method": name, "sampling": label, **measured[0]}
+                if name == "autoregressive":
+                    bound = count * bandwidth / bytes_read(backend.weights, count, record["context"])
+                    record["of_bound"] = round(record["tok_s"] / bound, 3)
+                bench.add(record | {"answers": len(load.outputs), "as_first_seen": same})
 
 
 def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[str, Any]]:
@@ -172,7 +176,7 @@ def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[s
         started = sum(request.sequence.stats.steps > 0 for request in load.engine._requests.values())
     clock.read()
     backend: Any = load.engine.backend
-    steps = made = tried = captures = 0
+    steps = made = tried = captures = texts = 0
     seconds = 0.0
     while made < tokens:
         begin, captured = perf_counter(), len(backend._steps)
@@ -182,10 +186,12 @@ def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[s
             continue
         seconds += perf_counter() - begin
         steps, made, tried = steps + 1, made + given, tried + guesses
+        requests = load.engine._requests.values()
+        texts += sum(len(request.sequence.tokens) for request in requests if request.slot >= 0)
     return [
         {"tok_s": round(made / seconds, 1), "ms_per_step": round(1e3 * seconds / steps, 3),
          "S": round(made / steps / count, 3), "guesses": round(tried / steps / count, 2), "captures": captures,
-         **clock.read()}
+         "context": round(texts / steps / count), **clock.read()}
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import bucket
+from lookahead.backends.graph.weights import Weights
 from lookahead.config import SamplingParams
 from lookahead.loading.timing import bush
 
@@ -43,6 +44,20 @@ def median_ms(run: Callable[[], Any], after: Callable[[Any], Any] = lambda _: No
         if number >= 3:  # the first ones warm up
             taken.append(begin.elapsed_time(end))
     return statistics.median(taken)
+
+
+def copy_bandwidth() -> float:
+    """How many bytes per second a copy on the device reads and writes."""
+    source = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
+
+
+def bytes_read(weights: Weights, sequences: int, context: int) -> int:
+    """What a step of one token per sequence has to read at least: the matrices, and every sequence's K/V."""
+    matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    token = 2 * len(weights.layers) * weights.kv_heads * weights.dim * weights.head.element_size()
+    return sum(matrix.nbytes for matrix in (*matrices, weights.head)) + sequences * context * token
 
 
 def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
