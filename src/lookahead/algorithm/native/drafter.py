@@ -114,8 +114,9 @@ class NativeDrafter:
         space = 4 * (rows + min(guesses, MOST_GUESSES * len(offers)))
         trees = self._take_memory(space)
         counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
+        address, count = (0, 0) if times is None else (times.__array_interface__["data"][0], len(times))
         share = _SHARE.pack(
-            0 if times is None else times.ctypes.data, floor, 0 if times is None else len(times), len(offers),
+            address, floor, count, len(offers),
             -1 if most is None else max(0, most), -1 if room is None else max(0, room),
         )  # fmt: skip
         some = check(
@@ -187,7 +188,7 @@ class NativeVerification:
     """
 
     def __init__(self, library: Any, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> None:
-        self._c, self._given, self._sizes = library, trees, [tree.size for tree in trees]
+        self._c, self._given, self._rows = library, trees, sum([tree.size for tree in trees])
         self._drafts = [_that_learns(draft) for draft in drafts]
         self._trees = b"".join([tree.packed() for tree in trees])
         self._ran = b"".join(
@@ -196,23 +197,27 @@ class NativeVerification:
                 for tree, kept in zip(trees, self._drafts, strict=True)
             ]
         )
-        self._numbers = array("i", bytes(4 * (len(trees) + 2 * sum(self._sizes))))
+        self._numbers = array("i", bytes(4 * (len(trees) + 2 * self._rows)))
+        self._verdicts = [Verdict([], [], None, kept is not None) for kept in self._drafts]
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
         if not isinstance(outputs, FlatOutputs):
             return PythonVerification(self._given).accept(outputs)
-        results, numbers, count, rows = outputs.results, self._numbers, len(self._given), sum(self._sizes)
+        results, numbers, count, rows = outputs.results, self._numbers, len(self._given), self._rows
         address = _address(numbers)
         self._c.draft_accept(
-            self._ran, count, self._trees, results.ctypes.data, results.shape[1],
+            self._ran, count, self._trees, results.__array_interface__["data"][0], results.shape[1],
             address, address + 4 * count, address + 4 * (count + rows),
         )  # fmt: skip
         verdicts, flat, start = list[Verdict | Exception](), numbers.tolist(), count
-        for accepted, kept in zip(flat[:count], self._drafts, strict=True):
+        for accepted, verdict in zip(flat[:count], self._verdicts, strict=True):
             if accepted > 0:
-                end, path = start + accepted, start + rows
-                verdicts.append(Verdict(flat[path : path + accepted - 1], flat[start:end], None, kept is not None))
-                start = end
+                verdict.tokens = flat[start : start + accepted]
+                if accepted > 1:
+                    path = start + rows
+                    verdict.path = flat[path : path + accepted - 1]
+                start += accepted
+                verdicts.append(verdict)
             else:
                 verdicts.append(NO_VERDICT if not accepted else _error(accepted))
         return verdicts

@@ -64,8 +64,10 @@ def kind_of(
     needed, drawn, plain = 0, False, True
     for item in items:
         needed += len(item.tree.needed)
-        drawn = drawn or bool(item.uniforms)
-        plain = plain and item.adjustment is None and item.logprobs is None and not item.noise
+        if item.uniforms:
+            drawn = True
+        if item.adjustment is not None or item.logprobs is not None or item.noise:
+            plain = False
     small = largest <= few  # small tiles are faster then, which need not be worked out in every step
     if not small or any(trails):
         small = _small_tiles_are_faster(parts, trails, lengths, group)

@@ -74,7 +74,10 @@ class Clock:
         return run
 
     def _new_events(self) -> list[torch.cuda.Event]:
-        return [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for event in events:
+            event.record()  # only then CUDA makes it
+        return events
 
     def read(self) -> dict[str, float]:
         """The median step and the median gap before it since the last reading, in milliseconds."""
