@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from lookahead.algorithm.counts import Costs, best_counts
 from lookahead.algorithm.successors import NOTHING, SuccessorDict, Successors, SuccessorTable, SuccessorTables
-from lookahead.algorithm.tree import NO_GUESSES, Guesses, StepOutput, TokenTree, WindowLayout
-from lookahead.algorithm.verify import NO_VERDICT, Verdict, accept
+from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree, WindowLayout
+from lookahead.algorithm.verify import PythonVerification, Verification
 
 MOST_GUESSES = 1 << 16
 """The most guesses of a step: a bound on the memory that the C drafter takes for them beforehand."""
@@ -167,33 +167,6 @@ class Drafter(Protocol):
         With a tree comes the draft that may learn from the step in the same call, if one may (see `Verdict.learned`).
         """
         ...
-
-
-class Verification(Protocol):
-    """The trees of a step that runs. It is asked once."""
-
-    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        """What each tree's targets confirm (see `verify.accept`), or why that cannot be told. No token of an accepted
-        path is held against the rules that may end the sequence before it."""
-        ...
-
-
-class PythonVerification:
-    """Verifies one tree after the other, and lets no draft learn."""
-
-    def __init__(self, trees: Sequence[TokenTree]) -> None:
-        self._trees = trees
-        for tree in trees:
-            tree.guesses_below()
-
-    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        verdicts = list[Verdict | Exception]()
-        for tree, output in zip(self._trees, outputs, strict=True):
-            try:
-                verdicts.append(Verdict(*accept(tree, output.targets)) if tree.size else NO_VERDICT)
-            except Exception as error:
-                verdicts.append(error)
-        return verdicts
 
 
 class PythonDrafter:

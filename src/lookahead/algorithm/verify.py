@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from lookahead.algorithm.tree import TokenTree
+from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.config import StopRules
 
 
@@ -71,3 +72,30 @@ def cut(
         if generated + count >= room:
             return count, "length"
     return len(tokens), None
+
+
+class Verification(Protocol):
+    """The trees of a step that runs. It is asked once."""
+
+    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
+        """What each tree's targets confirm (see `accept`), or why that cannot be told. No token of an accepted
+        path is held against the rules that may end the sequence before it."""
+        ...
+
+
+class PythonVerification:
+    """Verifies one tree after the other, and lets no draft learn."""
+
+    def __init__(self, trees: Sequence[TokenTree]) -> None:
+        self._trees = trees
+        for tree in trees:
+            tree.guesses_below()
+
+    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
+        verdicts = list[Verdict | Exception]()
+        for tree, output in zip(self._trees, outputs, strict=True):
+            try:
+                verdicts.append(Verdict(*accept(tree, output.targets)) if tree.size else NO_VERDICT)
+            except Exception as error:
+                verdicts.append(error)
+        return verdicts

@@ -8,10 +8,9 @@ from time import perf_counter
 
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.counts import Costs
-from lookahead.algorithm.draft import Verification
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
-from lookahead.algorithm.verify import Verdict
+from lookahead.algorithm.verify import Verdict, Verification
 from lookahead.backends.base import Backend, StepInput
 from lookahead.engine.inputs import input_of
 from lookahead.engine.pace import Pace

@@ -22,7 +22,8 @@ from toy import steps, toy_model
 from lookahead import LookaheadConfig
 from lookahead.algorithm.draft import Draft, Drafter, Limits, PythonDrafter
 from lookahead.algorithm.native.build import SIGNATURES, library
-from lookahead.algorithm.native.drafter import NativeDrafter, NativeTable
+from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.native.memory import NativeTable
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory

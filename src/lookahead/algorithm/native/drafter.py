@@ -12,37 +12,16 @@ from typing import Any, cast
 import numpy as np
 
 from lookahead.algorithm.counts import Costs
-from lookahead.algorithm.draft import (
-    MOST_GUESSES,
-    TAUGHT,
-    Draft,
-    Limits,
-    Offer,
-    PythonVerification,
-    Standing,
-    Verification,
-)
+from lookahead.algorithm.draft import MOST_GUESSES, Draft, Limits, Offer
+from lookahead.algorithm.native.drafts import DraftInC, address_of, chains_of, draft_in_c
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
-from lookahead.algorithm.successors import SuccessorTable
-from lookahead.algorithm.tree import NO_GUESSES, FlatOutputs, Forest, Guesses, StepOutput, TokenTree
-from lookahead.algorithm.verify import NO_VERDICT, Verdict
+from lookahead.algorithm.native.verification import NativeVerification
+from lookahead.algorithm.tree import NO_GUESSES, Forest, Guesses, TokenTree
+from lookahead.algorithm.verify import Verification
 from lookahead.machine import cores
-
-_DRAFT = Struct("3P P P 2P d 3i")
-"""C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
-
-_STEP = Struct("3P 2d 5i 3i 4i")
-"""C's `Step`: draft, cost, trust; bonus, floor; kept, cost_count, room, max_depth, branch; text_end[3];
-chain_token_count, chain_count, most_tokens, root. A `Struct` is packed in a third of the time that a `ctypes.Structure`
-takes, and lists of integers in a tenth of the time that an `array` of them takes."""
 
 _NO_DRAFT = Struct("40x 16x i 12x 12x i")
 """A `Step` without a draft: `branch` and `root`."""
-
-_RAN = Struct("P 4i")
-"""C's `Ran`: draft; nodes, branch, width, needed_count."""
-
-NO_TRUST = array("d", (1.0,))
 
 _SHARE = Struct("P d 4i")
 """C's `Share`: cost; floor; cost_count, sequences, most, room."""
@@ -81,9 +60,9 @@ class NativeDrafter:
     def grow(self, draft: Draft, limits: Limits) -> Guesses:
         if limits.most < 1 or limits.max_depth < 1:
             return NO_GUESSES
-        kept, times = _draft_in_c(draft, limits.most), self._times(limits.cost)
+        kept, times = draft_in_c(draft, limits.most), self._times(limits.cost)
         step = kept.step(limits, times, branch=limits.branch, floor=limits.floor, draft=draft)
-        return kept.first(check(self._c.draft_search(step, _chains_of(draft))))
+        return kept.first(check(self._c.draft_search(step, chains_of(draft))))
 
     def choose(
         self,
@@ -121,8 +100,8 @@ class NativeDrafter:
         )  # fmt: skip
         some = check(
             self._c.draft_choose(
-                share, pack(f"{len(steps)}P", *steps), b"".join(numbers), _address(counts), _address(expected),
-                _address(trees), self._workers if searched >= MANY else 0,
+                share, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),
+                address_of(trees), self._workers if searched >= MANY else 0,
             )
         )  # fmt: skip
         # 3. The trees are one forest.
@@ -149,23 +128,23 @@ class NativeDrafter:
         if draft is None or offer.most < 1 or offer.max_depth < 1:
             packed = _NO_DRAFT.pack(layout.size, branch[0])
         else:
-            kept, times, trust = _draft_in_c(draft, offer.most), self._times(offer.cost), array("d", (offer.trust,))
+            kept, times, trust = draft_in_c(draft, offer.most), self._times(offer.cost), array("d", (offer.trust,))
             packed = kept.step(
                 offer, times, trust, layout.size, draft=draft, bonus=offer.bonus, kept=offer.kept, root=branch[0]
             )
-            numbers.append(_chains_of(draft))
+            numbers.append(chains_of(draft))
             alive += times, trust
         if layout.size > 1:
             numbers += pack(f"{layout.size}i", *branch), layout.parents_and_depths
         step = array("B", packed)
         alive.append(step)
-        return _address(step)
+        return address_of(step)
 
     def _stand(self, offer: Offer) -> int:
         """Where C's `Step` of a standing offer is, from now on."""
         if offer.draft is None or offer.draft.text is None or offer.standing is None or offer.layout.size > 1:
             raise ValueError("a standing offer needs a draft with a text in C, and has no window")
-        return _draft_in_c(offer.draft, offer.most).stand(offer, offer.standing, self._times(offer.cost))
+        return draft_in_c(offer.draft, offer.most).stand(offer, offer.standing, self._times(offer.cost))
 
     def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
         return NativeVerification(self._c, trees, drafts)
@@ -181,168 +160,8 @@ class NativeDrafter:
         return times
 
 
-class NativeVerification:
-    """All trees of a step, as C reads them. C verifies flat outputs; others are verified in Python.
-
-    A draft that C has not searched yet, or that has no text or no table of its last step in C, learns nothing here.
-    """
-
-    def __init__(self, library: Any, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> None:
-        self._c, self._given, self._rows = library, trees, sum([tree.size for tree in trees])
-        self._drafts = [_that_learns(draft) for draft in drafts]
-        self._trees = b"".join([tree.packed() for tree in trees])
-        self._ran = b"".join(
-            [
-                _RAN.pack(0 if kept is None else kept.address, tree.size, tree.branch, tree.width, len(tree.needed))
-                for tree, kept in zip(trees, self._drafts, strict=True)
-            ]
-        )
-        self._numbers = array("i", bytes(4 * (len(trees) + 2 * self._rows)))
-        self._verdicts = [Verdict([], [], None, kept is not None) for kept in self._drafts]
-
-    def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        if not isinstance(outputs, FlatOutputs):
-            return PythonVerification(self._given).accept(outputs)
-        results, numbers, count, rows = outputs.results, self._numbers, len(self._given), self._rows
-        address = _address(numbers)
-        self._c.draft_accept(
-            self._ran, count, self._trees, results.__array_interface__["data"][0], results.shape[1],
-            address, address + 4 * count, address + 4 * (count + rows),
-        )  # fmt: skip
-        verdicts, flat, start = list[Verdict | Exception](), numbers.tolist(), count
-        for accepted, verdict in zip(flat[:count], self._verdicts, strict=True):
-            if accepted > 0:
-                verdict.tokens = flat[start : start + accepted]
-                if accepted > 1:
-                    path = start + rows
-                    verdict.path = flat[path : path + accepted - 1]
-                start += accepted
-                verdicts.append(verdict)
-            else:
-                verdicts.append(NO_VERDICT if not accepted else _error(accepted))
-        return verdicts
-
-
-def _that_learns(draft: Draft | None) -> DraftInC | None:
-    """What C has of the draft, if it can learn from a step."""
-    kept: DraftInC | None = None if draft is None else draft.in_c
-    return None if kept is None or kept.text is None or kept.last is None else kept
-
-
-def _error(result: int) -> Exception:
-    try:
-        check(result)
-    except (MemoryError, IndexError) as error:
-        return error
-    raise ValueError(f"{result} is no error")
-
-
 @lru_cache(maxsize=8)
 def _workers(library: Any, count: int, process: int) -> int:
     """The threads of this process that help to search. They live as long as it does."""
     made: int | None = library.workers_new(count)
     return made or 0
-
-
-class DraftInC:
-    """C's `Draft` of a draft and what it points at: the same for all steps of a sequence."""
-
-    def __init__(self, draft: Draft, capacity: int) -> None:
-        self.tables, self.rates, self.capacity = draft.tables, draft.rates, capacity
-        self.text: NativeText | None = draft.text
-        self.last: NativeTable | None = None if draft.tables is None else native(draft.tables.last)
-        # Tokens, parents, depths and origins of the guesses, one after the other; and their scores.
-        self.numbers, self.scores = array("i", bytes(16 * capacity)), array("d", bytes(8 * capacity))
-        tables = draft.tables
-        packed = _DRAFT.pack(
-            *((0, 0, 0) if tables is None else [_handle(one) for one in (tables.last, tables.own, tables.shared)]),
-            0 if draft.text is None else draft.text.handle,
-            _address(draft.rates), _address(self.numbers), _address(self.scores), 0.0 if tables is None else TAUGHT,
-            len(draft.rates), 0 if tables is None else tables.first_origin, capacity,
-        )  # fmt: skip
-        self._packed = array("B", packed)
-        self.address = _address(self._packed)
-        self.standing: Offer | None = None
-        self.standing_step = 0  # where C's `Step` of the standing offer is
-
-    def step(
-        self,
-        limits: Limits | Offer,
-        times: array[float] | None,
-        trust: array[float] = NO_TRUST,
-        branch: int = 1,
-        *,
-        draft: Draft | None = None,
-        bonus: float = 0.0,
-        floor: float = 0.0,
-        kept: bool = True,
-        most_tokens: int = 0,
-        root: int = 0,
-    ) -> bytes:
-        """C's `Step`. Without a draft the end of the text and its chains are left out."""
-        room = min(limits.most, MOST_GUESSES)
-        address, count = _table(times)
-        text_end = (0, 0, 0) if draft is None else draft.text_end
-        chains = (0, 0) if draft is None else (len(draft.chain_tokens), len(draft.chain_lengths))
-        return _STEP.pack(
-            self.address, address, _address(trust), bonus, floor,
-            kept, count, room, min(limits.max_depth, room), branch,
-            *text_end, *chains, most_tokens, root,
-        )  # fmt: skip
-
-    def stand(self, offer: Offer, standing: Standing, times: array[float] | None) -> int:
-        """Keep C's `Step` of a standing offer. Returns where it is."""
-        packed = self.step(
-            offer, times, standing.trust, bonus=offer.bonus, kept=offer.kept, most_tokens=standing.most_tokens
-        )
-        self._read_by_c = array("B", packed), times, standing.trust
-        self.standing, self.standing_step = offer, _address(self._read_by_c[0])
-        return self.standing_step
-
-    def first(self, n: int) -> Guesses:
-        """A copy of the first n guesses."""
-        numbers, second, third, fourth = self.numbers, self.capacity, 2 * self.capacity, 3 * self.capacity
-        return Guesses(
-            numbers[:n], numbers[second : second + n], numbers[third : third + n], numbers[fourth : fourth + n],
-            self.scores[:n],
-        )  # fmt: skip
-
-
-def _draft_in_c(draft: Draft, most: int) -> DraftInC:
-    """What C keeps of a draft, made anew if the draft points at something else, or needs more room."""
-    kept: DraftInC | None = draft.in_c
-    if (
-        kept is None
-        or kept.capacity < most
-        or kept.tables is not draft.tables
-        or kept.text is not draft.text
-        or kept.rates is not draft.rates
-    ):
-        kept = draft.in_c = DraftInC(draft, min(most, MOST_GUESSES))
-    return kept
-
-
-def _chains_of(draft: Draft) -> bytes:
-    """The given chains' tokens, origins and lengths, as C reads them."""
-    numbers = [*draft.chain_tokens, *draft.chain_origins, *draft.chain_lengths]
-    return pack(f"{len(numbers)}i", *numbers)
-
-
-def _table(times: array[float] | None) -> tuple[int, int]:
-    """Address and length of a table of times."""
-    return (0, 0) if times is None else times.buffer_info()
-
-
-def _address(numbers: array[Any]) -> int:
-    return numbers.buffer_info()[0]
-
-
-def _handle(table: SuccessorTable | None) -> int:
-    return 0 if table is None else native(table).handle
-
-
-def native(table: SuccessorTable) -> NativeTable:
-    """The table, if it is one in C; else raise TypeError."""
-    if not isinstance(table, NativeTable):
-        raise TypeError(f"the C drafter cannot read a {type(table).__name__}; make tables with its new_table()")
-    return table
