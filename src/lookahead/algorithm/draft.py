@@ -40,7 +40,7 @@ class Draft:
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
     right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which
-    only the C drafter reads, go before them. A sequence has one draft for all its steps; `in_c` is what the C drafter
+    only the C drafter reads, go behind them. A sequence has one draft for all its steps; `in_c` is what the C drafter
     keeps of it.
     """
 
@@ -97,7 +97,7 @@ class Standing:
     """What the C drafter reads by itself at every step, so that an offer may stay as it is.
 
     `trust` is the one number in this array. Root and end of the text are those of the draft's text in C. No guess goes
-    beyond its token number `most_tokens`.
+    beyond the first `most_tokens` tokens of that text.
     """
 
     trust: array[float]
@@ -110,9 +110,9 @@ class Offer:
 
     The root and the lookahead branch are in the step anyway: `branch` are their tokens, as in `layout`. Guesses come
     from the `draft`; without one there are none. At most `most` are offered; for `max_depth` and `cost` see `Limits`.
-    Each is worth its score times `trust`, plus `bonus`. A step takes all guesses of an offer that is `kept`, and of the
-    others those that are worth most. In a `standing` offer, which only the C drafter reads, `branch` and `trust` mean
-    nothing.
+    A guess's *weighted score* is its score times `trust`, and it is worth that plus `bonus`. A step takes all guesses
+    of an offer that is `kept`, and of the others those that are worth most. In a `standing` offer, which only the C
+    drafter reads, `branch` and `trust` mean nothing.
     """
 
     layout: WindowLayout
@@ -127,7 +127,7 @@ class Offer:
     standing: Standing | None = None
 
     def limits(self, floor: float) -> Limits:
-        """The limits of its guesses, none of which shall be worth less than the `floor`, unless they are kept."""
+        """The limits of its guesses. Unless they are kept, their weighted scores must reach the `floor`."""
         least = 0.0 if self.kept else floor / self.trust
         return Limits(self.most, self.max_depth, self.cost, self.layout.size, least)
 
@@ -153,18 +153,18 @@ class Drafter(Protocol):
         room: int | None = None,
         floor: float = 0.0,
     ) -> tuple[list[TokenTree], float | None]:
-        """The trees of a step, and what the best guess that it refuses is worth, if it refuses one.
+        """The trees of a step, and the weighted score of the best guess that it refuses, if it refuses one.
 
         Every offer has a draft of its own. `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Offers that
         are not kept get `most` guesses together, all offers `room`; None means any number. They are not searched for
-        guesses whose score times trust is less than the `floor`.
+        guesses whose weighted scores are less than the `floor`.
         """
         ...
 
     def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
         """Get ready to verify a step of these trees, while the device runs it.
 
-        With a tree comes the draft that may learn from the step in the same call, if one may (see `Verdict.learned`).
+        `drafts[i]` may learn from the step of tree i in the same call (see `Verdict.learned`); None: it may not.
         """
         ...
 

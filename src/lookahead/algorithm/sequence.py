@@ -18,6 +18,8 @@ from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.stats import Stats
 
+MOST_TOKENS = 2**31 - 1
+"""C counts the tokens of a text in 32 bits."""
 AHEAD = 64
 """For so many output positions the uniforms are drawn before a step needs them, while the device runs."""
 
@@ -178,7 +180,7 @@ class DecodingSequence:
         config, draft = self.config, self._draft
         if not config.shared or config.budget < 2 or self._proposing or draft.text is None:
             return None
-        standing = Standing(self._trust.cell, self.prompt_tokens + self.room)
+        standing = Standing(self._trust.cell, min(self.prompt_tokens + self.room, MOST_TOKENS))
         layout, most, cost = self.root_alone, config.budget - 1, config.step_cost
         return Offer(layout, (), draft, most, self._deepest, cost, bonus=self._bonus, kept=False, standing=standing)
 
@@ -232,8 +234,8 @@ class DecodingSequence:
 
     @property
     def draft(self) -> Draft | None:
-        """The draft that may learn from a step before this sequence absorbs it (see `Drafter.verification`): if all its
-        sources can."""
+        """The draft that may learn from a step before this sequence absorbs it (see `Drafter.verification`), or None if
+        one of its sources cannot."""
         return self._draft if self._learns_early else None
 
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
@@ -252,6 +254,8 @@ class DecodingSequence:
 
     def absorb(self, tree: TokenTree, output: StepOutput, verdict: Verdict | None = None) -> Verdict:
         """Take the accepted tokens, roll the window, learn. Without a verdict the sequence verifies by itself."""
+        if self._waiting is not None:
+            self.learn_while_running()  # the engine did not call it, and the step before would be lost
         # 1. The accepted tokens.
         verdict = verdict or self.verify(tree, output)
         tokens = verdict.tokens
@@ -271,8 +275,6 @@ class DecodingSequence:
                 ngrams = self._window.ngrams(root, new)
             self._window.roll(new)
         # 3. Learn what the next step's guesses need. The rest waits until the device runs that step.
-        if self._waiting is not None:
-            self.learn_while_running()  # the engine did not call it, and the step before would be lost
         self._waiting = tree, output, verdict
         if not verdict.learned:
             self._show(tree, output, verdict, ngrams)

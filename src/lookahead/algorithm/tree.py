@@ -195,14 +195,19 @@ class StepOutput:
 
 
 class FlatOutputs(list[StepOutput]):
-    """The outputs of all inputs of a step, in whose order their results stand in one array.
+    """The outputs of all inputs of a step, whose results stand in one array, in the order of the inputs.
 
-    `results` [rows, 1 + 2 n] are the target, the n top tokens and their levels of every needed row.
+    `results` [rows, 1 + 2 n] are the target, the n top tokens and their levels of every needed row. They are `held` in
+    a list of one, which an output may share: with a reference to all outputs it would keep itself alive.
     """
 
-    def __init__(self, results: npt.NDArray[np.int32], outputs: Iterable[StepOutput]) -> None:
+    def __init__(self, results: npt.NDArray[np.int32], outputs: Iterable[StepOutput] = ()) -> None:
         super().__init__(outputs)
-        self.results = results
+        self.held = [results]
+
+    @property
+    def results(self) -> npt.NDArray[np.int32]:
+        return self.held[0]
 
 
 @dataclass(slots=True)

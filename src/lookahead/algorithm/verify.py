@@ -78,8 +78,8 @@ class Verification(Protocol):
     """The trees of a step that runs. It is asked once."""
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        """What each tree's targets confirm (see `accept`), or why that cannot be told. No token of an accepted
-        path is held against the rules that may end the sequence before it."""
+        """What each tree's targets confirm (see `accept`), or why that cannot be told. Stop rules are
+        not applied here: `DecodingSequence.cut` does that."""
         ...
 
 

@@ -191,6 +191,13 @@ def test_the_same_is_accepted(step: tuple[list[TokenTree], list[list[int]]]) -> 
     assert OURS.verification(trees, drafts).accept(list(outputs)) == accepted[0]  # outputs of another backend
 
 
+def test_results_of_another_step_are_refused() -> None:
+    tree = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1])
+    outputs = FlatOutputs(np.zeros((1, 3), dtype=np.int32), [StepOutput([8])])
+    with pytest.raises(ValueError, match="results of 1 rows, and 2 are needed"):
+        OURS.verification([tree], [None]).accept(outputs)
+
+
 def test_a_step_that_cannot_be_learned_fails_its_sequence_alone() -> None:
     tree, bad = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1]), TokenTree([7, 8], [-1, 0], [0, 1], [0, 5])
     drafts = [draft_with_memory([6, 7]) for _ in range(3)]

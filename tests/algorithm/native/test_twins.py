@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import threading
+import weakref
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from marks import examples
 from toy import steps, toy_model
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.draft import Draft, Drafter, Limits, PythonDrafter
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter
@@ -31,6 +33,8 @@ from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.recycle import RecycleSource
 from lookahead.algorithm.successors import KEPT_TOKENS, SuccessorDict, Successors, SuccessorTables
 from lookahead.algorithm.tree import Guesses, TokenTree
+from lookahead.algorithm.verify import Verdict
+from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.config import SOURCES, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -386,3 +390,61 @@ def test_every_step_of_the_graph_backend_is_the_same(
     learned.clear()
     assert ours == run(TWIN)
     assert not any(learned)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prediction_goes_before_the_text(seed: int) -> None:
+    """So do equals of it, in C as in Python."""
+    rng = random.Random(seed)
+    prompt, prediction = ([rng.randrange(4) for _ in range(12)] for _ in range(2))
+
+    def run(drafter: Drafter) -> list[Any]:
+        rules, memory = StopRules(max_tokens=30), SharedMemory(drafter)
+        sequence = DecodingSequence(prompt, EVERYTHING, None, rules, memory=memory, prediction=prediction)
+        return list(steps(sequence, toy_model(4, seed, order=2)))
+
+    assert run(OURS) == run(TWIN)
+
+
+def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(model: Any) -> None:
+    """Also what C has learned early is put under the right tokens."""
+
+    def run(late: bool) -> Any:
+        backend, memory = GraphBackend(copy.deepcopy(model)), SharedMemory(OURS)
+        sequence = DecodingSequence([5, 6, 7, 5, 6], EVERYTHING, None, StopRules(max_tokens=30), memory=memory)
+        slot = backend.open()
+        while sequence.finish_reason is None:
+            tree = sequence.propose()
+            if not late:
+                sequence.learn_while_running()
+            trail = sequence.tokens[backend.length(slot) : -1]
+            outputs = backend.step([StepInput(slot, trail, tree, SamplingParams(), (), 8)])
+            verdict = OURS.verification([tree], [sequence.draft]).accept(outputs)[0]
+            assert isinstance(verdict, Verdict)
+            backend.commit([(slot, sequence.absorb(tree, outputs[0], sequence.cut(verdict)).path)])
+        return sequence.tokens, set(memory.successors.items())
+
+    (text, kept), (same_text, kept_late) = run(False), run(True)
+    assert (text, kept) == (same_text, kept_late)
+
+
+def test_a_text_without_an_end_fits_into_c() -> None:
+    rules, memory, shared = StopRules(max_tokens=2**40), SharedMemory(OURS), replace(EVERYTHING, shared=True)
+    sequences = [DecodingSequence([1, 2, 1], shared, None, rules, memory=memory) for _ in range(9)]
+    assert all(sequence.standing_offer for sequence in sequences)
+    assert all(len(tree) > 1 for tree in choose_trees(sequences))
+
+
+def test_memory_in_c_is_freed_with_its_sequence() -> None:
+    """At once, not when the garbage collector comes."""
+    memory, shared = SharedMemory(OURS), replace(EVERYTHING, shared=True)
+    sequences = [DecodingSequence([1, 2, 1], shared, memory=memory) for _ in range(9)]
+    choose_trees(sequences)
+    texts = [weakref.ref(sequence._draft.text) for sequence in sequences]
+    gc.collect()
+    gc.disable()
+    try:
+        del sequences
+        assert not any(text() for text in texts)
+    finally:
+        gc.enable()

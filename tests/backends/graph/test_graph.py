@@ -5,7 +5,9 @@ On a CPU its steps run on the kernels' slow twins. Where there is CUDA, every te
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -1394,6 +1397,22 @@ def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypa
     while engine.running:
         engine.step()
     assert set(told) == {("launch", False), ("launched", False), ("collect", True)}
+
+
+def test_outputs_are_freed_at_once() -> None:
+    """Not when the garbage collector comes: the logits of a request with a verifier are on the device."""
+    backend = GraphBackend(make("llama", "cpu"))
+    tree = TokenTree([3, 4], [-1, 0], [0, 1], [0, 1])
+    outputs = backend.step([StepInput(backend.open(), [5, 6], tree, SamplingParams(), (), 8, logits=True)])
+    assert (len(outputs[0].targets), np.asarray(outputs[0].top).shape) == (2, (2, 16))
+    logits = weakref.ref(outputs[0].logits)
+    gc.collect()
+    gc.disable()
+    try:
+        del outputs
+        assert logits() is None
+    finally:
+        gc.enable()
 
 
 def test_pages_are_told_while_the_device_runs(monkeypatch: pytest.MonkeyPatch) -> None:

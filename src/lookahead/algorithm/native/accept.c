@@ -1,5 +1,5 @@
-/* What the sequences of a step accept: the twin of accept, in verify.py. In the same call the texts take the accepted tokens,
-   and the tables `last` what the step computed, as TextSource.absorb and RecycleSource.absorb do. */
+/* What the sequences of a step accept: the twin of accept, in verify.py. In the same call the texts take the
+   accepted tokens, and the tables `last` what the step computed, as TextSource.absorb and RecycleSource.absorb do. */
 
 #include "drafter.h"
 
@@ -9,8 +9,8 @@ typedef struct {
     int32_t nodes, branch, width, needed_count; /* of its tree: the first guess is node `branch` */
 } Ran;
 
-/* From the root, follow the guess that equals the target. No guess stands before its parent, so one pass finds all. Returns
-   how many tokens are accepted. `results` begin with the root's. */
+/* From the root, follow the guess that equals the target. No guess stands before its parent, so one pass finds all.
+   Returns how many tokens are accepted. `results` begin with the root's. */
 static int32_t follow(
     const Ran *ran, const int32_t *tree, const int32_t *results, int32_t stride, int32_t *tokens, int32_t *path
 ) {
@@ -26,8 +26,8 @@ static int32_t follow(
     return count;
 }
 
-/* The window's n-grams, one per column: the twin of Window.ngrams. The root is column 0 of the first window row, the nodes
-   of the other rows follow, and the targets of the newest row end the n-grams. NULL: out of memory. */
+/* The window's n-grams, one per column: the twin of Window.ngrams. The root is column 0 of the first window row, the
+   nodes of the other rows follow, and the targets of the newest row end the n-grams. NULL: out of memory. */
 static int32_t *new_ngrams(const Ran *ran, const int32_t *tree, const int32_t *results, int32_t stride, int32_t size) {
     int32_t *ngrams = malloc((size_t)ran->width * (size_t)size * sizeof *ngrams), first = size > 2;
     for (int32_t column = 0; ngrams && column < ran->width; column++) {
@@ -56,10 +56,10 @@ static int take(
     return result;
 }
 
-/* `results` has `stride` numbers for each needed row of the step: the target, the top tokens, and their levels. `trees` are
-   the tokens, parents and needed nodes of each tree. `counts` are how many tokens each sequence accepts, or why one failed;
-   their tokens and paths stand one after the other, each path with one number to spare. There is room for as many numbers
-   as the trees have nodes. */
+/* `results` has `stride` numbers for each needed row of the step: the target, the top tokens, and their levels.
+   `trees` are the tokens, parents and needed nodes of each tree. `counts` are how many tokens each sequence accepts,
+   or why one failed; their tokens and paths stand one after the other, each path with one number to spare. There is
+   room for as many numbers as the trees have nodes. */
 void draft_accept(
     const Ran *ran, int32_t sequences, const int32_t *trees, const int32_t *results, int32_t stride, int32_t *counts,
     int32_t *tokens, int32_t *paths

@@ -5,7 +5,7 @@
 /* What all sequences of a step share. */
 typedef struct {
     const double *cost;             /* of a pass; NULL: there is none */
-    double floor;                   /* the least that a guess is worth which is searched for and not kept */
+    double floor;                   /* steps that are not kept are not searched below this weighted score */
     int32_t cost_count, sequences;
     int32_t most;                   /* guesses of those that are not kept; negative: any number */
     int32_t room;                   /* guesses of all; negative: any number */
@@ -57,8 +57,8 @@ static int64_t best_count(
     return count;
 }
 
-/* Cut the sequences' guesses, `counts[i]` of each, to those that the step takes. Returns whether it refuses one; `refused`
-   is what the best of these scores. */
+/* Cut the sequences' guesses, `counts[i]` of each, to those that the step takes. Returns whether it refuses one;
+   `refused` is what the best of these scores. */
 static int32_t best_counts(const Share *share, const Step *steps, int32_t *counts, double *refused) {
     int64_t total = 0, least = 0, rows = 0;
     for (int32_t i = 0; i < share->sequences; i++) {
@@ -104,7 +104,8 @@ static double write_tree(int32_t *to, int64_t rows, const Step *step, const int3
 
 /* How many integers come with a step. */
 static int64_t numbers_of(const Step *step) {
-    return 2 * (int64_t)step->chain_token_count + step->chain_count + (step->branch > 1 ? 3 * (int64_t)step->branch : 0);
+    int64_t branch = step->branch > 1 ? 3 * (int64_t)step->branch : 0;
+    return 2 * (int64_t)step->chain_token_count + step->chain_count + branch;
 }
 
 /* The searches of a step: what comes with each sequence, and how many guesses it finds. */
@@ -134,14 +135,14 @@ static Step current(const Step *given, double floor) {
     return step;
 }
 
-/* Search every sequence's guesses, take the best of all of them, and write the trees: all tokens, all parents, all depths,
-   and all origins, as many of each as the trees have nodes. `given` are the sequences' steps, and `numbers` what comes with
-   them; no two steps have the same draft. `counts` are how many guesses each sequence takes; if one fails, all of these are
-   the results of the searches. `expected` has the trees' sums of scores, and at its end what the best refused guess is
-   worth. Returns whether there is one. */
+/* Search every sequence's guesses, take the best of all of them, and write the trees: all tokens, all parents, all
+   depths, and all origins, as many of each as the trees have nodes. `given` are the sequences' steps, and `numbers`
+   what comes with them; no two steps have the same draft. `counts` are how many guesses each sequence takes; if one
+   fails, all of these are the results of the searches. `expected` has the trees' sums of scores, and at its end the
+   weighted score of the best refused guess. Returns whether there is one. */
 int32_t draft_choose(
-    const Share *share, const Step *const *given, const int32_t *numbers, int32_t *counts, double *expected, int32_t *trees,
-    Workers *workers
+    const Share *share, const Step *const *given, const int32_t *numbers, int32_t *counts, double *expected,
+    int32_t *trees, Workers *workers
 ) {
     size_t sequences = (size_t)share->sequences;
     Step *steps = malloc(sequences * (sizeof *steps + sizeof numbers));

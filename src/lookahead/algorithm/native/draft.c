@@ -65,8 +65,8 @@ static int32_t child_of(const Node *trie, int32_t node, int32_t token) {
     return child;
 }
 
-/* Enter a chain into the trie, which has `nodes` nodes. Where it runs along an earlier one, the likelier origin names the
-   node. Returns the number of nodes. */
+/* Enter a chain into the trie, which has `nodes` nodes. Where it runs along an earlier one, the likelier origin
+   names the node. Returns the number of nodes. */
 static int32_t plant(Node *trie, int32_t nodes, Chain chain, const double *rates) {
     int32_t node = 0;
     for (int32_t i = 0; i < chain.length; i++) {
@@ -85,16 +85,16 @@ static int32_t plant(Node *trie, int32_t nodes, Chain chain, const double *rates
     return nodes;
 }
 
-/* Enter the text's chains and then the given ones: all tokens, all origins, and all lengths. */
+/* Enter the given chains (all tokens, all origins, and all lengths), and then the text's. */
 static void plant_all(Node *trie, const Draft *d, int64_t text_chains, const Step *step, const int32_t *given) {
     const int32_t *tokens = given, *origins = tokens + step->chain_token_count;
     const int32_t *lengths = origins + step->chain_token_count;
     int32_t nodes = 1;
     trie[0] = (Node){step->text_end[2], -1, 0, 0, 0};
-    for (int64_t i = 0; i < text_chains; i++) nodes = plant(trie, nodes, d->text->chains[i], d->rates);
     for (int32_t i = 0; i < step->chain_count; tokens += lengths[i], origins += lengths[i], i++) {
         nodes = plant(trie, nodes, (Chain){tokens, origins, lengths[i]}, d->rates);
     }
+    for (int64_t i = 0; i < text_chains; i++) nodes = plant(trie, nodes, d->text->chains[i], d->rates);
 }
 
 static int all_below(const int32_t *origins, int64_t count, int32_t limit) {

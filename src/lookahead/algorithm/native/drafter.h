@@ -86,8 +86,8 @@ static inline int64_t find(const Table *m, const int32_t key[3]) { return find_h
 
 static inline Entry *entry_at(const Table *m, int64_t slot) { return &m->entries[m->table[slot].place]; }
 
-/* A step whose successors are kept, `count` per needed node. `before` are the two tokens before the root. The numbers of
-   two needed nodes are `stride` numbers apart. */
+/* A step whose successors are kept, `count` per needed node. `before` are the two tokens before the root. The
+   numbers of two needed nodes are `stride` numbers apart. */
 typedef struct {
     int32_t nodes, needed_count, count, before[2], only, stride;
 } Computed;
@@ -137,8 +137,8 @@ int64_t text_find_chains(Text *t);
 
 /* 3. The best-first search. */
 
-/* What one sequence's drafts are made from, and where their guesses go: tokens, parents, depths and origins, each an array
-   of `capacity` entries. */
+/* What one sequence's drafts are made from, and where their guesses go: tokens, parents, depths and origins, each an
+   array of `capacity` entries. */
 typedef struct {
     Table *last;
     const Table *own, *shared; /* NULL: there is none */
@@ -150,21 +150,21 @@ typedef struct {
     int32_t rate_count, first_origin, capacity;
 } Draft;
 
-/* One sequence's part of a step: its limits, the end of its text, and how much comes with it. That is, one after the
-   other in one array of integers: the given chains' tokens, origins and lengths; and in a choice the tokens, parents and
-   depths of a branch that is more than the root. */
+/* One sequence's part of a step: its limits and the end of its text. Integers come with it, one after the other in one
+   array: the given chains' tokens, origins and lengths; and in a choice the tokens, parents and depths of a branch that
+   is more than the root. */
 typedef struct {
     const Draft *draft;  /* NULL: no guesses */
     const double *cost;  /* NULL: the room is filled */
-    const double *trust; /* what its guesses are worth in a choice: */
-    double bonus;        /* the score times `trust`, plus `bonus` */
+    const double *trust; /* in a choice, a guess's weighted score is its score times this, */
+    double bonus;        /* and the guess is worth that plus this */
     double floor;        /* the first guess that scores less ends the search */
     int32_t kept;        /* a choice takes all of them */
     int32_t cost_count, room, max_depth, branch;
     int32_t text_end[3]; /* its last token is the root */
     int32_t chain_token_count, chain_count;
-    int32_t most_tokens; /* 0, or that of a standing offer: the end of the text is that of the draft's text, and no guess
-                            goes beyond so many tokens */
+    int32_t most_tokens; /* above 0 in a standing offer: the end of the text is that of the draft's text, and no guess
+                            goes beyond so many tokens of it */
     int32_t root;        /* the token of a branch that is the root alone */
 } Step;
 

@@ -42,7 +42,7 @@ class NativeDrafter:
         self._most_workers = min(MOST_WORKERS, cores() // CORES_EACH) if workers is None else workers
         self._workers = 0
         self._memory: list[array[int]] = []  # where C writes trees
-        self._searched = 0  # the sequences that were searched since `get_ready`
+        self._searched = 0  # the sequences that the last choice searched, until `get_ready`
 
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
@@ -80,7 +80,9 @@ class NativeDrafter:
                 steps.append(self._step(offer, numbers, alive))
             else:
                 kept = cast("DraftInC | None", offer.draft and offer.draft.in_c)
-                steps.append(kept.standing_step if kept is not None and kept.standing is offer else self._stand(offer))
+                steps.append(
+                    kept.standing_step if kept is not None and kept.standing is offer.standing else self._stand(offer)
+                )
             if offer.draft is not None and offer.most > 0:
                 searched += 1
                 guesses += offer.most

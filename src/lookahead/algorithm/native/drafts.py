@@ -41,8 +41,9 @@ class DraftInC:
         )  # fmt: skip
         self._packed = array("B", packed)
         self.address = address_of(self._packed)
-        self.standing: Offer | None = None
-        self.standing_step = 0  # where C's `Step` of the standing offer is
+        # Of the standing offer, and not the offer itself, which refers to the draft.
+        self.standing: Standing | None = None
+        self.standing_step = 0  # where C's `Step` of it is
 
     def step(
         self,
@@ -75,7 +76,7 @@ class DraftInC:
             offer, times, standing.trust, bonus=offer.bonus, kept=offer.kept, most_tokens=standing.most_tokens
         )
         self._read_by_c = array("B", packed), times, standing.trust
-        self.standing, self.standing_step = offer, address_of(self._read_by_c[0])
+        self.standing, self.standing_step = standing, address_of(self._read_by_c[0])
         return self.standing_step
 
     def first(self, n: int) -> Guesses:

@@ -135,8 +135,9 @@ void table_forget(Table *m, int64_t limit) {
     }
 }
 
-/* Keep the successors of every needed node under the node's last three, two and one tokens. `tree` are the tokens, the
-   parents and the needed nodes; `top` are 2 * count numbers of each of these. With `only`, all that was kept before is dropped. */
+/* Keep the successors of every needed node under the node's last three, two and one tokens. `tree` are the tokens,
+   the parents and the needed nodes; `top` are 2 * count numbers of each needed node. With `only`, all that was kept
+   before is dropped. */
 int table_keep(Table *m, const Computed *step, const int32_t *tree, const int32_t *top) {
     const int32_t *tokens = tree, *parents = tokens + step->nodes, *needed = parents + step->nodes;
     if (step->only) table_clear(m);

@@ -33,6 +33,7 @@ class NativeVerification:
                 for tree, kept in zip(trees, self._drafts, strict=True)
             ]
         )
+        self._needed = sum([len(tree.needed) for tree in trees])
         self._numbers = array("i", bytes(4 * (len(trees) + 2 * self._rows)))
         self._verdicts = [Verdict([], [], None, kept is not None) for kept in self._drafts]
 
@@ -40,6 +41,8 @@ class NativeVerification:
         if not isinstance(outputs, FlatOutputs):
             return PythonVerification(self._given).accept(outputs)
         results, numbers, count, rows = outputs.results, self._numbers, len(self._given), self._rows
+        if len(results) != self._needed:
+            raise ValueError(f"results of {len(results)} rows, and {self._needed} are needed")
         address = address_of(numbers)
         self._c.draft_accept(
             self._ran, count, self._trees, results.__array_interface__["data"][0], results.shape[1],

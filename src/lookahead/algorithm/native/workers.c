@@ -16,9 +16,9 @@
 #define TURNS 64         /* looks for work between two looks at the clock */
 #define MOST_PLACES 0xFFFF
 
-/* `ticket` is the number of a handout (32 bits), how many places it has, and how many of them are taken (16 bits each). A
-   worker takes a place by raising the ticket that it has seen by one. If that succeeds, what it has read since was of the
-   same handout: the next one is written only when all places of the last are taken. */
+/* `ticket` is the number of a handout (32 bits), how many places it has, and how many of them are taken (16 bits
+   each). A worker takes a place by raising the ticket that it has seen by one. If that succeeds, what it has read
+   since was of the same handout: the next one is written only when all places of the last are taken. */
 struct Workers {
     pthread_mutex_t lock;
     pthread_cond_t woken;

@@ -28,8 +28,8 @@ class Outcome:
 
     `text` is prompt and output, this step's `accepted` tokens included. `path` are the nodes of the accepted guesses.
     `targets` and `top` align with `tree.needed`; `top` is None when no source asked for it. `ngrams` come from the
-    window. `learned`: the C drafter has learned what the next guesses need, and they may have been made (see
-    `Source.learns_early`).
+    window. `learned`: the C drafter has learned what the next guesses need, and the next guesses may have been made
+    (see `Source.learns_early`).
     """
 
     text: list[int]
@@ -45,7 +45,7 @@ class Outcome:
 class Source(Protocol):
     """`start` sees the prompt, `propose` writes guesses into a draft, `absorb` learns from a finished step.
 
-    `proposes_once`: what it writes into a sequence's draft stays there, and leads to other guesses at every step.
+    `proposes_once`: what it writes into a sequence's draft stays there, and points at what the source learns later.
     `learns_early`: what its next guesses need is in C, where the drafter can note it in the call that verifies a step.
     Such a source may absorb the step later, when the next guesses have been made.
     """

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lookahead.algorithm.tree import FlatOutputs, StepOutput
@@ -34,7 +35,8 @@ class RunningStep:
     `starts` are where the needed rows of each input begin, `lengths` the positions of its roots, `turn` the host copy
     that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set when a step ahead follows
     on the same stream: waiting for the stream would wait for that step, too, so the host waits for this event instead.
-    `ahead`: how many steps ahead it is from the last one that the host sent a packet for.
+    `ahead`: how many steps ahead it is from the last one that the host sent a packet for. `outputs` get their results
+    when these are read.
     """
 
     step: CapturedStep
@@ -57,16 +59,16 @@ class RunningStep:
     def get_ready(self) -> FlatOutputs:
         """Make the outputs, still without results, while the device runs."""
         ends = [*self.starts[1:], self.starts[-1] + len(self.inputs[-1].tree.needed)]
-        outputs = self.outputs = FlatOutputs(NOTHING_YET, ())
+        outputs = self.outputs = FlatOutputs(NOTHING_YET)
         for start, end, item in zip(self.starts, ends, self.inputs, strict=True):
-            outputs.append(LateOutput(outputs, start, end, item.top))
+            outputs.append(LateOutput(outputs.held, start, end, item.top))
         return outputs
 
     def read(self, logits: torch.Tensor) -> FlatOutputs:
         """Copies of the results, which are on the host; `logits` [N, V] are the step's, on the device."""
         step, outputs = self.step, self.get_ready() if self.outputs is None else self.outputs
         # One copy of everything: a call to NumPy takes as long for all inputs as for one.
-        outputs.results = step.top.arrays[self.turn][: self.starts[-1] + len(self.inputs[-1].tree.needed)].copy()
+        outputs.held[0] = step.top.arrays[self.turn][: self.starts[-1] + len(self.inputs[-1].tree.needed)].copy()
         for start, item, output in zip(self.starts, self.inputs, outputs, strict=True):
             if item.logits or item.logprobs is not None:
                 end = start + len(item.tree.needed)
@@ -81,20 +83,21 @@ class RunningStep:
 
 class LateOutput(StepOutput):
     """The output of the input whose needed rows are `start` to `end`. Its targets and its `count` top tokens are taken
-    out of the step's results when they are first asked for: that may be while the device runs the next step."""
+    out of the step's results, which are `held` in a list of one, when they are first asked for: that may be while the
+    device runs the next step."""
 
     __slots__ = ("_rows",)
 
-    def __init__(self, step: FlatOutputs, start: int, end: int, count: int) -> None:
-        self._rows = step, start, end, count
+    def __init__(self, held: Sequence[npt.NDArray[np.int32]], start: int, end: int, count: int) -> None:
+        self._rows = held, start, end, count
         self.logits = self.likely = self.logprobs = None
 
     def __getattr__(self, name: str) -> Any:
         """Python comes here only for what has not been set."""
         if name not in ("targets", "top"):
             raise AttributeError(f"a StepOutput has no {name!r}")
-        step, start, end, count = self._rows
-        rows = step.results[start:end]
+        held, start, end, count = self._rows
+        rows = held[0][start:end]
         if name == "targets":
             self.targets = rows[:, 0].tolist()
             return self.targets

@@ -44,7 +44,7 @@ milliseconds to load, so few are tried. On an H200, the products of a 7B model a
 number of rows, and miss the best by 2% at most."""
 
 SEARCH = "2"
-"""Counts the ways to search. What an earlier one found is not used: it may be slower."""
+"""The version of the search. What an earlier version found is not used: it may be slower."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """A function of (x [rows, inner], weight [outer, inner], out [rows, outer]) that computes out = x weight^T."""

@@ -37,10 +37,10 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
         "batch method sampling tok_s over_ar of_bound S guesses context ms_per_step device_ms gap_percent captures "
         "answers as_first_seen",
         "Total tokens per second in a steady state: an answer that ends is replaced by the next at once. over AR: "
-        "against our own decoding token by token of as many sequences. of bound: what steps would give that only read "
-        "the weights and the K/V of this context, as fast as a copy. guesses: per sequence and step. gap: what of a "
-        "step the device waits for the host. as first seen: answers equal to what the same prompt gave when it was "
-        "first answered, at whatever load.",
+        "against our own decoding token by token of as many sequences. of bound: against steps that only read the "
+        "weights and the K/V of this context, as fast as a copy. guesses: per sequence and step. gap: what of a step "
+        "the device waits for the host. as first seen: answers equal to what the same prompt gave when it was first "
+        "answered, at whatever load.",
     ),
     "prompts": (
         "Prompts",
