@@ -39,6 +39,8 @@ def files(tmp_path: Path, make_model: Callable[..., Any], tokenizer: Any, monkey
     monkeypatch.setattr(parts, "STEP_COUNTS", (1, 16))
     monkeypatch.setattr(parts, "STEP_CONTEXT", 40)
     monkeypatch.setattr(parts, "CONTEXTS", (16, 64))
+    monkeypatch.setattr(parts, "BOUND_SEQUENCES", (1, 3))
+    monkeypatch.setattr(parts, "BOUND_CONTEXT", 40)
     monkeypatch.setattr(batch, "SEQUENCES", (1, 3))
     monkeypatch.setattr(batch, "LATE_TOKENS", 1500)
     make_model(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
@@ -91,6 +93,8 @@ def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str
     assert [record["batch"] for record in batches] == [1, 1, 3, 3] * 2
     assert all(record["tok_s"] > 0 and record["as_first_seen"] == record["answers"] > 0 for record in batches)
     assert len(made["prompts-7b"]["records"]) == 2
+    assert [record["sequences"] for record in made["bound-7b"]["records"]] == [1, 3]
+    assert all(0 < record["bound_ms"] < record["device_ms"] for record in made["bound-7b"]["records"])
 
     exact = made["exact-7b"]["records"]
     assert [r.get("identical", r.get("identical_to_own")) for r in exact] == [3] * 6
@@ -100,7 +104,7 @@ def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str
     for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness"):
         assert f"## {title}" in page
     last = capsys.readouterr().out.rstrip().splitlines()
-    assert last[-1].endswith("the page of 9 files")
+    assert last[-1].endswith("the page of 10 files")
     assert any(line.startswith("| default | yes | mt-bench | 3 |") for line in last)
 
 

@@ -28,6 +28,7 @@ GPU_PRESETS = {
     "gpu-baselines": "The same of transformers' own decoding",
     "gpu-batch": "1 to 64 sequences at once on a CUDA GPU",
     "gpu-prompts": "Prompts that arrive together, and beside others, on a CUDA GPU",
+    "gpu-bound": "Token by token against what reading the weights and the K/V takes, on a CUDA GPU",
     "gpu-context": "A step by context, and memory, on a CUDA GPU",
     "gpu-attention": "The attention kernel against SDPA",
     "gpu-hook": "model.generate with and without the hook: first call, later calls",

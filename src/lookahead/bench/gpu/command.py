@@ -40,6 +40,7 @@ PARTS: dict[str, Callable[[GpuBench], None]] = {
         parts.baselines,
         batch,
         prompts,
+        parts.bound,
         parts.context,
         hook,
         eager,

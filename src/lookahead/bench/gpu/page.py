@@ -42,6 +42,12 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
         "the device waits for the host. as first seen: answers equal to what the same prompt gave when it was first "
         "answered, at whatever load.",
     ),
+    "bound": (
+        "Token by token against the bound",
+        "sequences context tok_s device_ms products_ms bound_ms of_bound",
+        "Device time alone. The bound: the weights and the K/V of every sequence, read once, as fast as a copy reads "
+        "and writes.",
+    ),
     "prompts": (
         "Prompts",
         "case ms",

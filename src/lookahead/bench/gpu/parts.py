@@ -1,4 +1,4 @@
-"""The parts: step, speed, baselines, exact, context. The others have files of their own."""
+"""The parts: step, bound, speed, baselines, exact, context. The others have files of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
 from lookahead.bench.gpu.bench import METHODS, GpuBench
-from lookahead.bench.gpu.timing import ROOM, products_ms, step_ms
+from lookahead.bench.gpu.timing import ROOM, bytes_read, copy_bandwidth, products_ms, step_ms
 from lookahead.bench.run.decode import Decoded, decode
 from lookahead.bench.run.stock import Stock
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
@@ -23,6 +23,7 @@ from lookahead.stats import Stats
 
 STEP_COUNTS, STEP_CONTEXT = (1, 16, 32, 64, 121, 128), 1024
 CONTEXTS = (1024, 4096, 16384, 32768)
+BOUND_SEQUENCES, BOUND_CONTEXT = (1, 8, 16, 32, 64), 512
 STOCK = {
     "hf-greedy": "transformers eager",
     "hf-prompt-lookup": "transformers prompt lookup",
@@ -55,6 +56,18 @@ def context(bench: GpuBench) -> None:
         record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
         bench.add(record | {"memory_mb": round(held / 1e6, 1)})
         del backend
+
+
+def bound(bench: GpuBench) -> None:
+    """Token by token with several sequences at one context, against steps that only read the weights and the K/V."""
+    backend = bench.backend()
+    bandwidth = copy_bandwidth(backend.device)
+    for sequences in BOUND_SEQUENCES:
+        device, _ = step_ms(backend, 1, BOUND_CONTEXT, sequences)
+        least = 1e3 * bytes_read(backend.weights, sequences, BOUND_CONTEXT) / bandwidth
+        record = {"sequences": sequences, "context": BOUND_CONTEXT, "tok_s": round(1e3 * sequences / device, 1)}
+        record |= {"device_ms": round(device, 3), "products_ms": round(products_ms(backend, sequences), 3)}
+        bench.add(record | {"bound_ms": round(least, 3), "of_bound": round(least / device, 3)})
 
 
 def speed(bench: GpuBench) -> None:

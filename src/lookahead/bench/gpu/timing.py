@@ -46,9 +46,9 @@ def median_ms(run: Callable[[], Any], after: Callable[[Any], Any] = lambda _: No
     return statistics.median(taken)
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: torch.device | str = "cuda") -> float:
     """How many bytes per second a copy on the device reads and writes."""
-    source = torch.randn(1 << 28, device="cuda")
+    source = torch.randn(1 << (28 if torch.device(device).type == "cuda" else 20), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
 
@@ -82,30 +82,34 @@ def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
     return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.needed)
 
 
-def step_ms(backend: GraphBackend, count: int, context: int) -> tuple[float, float]:
-    """Device time of a captured step of this many tokens at this context, and wall time with the host's part.
+def step_ms(backend: GraphBackend, count: int, context: int, sequences: int = 1) -> tuple[float, float]:
+    """Device time of a captured step of this many tokens per sequence at this context, and wall time with the host's.
 
     Only the root is kept of a step, so that the context grows by one token with each.
     """
-    backend.check_room(1, context + ROOM)
-    backend.prepare(context + ROOM, count)
-    slot, rng = backend.open(), random.Random(0)
+    backend.check_room(sequences, context + ROOM)
+    if sequences == 1:
+        backend.prepare(context + ROOM, count)
+    slots, rng = [backend.open() for _ in range(sequences)], random.Random(0)
     vocabulary = min(1000, backend.vocab_size)
 
-    def item(size: int, trail: Sequence[int] = ()) -> StepInput:
+    def item(slot: int, size: int, trail: Sequence[int] = ()) -> StepInput:
         return StepInput(slot, trail, tree_of(size, vocabulary), SamplingParams(), (), top=8)
 
-    def collect(launched: Any) -> None:
+    def collect(launched: Any, slots: Sequence[int] = slots) -> None:
         backend.collect(launched)
-        backend.commit([(slot, ())])
+        backend.commit([(slot, ()) for slot in slots])
 
     try:
-        collect(backend.launch([item(1, [rng.randrange(vocabulary) for _ in range(context - 1)])]))
-        timed = [item(count)]
+        for slot in slots:
+            prompt = [rng.randrange(vocabulary) for _ in range(context - 1)]
+            collect(backend.launch([item(slot, 1, prompt)]), [slot])
+        timed = [item(slot, count) for slot in slots]
         device = median_ms(lambda: backend.launch(timed), collect)
         return device, wall_ms(lambda: collect(backend.launch(timed)), REPEATS if torch.cuda.is_available() else 3)
     finally:
-        backend.close(slot)
+        for slot in slots:
+            backend.close(slot)
 
 
 def products_ms(backend: GraphBackend, count: int) -> float:
