@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lookahead.algorithm.draft import Drafter, PythonDrafter
+from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend

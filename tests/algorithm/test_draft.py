@@ -14,9 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import CHAIN_MASS, TAUGHT, Draft, Drafter, Limits, PythonDrafter
+from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Limits
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
+from lookahead.algorithm.search import CHAIN_MASS, PythonDrafter
 from lookahead.algorithm.successors import Successors, SuccessorTables
 from lookahead.algorithm.tree import Guesses
 

@@ -10,7 +10,8 @@ import torch
 from paged import PagedToy
 from toys import ToyBackend
 
-from lookahead.algorithm.draft import Offer, PythonDrafter
+from lookahead.algorithm.draft import Offer
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import Draft, Limits, PythonDrafter
+from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput

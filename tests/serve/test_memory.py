@@ -11,7 +11,7 @@ import pytest
 from http_server import running
 
 import lookahead
-from lookahead.algorithm.draft import PythonDrafter
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.serve.memory import folder_of, give, read, take, write
 

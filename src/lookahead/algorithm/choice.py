@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lookahead.algorithm.counts import Costs
-from lookahead.algorithm.draft import Offer
+from lookahead.algorithm.draft import Offer, Share
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree, WindowLayout
 
@@ -62,13 +62,14 @@ def choose_trees(
             if config.budget > filled:
                 filled = config.budget
         else:
-            share = sequence.share(together)
-            weighed = None if share < config.budget else config.step_cost
-            offers.append(sequence.offer(layout, share, weighed, sequence.trust, True))
+            own = sequence.share(together)
+            weighed = None if own < config.budget else config.step_cost
+            offers.append(sequence.offer(layout, own, weighed, sequence.trust, True))
     # 3. The step takes the best of all.
     most = None if cost is not None else filled - sum([offer.layout.size for offer in offers if not offer.kept])
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
-    trees, cut = sequences[0].drafter.choose(offers, cost, most, None if limit is None else limit - rows, floor)
+    share = Share(cost, most, None if limit is None else limit - rows, floor)
+    trees, cut = sequences[0].drafter.choose(offers, share)
     refused = floor if cut is None else cut
     for sequence in sequences:
         sequence.best_refused = refused

@@ -134,12 +134,10 @@ class Forest:
     """All trees of a step, one after the other: the tokens of all of them, then their parents, depths and origins.
 
     Each of these fields takes `rows` numbers. A tree has fewer origins than rows; what follows them is not used.
-    `all_needed`: the logits of all nodes are needed, since no tree has a window.
     """
 
     numbers: array[int]
     rows: int
-    all_needed: bool
 
     @property
     def tokens(self) -> array[int]:

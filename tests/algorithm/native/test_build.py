@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lookahead.algorithm.draft import PythonDrafter
 from lookahead.algorithm.native import build as native
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.search import PythonDrafter
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Offer, PythonDrafter, Standing
+from lookahead.algorithm.draft import Draft, Drafter, Offer, Share, Standing
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import FlatOutputs, Guesses, StepOutput, TokenTree, window_layout
 from lookahead.algorithm.verify import Verdict
@@ -71,7 +72,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 
 def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
     offers = [offer(**one) for one in step["offers"]]
-    return repr(drafter.choose(offers, *[step[name] for name in ("cost", "most", "room", "floor")]))
+    return repr(drafter.choose(offers, Share(*[step[name] for name in ("cost", "most", "room", "floor")])))
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -143,7 +144,7 @@ def test_a_standing_offer_follows_its_text() -> None:
         given = Offer(layout, [token], drafts[1], 9, 13 - len(text), trust=ratio, bonus=0.01, kept=False)
         other = offer([[0.9, 0.2]], kept=False)
         for floor in (0.0, 0.3):
-            mine, theirs = (OURS.choose([one, other], None, 3, None, floor) for one in (standing, given))
+            mine, theirs = (OURS.choose([one, other], Share(None, 3, None, floor)) for one in (standing, given))
             assert repr(mine) == repr(theirs)
     assert list(mine[0][0].tokens) == [7]  # the text is full
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits, PythonDrafter
+from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter, NativeText
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory, build
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.tree import TokenTree

@@ -22,11 +22,12 @@ from toy import steps, toy_model
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.choice import choose_trees
-from lookahead.algorithm.draft import Draft, Drafter, Limits, PythonDrafter
+from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.native.memory import NativeTable
 from lookahead.algorithm.sampling import LEVELS
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.calibration import Calibration

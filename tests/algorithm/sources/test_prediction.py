@@ -7,7 +7,8 @@ import random
 import pytest
 from toys import VOCABULARY, ToyBackend
 
-from lookahead.algorithm.draft import Draft, PythonDrafter
+from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import Calibration, PredictionSource, SharedMemory
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits, PythonDrafter
+from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory, build, wants_top
 from lookahead.algorithm.sources import recycle as module

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from marks import examples
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from lookahead.algorithm.draft import Draft, Limits, PythonDrafter
+from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory, build
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome

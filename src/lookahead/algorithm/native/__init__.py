@@ -6,9 +6,10 @@ of successors would take a fifth of such a step.
 
 from __future__ import annotations
 
-from lookahead.algorithm.draft import Drafter, PythonDrafter
+from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.search import PythonDrafter
 
 
 def choose_drafter() -> Drafter:

@@ -1,4 +1,4 @@
-/* The choice among all sequences of a step: the twin of PythonDrafter.choose, in draft.py. */
+/* The choice among all sequences of a step: the twin of PythonDrafter.choose, in search.py. */
 
 #include "drafter.h"
 

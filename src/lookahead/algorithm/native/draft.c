@@ -1,4 +1,4 @@
-/* The best-first search: the twin of PythonDrafter.grow, in draft.py. */
+/* The best-first search: the twin of PythonDrafter.grow, in search.py. */
 
 #include "drafter.h"
 

@@ -4,8 +4,8 @@
 
      table.c    SuccessorDict, in successors.py
      text.c     SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
-     draft.c    PythonDrafter.grow, in draft.py, and SuccessorTables.look_up, in successors.py
-     choice.c   PythonDrafter.choose, in draft.py, and best_counts, in counts.py
+     draft.c    PythonDrafter.grow, in search.py, and SuccessorTables.look_up, in successors.py
+     choice.c   PythonDrafter.choose, in search.py, and best_counts, in counts.py
      accept.c   accept, in verify.py
      workers.c  no twin: threads that do some of the searches of a choice
 

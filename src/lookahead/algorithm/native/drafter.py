@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lookahead.algorithm.counts import Costs
-from lookahead.algorithm.draft import MOST_GUESSES, Draft, Limits, Offer
+from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Draft, Limits, Offer, Share
 from lookahead.algorithm.native.drafts import DraftInC, address_of, chains_of, draft_in_c
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
 from lookahead.algorithm.native.verification import NativeVerification
@@ -64,14 +63,7 @@ class NativeDrafter:
         step = kept.step(limits, times, branch=limits.branch, floor=limits.floor, draft=draft)
         return kept.first(check(self._c.draft_search(step, chains_of(draft))))
 
-    def choose(
-        self,
-        offers: Sequence[Offer],
-        cost: Costs | None = None,
-        most: int | None = None,
-        room: int | None = None,
-        floor: float = 0.0,
-    ) -> tuple[list[TokenTree], float | None]:
+    def choose(self, offers: Sequence[Offer], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
         # 1. What C needs of every sequence.
         steps, numbers, rows, guesses, searched = list[int](), list[Numbers](), 0, 0, 0
         alive = list[Any]()  # what C reads must outlive its call
@@ -89,26 +81,22 @@ class NativeDrafter:
             rows += offer.layout.size
         self._searched = searched
         # 2. Search, choose, write the trees.
-        times = None if cost is None else np.ascontiguousarray(cost, dtype=np.float64)
-        if room is not None:
-            guesses = min(guesses, max(0, room))
-        space = 4 * (rows + min(guesses, MOST_GUESSES * len(offers)))
-        trees = self._take_memory(space)
-        counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
+        times = None if share.cost is None else np.ascontiguousarray(share.cost, dtype=np.float64)
         address, count = (0, 0) if times is None else (times.__array_interface__["data"][0], len(times))
-        share = _SHARE.pack(
-            address, floor, count, len(offers),
-            -1 if most is None else max(0, most), -1 if room is None else max(0, room),
-        )  # fmt: skip
+        most, room = (-1 if number is None else max(0, number) for number in (share.most, share.room))
+        space = MOST_GUESSES * len(offers) if room < 0 else room
+        trees = self._take_memory(4 * (rows + min(guesses, space)))
+        counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
+        shared = _SHARE.pack(address, share.floor, count, len(offers), most, room)
         some = check(
             self._c.draft_choose(
-                share, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),
+                shared, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),
                 address_of(trees), self._workers if searched >= MANY else 0,
             )
         )  # fmt: skip
         # 3. The trees are one forest.
         nodes = rows + sum(counts)
-        made, start, forest = list[TokenTree](), 0, Forest(trees[: 4 * nodes], nodes, rows == len(offers))
+        made, start, forest = list[TokenTree](), 0, Forest(trees[: 4 * nodes], nodes)
         self._memory[:] = [trees]
         for offer, count, sum_of_scores in zip(offers, counts, expected, strict=False):
             made.append(TokenTree.of_forest(forest, start, offer.layout, count, sum_of_scores))

@@ -150,7 +150,7 @@ class Packet:
         # 2. Which of them are needed.
         *firsts, count = accumulate(rows, initial=0)
         roots = list(map(add, firsts, trail_rows)) if some_trail else firsts
-        wanted = nodes if forest is not None and forest.all_needed else [len(tree.needed) for tree in trees]
+        wanted = [len(tree.needed) for tree in trees]
         if wanted == rows:  # all of them
             self._write("needed", self._counting[: 4 * count], self._zeros)
         elif roots == [0]:
@@ -165,18 +165,12 @@ class Packet:
         self._write_first("entries", entries)
         (group, block), tiles = queries, list[int]()
         for line, end, first, trail, root, size in zip(lines, ends, firsts, trail_rows, roots, nodes, strict=True):
-            for number in range(-(-trail * group // block)) if trail else ():
+            for number in range(-(-trail * group // block)):
                 tiles += line, end, first, trail, number, 0
-            if 0 < size * group <= block:
-                tiles += line, end, root, size, 0, 1
-            else:
-                for number in range(-(-size * group // block)):
-                    tiles += line, end, root, size, number, 1
+            for number in range(-(-size * group // block)):
+                tiles += line, end, root, size, number, 1
         self._write_first("tiles", tiles)
         self._tiles = len(tiles) // TILE
-        if wanted is nodes:
-            self.needed = count
-            return firsts
         *starts, self.needed = accumulate(wanted, initial=0)
         return starts
 
