@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lookahead.backends.base import NO_TREE, StepInput
-from lookahead.backends.graph.kinds import StepKind, kind_of
+from lookahead.backends.graph.kernels.tiles import tiles_for
+from lookahead.backends.graph.kinds import StepKind, kind_of, stand_in
 from lookahead.backends.graph.preparing import chain, every_shape
 from lookahead.config import SamplingParams
 
@@ -24,11 +26,11 @@ def kind(weights: Any, trail: int, nodes: int, needed: int) -> StepKind:
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (9, 3), (32, 8), (32, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 256), (9, 3, 64), (32, 8, 128), (32, 32, 128)])
 @pytest.mark.thinned(1)
-def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, tokens: int, budget: int) -> None:
-    weights = SimpleNamespace(heads=heads, kv_heads=kv_heads)
-    shapes = set(every_shape(tokens, budget, MOST_ROWS, heads // kv_heads))
+def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: int, tokens: int, budget: int) -> None:
+    weights = SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
+    shapes = set(every_shape(tokens, budget, MOST_ROWS, heads // kv_heads, dim))
     assert all(trail <= tokens and nodes <= budget and trail + nodes > 0 for trail, nodes, _ in shapes)
     prepared = {kind(weights, *shape) for shape in shapes}
     for trail in range(tokens + 1):
@@ -50,10 +52,38 @@ def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, token
 def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
     trees: list[int], trails: list[int], length: int, small: bool
 ) -> None:
-    weights: Any = SimpleNamespace(heads=32, kv_heads=32)
+    weights: Any = SimpleNamespace(heads=32, kv_heads=32, dim=128)
     trails = [0] * (len(trees) - len(trails)) + trails
     items = [
         StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
         for nodes, trail in zip(trees, trails, strict=True)
     ]
     assert kind_of(items, [length] * len(items), weights, PROCESSORS, invariant=True).small == small
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(64, 64, 64), (9, 3, 64), (32, 8, 128), (4, 2, 256), (1, 1, 32)]
+)
+def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) -> None:
+    """Where a tile's splits have programs of their own, no program takes a second tile. A few sequences have such
+    programs, and many do not."""
+    rng, weights = random.Random(0), SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
+    found = set()
+    for _ in range(400):
+        count = rng.choice([1, 2, 3, 5, 9, 40, 64])
+        trees = [rng.randrange(1, rng.choice([2, 9, 1 + 512 // count])) for _ in range(count)]
+        trails = [rng.choice([0, 0, rng.randrange(1 + (1024 - sum(trees)) // count)]) for _ in range(count)]
+        items = [
+            StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
+            for nodes, trail in zip(trees, trails, strict=True)
+        ]
+        lengths = [rng.randrange(3000)] * count
+        own: Any = kind_of(items, lengths, weights, PROCESSORS, invariant=rng.random() < 0.8)
+        for kind in (own, stand_in(own, any(trails), MOST_ROWS)):
+            how = {"small": kind.small, "alone": kind.alone, "one": kind.one, "invariant": kind.invariant}
+            cut = tiles_for(kind.rows, heads, kv_heads, dim, **how, processors=PROCESSORS)
+            tiles = sum(-(-rows * (heads // kv_heads) // cut.block_m) for rows in (*trees, *trails))
+            assert cut.one == (not kind.alone)
+            assert kind.alone or tiles <= cut.programs
+            found.add((count > 1, kind.alone, kind.one))
+    assert found >= {(False, False, True), (True, False, False), (True, True, False)}

@@ -193,7 +193,7 @@ class GraphBackend:
         """
         patient, self._steps.patient = self._steps.patient, False
         try:
-            self._try_out(lambda slot, most: every_input(slot, tokens, budget, most, self._group))
+            self._try_out(lambda slot, most: every_input(slot, tokens, budget, most, self._group, self.weights.dim))
         finally:
             self._steps.patient = patient
 

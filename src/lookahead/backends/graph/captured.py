@@ -23,7 +23,8 @@ import torch
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.backends.graph.adjusting import Adjusting
 from lookahead.backends.graph.kernels.rows import new_rows
-from lookahead.backends.graph.kinds import SMALL_TILE, StepKind
+from lookahead.backends.graph.kernels.tiles import SMALL
+from lookahead.backends.graph.kinds import StepKind
 from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.ops import Drawing, LogProbs, Ops, TopTokens
 from lookahead.backends.graph.packet import MOST_ENTRIES, Packet
@@ -82,9 +83,9 @@ class Buffers:
         self.work = ops.workspace()
         group = w.heads // w.kv_heads
         for size in sizes_to(most_rows) if self.work is not None else ():
-            for small, alone, invariant in product((False, True), repeat=3):
+            for small, alone, one, invariant in product((False, True), repeat=4):
                 tiles = ops.tiles(
-                    size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, one=False, invariant=invariant
+                    size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, one=one, invariant=invariant
                 )
                 count = most_tiles(size, group, tiles.block_m)
                 self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
@@ -148,7 +149,7 @@ class CapturedStep:
             one=kind.one,
             invariant=kind.invariant,
         )
-        block = SMALL_TILE if self.tiles is None else self.tiles.block_m
+        block = SMALL if self.tiles is None else self.tiles.block_m
         self.queries = group, block
         tiles = most_tiles(kind.rows, group, block)
         # The packet on the host, and its copy on the device.

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lookahead.backends.base import StepInput
+from lookahead.backends.graph.kernels.tiles import LARGE, SMALL, most_shared, queries_per_tile
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, ROW_SIZES, bucket, needed_bucket
 from lookahead.backends.graph.weights import Weights
-
-SMALL_TILE, LARGE_TILE = 16, 64
-"""Queries per tile of attention; see `kernels.tiles`."""
-
 
 SHORT = 256
 """Up to so many tokens a prompt runs in small tiles. On an H200 ten prompts of 100 tokens take 50 us of attention per
@@ -34,8 +31,8 @@ class StepKind(NamedTuple):
     `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
     `adjusted`: from adjusted logits (see `sampling.adjusted`). `logprobs`: log-probabilities are returned.
     How attention is cut (see `kernels.tiles`): `small`: into small tiles, for sequences with few rows each. `alone`:
-    there are many tiles, and each is done by one program. `one`: there are so few tiles that all are worked on at the
-    same time. `invariant`: a row's result does not depend on the other rows, bit for bit.
+    there are many tiles, and each is done by one program. `one`: there are few, and no more than if one sequence had
+    all rows. `invariant`: a row's result does not depend on the other rows, bit for bit.
     """
 
     rows: int
@@ -58,7 +55,7 @@ def kind_of(
     `processors` are the device's multiprocessors. `invariant`: steps are to be so where they can.
     """
     group = weights.heads // weights.kv_heads
-    few = 2 * SMALL_TILE // group
+    few = 2 * SMALL // group
     parts, trails = [item.tree.size for item in items], [len(item.trail) for item in items]
     largest = max(parts)
     needed, drawn, plain = 0, False, True
@@ -73,9 +70,9 @@ def kind_of(
         small = _small_tiles_are_faster(parts, trails, lengths, group)
         parts += trails
     rows = bucket(sum(parts))
-    block = SMALL_TILE if small else LARGE_TILE
+    block = queries_per_tile(weights.dim, small=small)
     tiles = sum([-(-count * group // block) for count in parts])
-    alone = tiles * weights.kv_heads >= processors
+    alone = tiles > most_shared(weights.heads, weights.kv_heads, weights.dim, processors, small=small)
     raced = not plain and any(item.noise for item in items)
     return StepKind(
         rows=rows,
@@ -102,8 +99,8 @@ def _small_tiles_are_faster(trees: Sequence[int], trails: Sequence[int], lengths
     for tree, trail, length in zip(trees, trails, lengths, strict=True):
         before = length + trail
         for rows, keys in ((tree, before + tree), (trail, before if before > SHORT else 0)):
-            small_work += -(-rows * group // SMALL_TILE) * keys
-            large_work += -(-rows * group // LARGE_TILE) * keys
+            small_work += -(-rows * group // SMALL) * keys
+            large_work += -(-rows * group // LARGE) * keys
     return small_work <= LARGE_TIME * large_work
 
 

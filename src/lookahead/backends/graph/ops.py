@@ -53,8 +53,8 @@ class Ops:
 
     @property
     def processors(self) -> int:
-        """How many multiprocessors the device has; 1 on a CPU."""
-        return self._processors if self.compiled else 1
+        """How many multiprocessors the device has: none on a CPU."""
+        return self._processors if self.compiled else 0
 
     def tiles(
         self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, alone: bool, one: bool, invariant: bool

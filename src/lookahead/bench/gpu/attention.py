@@ -12,7 +12,6 @@ import torch
 from lookahead.backends.graph.captured import most_tiles
 from lookahead.backends.graph.kernels import attention, depths, fused, tiles
 from lookahead.backends.graph.kernels.rows import Rows, new_rows
-from lookahead.backends.graph.kinds import SMALL_TILE
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE, bucket
 from lookahead.bench.gpu.timing import copy_bandwidth, graphed, median_ms, tree_of
@@ -23,6 +22,8 @@ COUNTS, CONTEXTS = (1, 121), (1024, 2048, 16384)
 """Rows of one sequence, and its prefixes."""
 SEVERAL, SEVERAL_CONTEXTS = ((16, 1), (16, 8)), (1024, 2048)
 """Several sequences and the rows of each, and their prefixes."""
+PROCESSORS = 132
+"""The multiprocessors of an H200."""
 CACHED = 2e8
 """Bytes of K/V that are read in turn, so that none of it is in the device's own cache."""
 
@@ -89,17 +90,12 @@ def _records(case: Case, bandwidth: float) -> Iterator[dict[str, Any]]:
 
 def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, attention.Workspace, tiles.Tiles]:
     """What a captured step gives the kernel: the step's rows, the workspace, and how it is cut."""
-    size, small = bucket(case.sequences * case.count), case.count * case.group <= 2 * SMALL_TILE
-    cut = tiles.tiles_for(
-        size,
-        case.heads,
-        case.kv_heads,
-        case.dim,
-        small=small,
-        alone=case.sequences > 4,
-        one=case.sequences == 1,
-        invariant=invariant,
-    )
+    size, small = bucket(case.sequences * case.count), case.count * case.group <= 2 * tiles.SMALL
+    heads = case.heads, case.kv_heads, case.dim
+    each = -(-case.count * case.group // tiles.queries_per_tile(case.dim, small=small))
+    alone = case.sequences * each > tiles.most_shared(*heads, PROCESSORS, small=small)
+    one = not alone and case.sequences == 1
+    cut = tiles.tiles_for(size, *heads, small=small, alone=alone, one=one, invariant=invariant, processors=PROCESSORS)
     count = most_tiles(size, case.group, cut.block_m)
     packet = Packet(size, size, count, pinned=False)
     packet.begin()

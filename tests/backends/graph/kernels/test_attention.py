@@ -65,6 +65,7 @@ class Step:
 
     def run(self, tiles: Tiles, window: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
         rows, group = self.rows((self.heads // self.kv_heads, tiles.block_m)), self.heads // self.kv_heads
+        assert int(rows.counts[0]) <= tiles.programs or not tiles.one
         work = Workspace(self.device)
         work.reserve(len(self.q), len(rows.tiles), tiles, self.heads, self.kv_heads, self.q.shape[-1])
         if tiles.reach:
@@ -122,11 +123,10 @@ def test_error_at_most_twice_pytorchs(
     step = Step(device, dtype, parts_of(*shapes), heads, kv_heads, dim, padding=3)
     for small in (True, False):
         for invariant in {False, dtype != torch.float32}:
-            tiles = tiles_for(
-                len(step.q), heads, kv_heads, dim, small=small, alone=small, invariant=invariant, processors=11
-            )
+            cut = {"small": small, "alone": small, "one": len(shapes) == 1, "invariant": invariant}
+            tiles = tiles_for(len(step.q), heads, kv_heads, dim, **cut, processors=11)
             # On one multiprocessor every other program comes to the prefix last.
-            ours, plain = step.errors(replace(tiles, processors=1))
+            ours, plain = step.errors(replace(tiles, processors=1, programs=16))
             assert ours <= 2 * plain + 1e-7
 
 
@@ -165,6 +165,25 @@ def test_a_sliding_window(device: torch.device, window: int) -> None:
         step = Step(device, dtype, parts_of((301, 0, 40), (20, 30, 4)), 4, 2, 64)
         ours, plain = step.errors(Tiles(64, 64, 3, reach=reach), window)
         assert ours <= 2 * plain + 1e-7
+
+
+@pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, False), (torch.float16, True)])
+@pytest.mark.parametrize("dim", [64, slow_interpreted(80)])
+def test_what_others_left_behind_does_not_spread(
+    device: torch.device, dtype: torch.dtype, invariant: bool, dim: int
+) -> None:
+    """Not even NaN, at every place that is no sequence's: behind a prefix, behind a tree, and on page 0."""
+    step = Step(device, dtype, parts_of((70, 0, 5), (130, 3, 1), (0, 0, 1), (20, 30, 0)), 2, 1, dim)
+    cuts = [
+        tiles_for(len(step.q), 2, 1, dim, small=small, alone=alone, invariant=invariant, processors=11)
+        for small, alone in ((True, False), (True, True), (False, False))
+    ]
+    before = [step.run(tiles) for tiles in cuts]
+    assert int((step.keys == 1e4).sum()) > 0
+    for cache in (step.keys, step.values):
+        cache[cache == 1e4] = float("nan")
+    for tiles, expected in zip(cuts, before, strict=True):
+        assert torch.equal(step.run(tiles), expected)
 
 
 @pytest.mark.parametrize("count", [slow_interpreted(512)])

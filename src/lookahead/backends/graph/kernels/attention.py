@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
-from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split
+from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split, load_keys
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.softmax import LOWEST, add, add_singly, join, no_keys
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles
@@ -54,15 +54,13 @@ def _add_tree(
 ):  # fmt: skip
     """Add a tree's nodes, a word of bits at a time, in a step that need not be invariant."""
     dim = tl.arange(0, DIM)
-    whole = dim < HEAD
     ones = tl.full([32, 8], 1.0, values.dtype.element_ty)
     for word in range(0, tl.cdiv(count, 32)):
         node = word * 32 + tl.arange(0, 32)
         there = node < count
         where = tl.load(places + root + node, mask=there, other=0).to(tl.int64)
         at = ((where // PAGE * kv_heads + head) * PAGE + where % PAGE)[:, None] * HEAD + dim[None, :]
-        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+        k, v = load_keys(keys, values, at, there, HEAD, DIM)
         its_bits = tl.load(bits + row * words + word)
         seen = ((its_bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
         if WINDOW > 0:
@@ -82,7 +80,6 @@ def _add_near(
     row itself in a trail and up to the root in a tree; then the tree's other nodes by depth, in groups of 16 nodes of
     one depth (see `depths`), PART_N nodes per product. `order` is the tile's own."""
     dim = tl.arange(0, DIM)
-    whole = dim < HEAD
     top, total, acc = no_keys(BLOCK_M, DIM)
     used = tl.load(order)
     # A token sees at most one node of a group. Its sights hold a byte per group: that node's place plus 1, or 0.
@@ -94,8 +91,7 @@ def _add_near(
         key = key0 + tl.arange(0, 16)
         there = key < past_root
         at = tl.arange(0, 16)[:, None] * HEAD + dim[None, :]
-        k = tl.load(keys + base + at, mask=there[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + base + at, mask=there[:, None] & whole[None, :], other=0.0)
+        k, v = load_keys(keys + base, values + base, at, there, HEAD, DIM)
         seen = there[None, :] & (key[None, :] >= border[:, None]) & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
@@ -109,9 +105,9 @@ def _add_near(
         there = first_place + column < used
         where = tl.load(order + 1 + first_place + column, mask=there, other=-1).to(tl.int64)
         there = where >= 0
+        where = tl.maximum(where, 0)
         at = ((where // PAGE * kv_heads + head) * PAGE + where % PAGE)[:, None] * HEAD + dim[None, :]
-        k = tl.load(keys + at, mask=there[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + at, mask=there[:, None] & whole[None, :], other=0.0)
+        k, v = load_keys(keys, values, at, there, HEAD, DIM)
         seen = ((sight[:, None] >> turn[None, :]) & 255) == place_there[None, :]
         if WINDOW > 0:
             depth = tl.load(order + 1 + 16 * most_nodes + (first_place + column) // 16, mask=there, other=0)

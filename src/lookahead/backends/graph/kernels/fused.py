@@ -216,7 +216,7 @@ def rotate_write(
     """
     size, heads, dim = q.shape
     kv_heads = keys.shape[1]
-    block = min(32, triton.next_power_of_2(heads + 2 * kv_heads))
+    block = min(16, triton.next_power_of_2(heads + 2 * kv_heads))
     _rotate_write[(size, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, rows.positions, rows.places,
         q, keys, values, eps,

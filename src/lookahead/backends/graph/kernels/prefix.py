@@ -26,6 +26,20 @@ def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
 
 
 @triton.jit
+def load_keys(keys, values, at, there, HEAD: tl.constexpr, DIM: tl.constexpr):
+    """K and V [N, D] from the places `at` [N, D]. A value that is not there is zero, and its key may be anything.
+
+    A key that is not there has a weight of zero, whatever its score. But zero times a number that some other sequence
+    left behind may be NaN, so its value must be zero. Each mask that is not needed saves 1 to 2% of attention.
+    """
+    if HEAD == DIM:
+        return tl.load(keys + at), tl.load(values + at, mask=there[:, None], other=0.0)
+    whole = (tl.arange(0, DIM) < HEAD)[None, :]
+    k = tl.load(keys + at, mask=whole, other=0.0)
+    return k, tl.load(values + at, mask=there[:, None] & whole, other=0.0)
+
+
+@triton.jit
 def add_split(
     query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits, near_splits,
     scale,
@@ -64,8 +78,7 @@ def add_split(
         key = key0 + tl.arange(0, BLOCK_N)
         key0 = _block(i + 1, split, near, splits, near_splits, FAR) * BLOCK_N
         page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
-        k = tl.load(keys + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
+        k, v = load_keys(keys + base, values + base, at, key < end, HEAD, DIM)
         seen = key[None, :] < border[:, None]
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
@@ -97,7 +110,6 @@ def add_all_splits(
     is added in parts of PART_N keys; how many of them are loaded ahead, `Tiles.stages` says.
     """
     dim = tl.arange(0, DIM)
-    whole = dim < HEAD
     ones = tl.full([PART_N, 8], 1.0, values.dtype.element_ty)
     all_top = tl.full([BLOCK_M], LOWEST, tl.float32)
     all_mass = tl.zeros([BLOCK_M], tl.float32)
@@ -114,8 +126,7 @@ def add_all_splits(
         next_block, next_split, over = _next_block(block, split, blocks, splits, near_splits, FAR)
         block, split = tl.where(last, next_block, block), tl.where(last, next_split, split)
         page = tl.load(table + tl.minimum(block * BLOCK_N // PAGE, longest - 1)).to(tl.int64)
-        k = tl.load(keys + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
-        v = tl.load(values + base + at, mask=(key < end)[:, None] & whole[None, :], other=0.0)
+        k, v = load_keys(keys + base, values + base, at, key < end, HEAD, DIM)
         seen = key[None, :] < border[:, None]
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
