@@ -152,6 +152,8 @@ class CapturedStep:
         block = SMALL if self.tiles is None else self.tiles.block_m
         self.queries = group, block
         tiles = most_tiles(kind.rows, group, block)
+        if self.tiles is not None and not kind.alone:  # a tile more would have no program
+            tiles = min(tiles, self.tiles.programs)
         # The packet on the host, and its copy on the device.
         self.packet = Packet(
             kind.rows, kind.needed, tiles, device.type == "cuda", drawn=kind.drawn, adjusted=kind.adjusted

@@ -53,7 +53,7 @@ class Ops:
 
     @property
     def processors(self) -> int:
-        """How many multiprocessors the device has: none on a CPU."""
+        """How many multiprocessors the device has. A CPU has none, so that there every tile is done alone."""
         return self._processors if self.compiled else 0
 
     def tiles(

@@ -110,7 +110,7 @@ class Packet:
         self._zeros, self._minus_ones = bytes(4 * rows), b"\xff" * (4 * rows)
         self._counting = array("i", range(rows)).tobytes()
         self._numbers = [array("i", (entry,)).tobytes() for entry in range(entries)]
-        self.entries_room, self.moves_room = entries, moves
+        self.entries_room, self.moves_room, self.tiles_room = entries, moves, tiles
         self.begin()
 
     def begin(self) -> None:
@@ -169,8 +169,10 @@ class Packet:
                 tiles += line, end, first, trail, number, 0
             for number in range(-(-size * group // block)):
                 tiles += line, end, root, size, number, 1
-        self._write_first("tiles", tiles)
         self._tiles = len(tiles) // TILE
+        if self._tiles > self.tiles_room:
+            raise ValueError(f"{self._tiles} tiles of attention in a step that has room for {self.tiles_room}")
+        self._write_first("tiles", tiles)
         *starts, self.needed = accumulate(wanted, initial=0)
         return starts
 

@@ -94,8 +94,8 @@ def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, a
     heads = case.heads, case.kv_heads, case.dim
     each = -(-case.count * case.group // tiles.queries_per_tile(case.dim, small=small))
     alone = case.sequences * each > tiles.most_shared(*heads, PROCESSORS, small=small)
-    one = not alone and case.sequences == 1
-    cut = tiles.tiles_for(size, *heads, small=small, alone=alone, one=one, invariant=invariant, processors=PROCESSORS)
+    how = {"small": small, "alone": alone, "one": case.sequences == 1, "invariant": invariant}
+    cut = tiles.tiles_for(size, *heads, **how, processors=PROCESSORS)
     count = most_tiles(size, case.group, cut.block_m)
     packet = Packet(size, size, count, pinned=False)
     packet.begin()

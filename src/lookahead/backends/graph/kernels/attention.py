@@ -219,7 +219,7 @@ def _attend_tile(
             own_mass = tl.max(total, 1)
         # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
         # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
-        # would wait for ever. (A split's program never waits, and works through its tiles in the same order.)
+        # would wait for ever. (A split's program never waits.)
         others = 0 if ALONE else (live if REACH > 0 else live - 1)
         first_part = place * tl.num_programs(2)
         counter = arrived + tile * kv_heads + head
@@ -260,15 +260,16 @@ def _attend(
     scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
-    ALONE: tl.constexpr, ONE: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv_heads, tiles at a time, splits; with REACH one more; with ALONE one).
 
     A query is a pair of row and head: each K/V head has GROUP of them per row. ALONE: a program does all of a tile by
-    itself, one split after the other. ONE: no program has more than one tile. See `attend` for the tensors.
+    itself, one split after the other, and then takes the next tile; without it there are no more tiles than programs.
+    See `attend` for the tensors.
     """
     count = tl.load(counts)
-    if ONE:
+    if not ALONE:
         if tl.program_id(1) < count:
             _attend_tile(
                 tl.program_id(1), q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
@@ -348,7 +349,7 @@ def attend(
         scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
         rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes, tiles.processors,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        PART_N=tiles.part_n, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone, ONE=tiles.one,
+        PART_N=tiles.part_n, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

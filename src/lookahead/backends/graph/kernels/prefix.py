@@ -29,8 +29,8 @@ def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
 def load_keys(keys, values, at, there, HEAD: tl.constexpr, DIM: tl.constexpr):
     """K and V [N, D] from the places `at` [N, D]. A value that is not there is zero, and its key may be anything.
 
-    A key that is not there has a weight of zero, whatever its score. But zero times a number that some other sequence
-    left behind may be NaN, so its value must be zero. Each mask that is not needed saves 1 to 2% of attention.
+    So the caller must hide the scores of keys that are not there. Their weights are zero then, but zero times what
+    another sequence left behind may be NaN: hence the zero values. A mask left out saves 1% of attention.
     """
     if HEAD == DIM:
         return tl.load(keys + at), tl.load(values + at, mask=there[:, None], other=0.0)

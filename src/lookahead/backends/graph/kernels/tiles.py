@@ -21,9 +21,10 @@ SMALL, LARGE = 16, 64
 keys are read once for all of its queries, and a tile of 64 queries takes longer than its keys take to be read."""
 
 SHARED_SMALL, SHARED_LARGE = 6.5, 4.5
-"""Up to so many programs per multiprocessor, every split of a small or a large tile has a program of its own. On an
-H200, four sequences of one row with 64 heads of 64 take 11 us of attention at a context of 180 that way and 12.5 with a
-program per tile, 25 and 34 us at 1024, but eight sequences 17.5 and 14 us, 46 and 38 us."""
+"""Up to so many programs per multiprocessor, every split of a small or a large tile has a program of its own. (Splits
+that only long contexts have are not counted.) On an H200, a layer's attention of four sequences of one row, with 64
+heads of 64 at a context of 512, takes 17 us that way, and 21 us with one program per tile. With eight sequences it is
+28 and 25 us."""
 
 SPARE_PROGRAMS = 64
 """Where each tile is done by one program, so many more than if one sequence had all rows: many sequences have more."""
@@ -37,10 +38,9 @@ class Tiles:
     alone, and nodes of an invariant step's tree per product; a block is a multiple of it. splits: how many programs
     share a prefix. near_splits: how many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many
     read a long context faster. reach: keys nearer to a row than this are added one by one, unless `alone` by a program
-    of their own; 0 if the step is not invariant. programs: how many tiles are worked on at a time. one: there are no
-    more tiles than that; the kernel is faster without a loop over tiles. alone: a program does all splits of a tile by
-    itself. processors: the device's multiprocessors. warps, stages, registers (the most per thread): for Triton's
-    compiler.
+    of their own; 0 if the step is not invariant. alone: a program does all splits of a tile by itself. programs: how
+    many tiles are worked on at a time; there are no more tiles than that unless `alone`. processors: the device's
+    multiprocessors. warps, stages, registers (the most per thread): for Triton's compiler.
     """
 
     block_m: int
@@ -53,7 +53,6 @@ class Tiles:
     registers: int | None = None
     programs: int = 1 << 30
     alone: bool = False
-    one: bool = False
     part_n: int = 32
     processors: int = 132
 
@@ -93,13 +92,12 @@ def tiles_for(
     block_m = queries_per_tile(dim, small=small)
     tiles = -(-rows * (heads // kv_heads) // block_m)
     near, splits = _invariant_splits(heads, kv_heads, dim, processors)
-    if not invariant:
-        # About two programs per multiprocessor if one sequence has all rows.
-        near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles))) if one else near
+    if one and not invariant:  # about two programs per multiprocessor
+        near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles)))
     cut: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
-    # More tiles than programs are done one after the other. Programs without a tile take time, too.
+    # Programs without a tile take time, too, so there are no more of them than may be needed.
     shared = tiles if one else most_shared(heads, kv_heads, dim, processors, small=small)
-    cut |= {"programs": tiles + SPARE_PROGRAMS if alone else shared, "one": not alone, "processors": processors}
+    cut |= {"programs": tiles + SPARE_PROGRAMS if alone else shared, "processors": processors}
     if dim > 128:
         return Tiles(block_m, 32, warps=8, stages=1, **cut)
     if small and alone:
