@@ -76,3 +76,11 @@ def test_draws_of_different_requests() -> None:
     assert found[4:6] == [[0.0, 0.0, 1.0, 0.0, 0.0], [*settings, 0.5]]
     assert [row[0] for row in found[6:]] == [0.0, 0.0]
     assert packet.fields["next_uniforms"][5, :2].tolist() == [0.6, 0.7]
+
+
+def test_more_tiles_than_there_is_room_for() -> None:
+    """They would be written over other fields, or get no program of attention."""
+    packet = Packet(32, 24, 2, False)
+    packet.put([1, 2], [3, 70], [(), ()], [FORKED, FORKED], (1, 16))
+    with pytest.raises(ValueError, match="3 tiles of attention in a step that has room for 2"):
+        packet.put([1, 2], [3, 70], [(), [1, 2]], [FORKED, FORKED], (1, 16))

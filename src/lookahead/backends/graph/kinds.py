@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kernels.tiles import LARGE, SMALL, most_shared, queries_per_tile
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, ROW_SIZES, bucket, needed_bucket
-from lookahead.backends.graph.weights import Weights
 
 SHORT = 256
 """Up to so many tokens a prompt runs in small tiles. On an H200 ten prompts of 100 tokens take 50 us of attention per
@@ -23,6 +22,19 @@ attention per layer in small tiles and 220 in large ones, of which there are as 
 STAND_INS = (32, 128, 256, 512, ROW_SIZES[-1])
 TRAIL_STAND_INS = (256, 512, ROW_SIZES[-1])
 """Sizes that stand in for the smaller ones. A prompt runs once, so that its pass may take twice as long."""
+
+
+class Heads(Protocol):
+    """What is asked of a model: its query heads, its K/V heads, and their width."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
 
 
 class StepKind(NamedTuple):
@@ -48,13 +60,13 @@ class StepKind(NamedTuple):
 
 
 def kind_of(
-    items: Sequence[StepInput], lengths: Sequence[int], weights: Weights, processors: int, invariant: bool
+    items: Sequence[StepInput], lengths: Sequence[int], model: Heads, processors: int, invariant: bool
 ) -> StepKind:
     """The kind of a step of these inputs, whose sequences have so many tokens cached.
 
     `processors` are the device's multiprocessors. `invariant`: steps are to be so where they can.
     """
-    group = weights.heads // weights.kv_heads
+    group = model.heads // model.kv_heads
     few = 2 * SMALL // group
     parts, trails = [item.tree.size for item in items], [len(item.trail) for item in items]
     largest = max(parts)
@@ -70,9 +82,9 @@ def kind_of(
         small = _small_tiles_are_faster(parts, trails, lengths, group)
         parts += trails
     rows = bucket(sum(parts))
-    block = queries_per_tile(weights.dim, small=small)
+    block = queries_per_tile(model.dim, small=small)
     tiles = sum([-(-count * group // block) for count in parts])
-    alone = tiles > most_shared(weights.heads, weights.kv_heads, weights.dim, processors, small=small)
+    alone = tiles > most_shared(model.heads, model.kv_heads, model.dim, processors, small=small)
     raced = not plain and any(item.noise for item in items)
     return StepKind(
         rows=rows,

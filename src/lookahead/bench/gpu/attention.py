@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.base import StepInput
 from lookahead.backends.graph.captured import most_tiles
 from lookahead.backends.graph.kernels import attention, depths, fused, tiles
 from lookahead.backends.graph.kernels.rows import Rows, new_rows
+from lookahead.backends.graph.kinds import kind_of
+from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE, bucket
 from lookahead.bench.gpu.timing import copy_bandwidth, graphed, median_ms, tree_of
+from lookahead.config import SamplingParams
 
 HEADS = ((64, 64, 64), (32, 32, 128), (32, 8, 128))
 """(heads, K/V heads, dimension)."""
@@ -22,8 +26,6 @@ COUNTS, CONTEXTS = (1, 121), (1024, 2048, 16384)
 """Rows of one sequence, and its prefixes."""
 SEVERAL, SEVERAL_CONTEXTS = ((16, 1), (16, 8)), (1024, 2048)
 """Several sequences and the rows of each, and their prefixes."""
-PROCESSORS = 132
-"""The multiprocessors of an H200."""
 CACHED = 2e8
 """Bytes of K/V that are read in turn, so that none of it is in the device's own cache."""
 
@@ -90,17 +92,15 @@ def _records(case: Case, bandwidth: float) -> Iterator[dict[str, Any]]:
 
 def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, attention.Workspace, tiles.Tiles]:
     """What a captured step gives the kernel: the step's rows, the workspace, and how it is cut."""
-    size, small = bucket(case.sequences * case.count), case.count * case.group <= 2 * tiles.SMALL
-    heads = case.heads, case.kv_heads, case.dim
-    each = -(-case.count * case.group // tiles.queries_per_tile(case.dim, small=small))
-    alone = case.sequences * each > tiles.most_shared(*heads, PROCESSORS, small=small)
-    how = {"small": small, "alone": alone, "one": case.sequences == 1, "invariant": invariant}
-    cut = tiles.tiles_for(size, *heads, **how, processors=PROCESSORS)
+    ops, lines, lengths = Ops(tables.device), range(case.sequences), [case.context] * case.sequences
+    trees = [tree_of(case.count)] * case.sequences
+    items = [StepInput(line, (), tree, SamplingParams(), ()) for line, tree in zip(lines, trees, strict=True)]
+    kind = kind_of(items, lengths, case, ops.processors, invariant)
+    how = {"small": kind.small, "alone": kind.alone, "one": kind.one, "invariant": kind.invariant}
+    size, cut = kind.rows, ops.tiles(kind.rows, case.heads, case.kv_heads, case.dim, **how)
     count = most_tiles(size, case.group, cut.block_m)
     packet = Packet(size, size, count, pinned=False)
     packet.begin()
-    lines, lengths = range(case.sequences), [case.context] * case.sequences
-    trees = [tree_of(case.count)] * case.sequences
     packet.put(lines, lengths, [()] * case.sequences, trees, (case.group, cut.block_m))
     packet.end((), ())
     rows = new_rows(packet.views(packet.host.to(tables.device)), tables, size)

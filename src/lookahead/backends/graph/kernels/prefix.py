@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.softmax import LOWEST, add, join, no_keys
+from lookahead.backends.graph.kernels.softmax import LOWEST, add, join, load_keys, no_keys
 
 
 @triton.jit
@@ -23,20 +23,6 @@ def _blocks_below(end, split, near, splits, near_splits, FAR: tl.constexpr):
     """How many of a split's blocks stand before block `end`."""
     far = tl.cdiv(tl.maximum(end - FAR - split, 0), splits)
     return tl.minimum(tl.cdiv(tl.maximum(end - split, 0), near_splits), near) + far
-
-
-@triton.jit
-def load_keys(keys, values, at, there, HEAD: tl.constexpr, DIM: tl.constexpr):
-    """K and V [N, D] from the places `at` [N, D]. A value that is not there is zero, and its key may be anything.
-
-    So the caller must hide the scores of keys that are not there. Their weights are zero then, but zero times what
-    another sequence left behind may be NaN: hence the zero values. A mask left out saves 1% of attention.
-    """
-    if HEAD == DIM:
-        return tl.load(keys + at), tl.load(values + at, mask=there[:, None], other=0.0)
-    whole = (tl.arange(0, DIM) < HEAD)[None, :]
-    k = tl.load(keys + at, mask=whole, other=0.0)
-    return k, tl.load(values + at, mask=there[:, None] & whole, other=0.0)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""The steps of an online softmax that `attention` is made of: add a block of keys, add keys one by one, join two sums.
+"""The steps of an online softmax that `attention` is made of: load keys, add a block of them, add them one by one, join
+two sums.
 
 A partial sum is a maximum [M], a sum of weights and a weighted sum of values [M, D], of M queries.
 """
@@ -16,6 +17,20 @@ LOWEST = tl.constexpr(-1e6)
 def no_keys(M: tl.constexpr, D: tl.constexpr):
     """The partial sum over no keys, as `add` takes it: maximum [M], sum of weights [M, 8] and of values [M, D]."""
     return tl.full([M], LOWEST, tl.float32), tl.zeros([M, 8], tl.float32), tl.zeros([M, D], tl.float32)
+
+
+@triton.jit
+def load_keys(keys, values, at, there, HEAD: tl.constexpr, DIM: tl.constexpr):
+    """K and V [N, D] from the places `at` [N, D]. A value that is not there is zero, and its key may be anything.
+
+    So the caller must hide the scores of keys that are not there. Their weights are zero then, but zero times what
+    another sequence left behind may be NaN: hence the zero values. A mask left out saves 1% of attention.
+    """
+    if HEAD == DIM:
+        return tl.load(keys + at), tl.load(values + at, mask=there[:, None], other=0.0)
+    whole = (tl.arange(0, DIM) < HEAD)[None, :]
+    k = tl.load(keys + at, mask=whole, other=0.0)
+    return k, tl.load(values + at, mask=there[:, None] & whole, other=0.0)
 
 
 @triton.jit
