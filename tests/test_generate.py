@@ -466,7 +466,7 @@ def test_context_full(
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
 @pytest.mark.parametrize(
-    ("prompt", "settings", "message"),
+    ("prompt", "given", "message"),
     [
         ([3, 9999], {}, "token id 9999 .* 0 to 119"),
         ([3, -1], {}, "token id -1"),
@@ -485,9 +485,9 @@ def test_context_full(
         ("fox", {"config": {"window": 3}}, "must be a LookaheadConfig"),
     ],
 )
-def test_mistakes_are_named(lm: LookaheadModel, call: str, prompt: Any, settings: dict[str, Any], message: str) -> None:
+def test_mistakes_are_named(lm: LookaheadModel, call: str, prompt: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        getattr(lm, call)(prompt, **settings)
+        getattr(lm, call)(prompt, **given)
     assert open_slots(lm) == 0
 
 

@@ -28,12 +28,14 @@ def new_seed() -> int:
 
 @dataclass(frozen=True)
 class LookaheadConfig:
-    """How a step is filled with tokens. No setting can change the output, only the number of steps.
+    """How a step is filled with tokens. No setting can change the output, only the number of steps; but see `exact`.
 
     `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1) cannot be
-    combined with others. `step_cost[k]` is the time of a step of k + 1 tokens: with it, a step takes only the guesses
-    that are expected to pay for their time; without it, a step fills the whole budget. With `shared`, sequences that
-    run at once share the budget (see `share`); otherwise each has all of it.
+    combined with others. No guess is deeper in the tree than `max_depth`, if it is given. `step_cost[k]` is the time of
+    a step of k + 1 tokens: with it, a step takes only the guesses that are expected to pay for their time; without it,
+    a step fills the whole budget. With `shared`, sequences that run at once share the budget (see `share`); otherwise
+    each has all of it. A config that is `exact` is fitted to the trees that a backend runs exactly (see `within`); with
+    `exact=False` a half-precision text may differ from the autoregressive one by rounding.
     """
 
     window: int = 5
@@ -48,6 +50,8 @@ class LookaheadConfig:
     suffix_oldest: bool = False
     step_cost: tuple[float, ...] | None = field(default=None, repr=False)
     shared: bool = False
+    max_depth: int | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         _at_least("window", self.window, 0)
@@ -69,8 +73,11 @@ class LookaheadConfig:
             raise ValueError(f"sources name {_repeated(self.sources)!r} twice; name each once")
         if self.recycle_scope not in SCOPES:
             raise ValueError(f"recycle_scope={self.recycle_scope!r}; choose from {', '.join(SCOPES)}")
-        if not isinstance(self.shared, bool):
-            raise ValueError(f"shared={self.shared!r} must be True or False")
+        if self.max_depth is not None:
+            _at_least("max_depth", self.max_depth, 1)
+        for name in ("shared", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.window_tokens > self.budget:
             raise ValueError(
                 f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, more "
@@ -108,16 +115,39 @@ class LookaheadConfig:
     @property
     def deepest(self) -> int:
         """The largest depth of a guess. The default, 16, is also how deep half-precision steps on a GPU are exact."""
-        return self.budget - 1 if "fixed-point" in self.sources else max(self.suffix_length, self.ngram - 1)
+        deepest = self.budget - 1 if "fixed-point" in self.sources else max(self.suffix_length, self.ngram - 1)
+        return deepest if self.max_depth is None else min(deepest, self.max_depth)
+
+    def within(self, nodes: int | None, depth: int | None) -> LookaheadConfig:
+        """This config for steps whose trees have at most so many nodes, and no guess below this depth; None: any.
+
+        Window nodes may be deeper, since they only make n-grams. ValueError if the window alone has more nodes.
+        """
+        if nodes is not None and self.window_tokens > nodes:
+            raise ValueError(
+                f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, and steps "
+                f"are exact up to {nodes} here; use window={nodes // (self.ngram - 1)}, or exact=False to allow "
+                "rounding to change the text"
+            )
+        config = self
+        if depth is not None and "fixed-point" in self.sources:  # its one guess fills the whole budget
+            nodes = depth + 1 if nodes is None else min(nodes, depth + 1)
+        if nodes is not None and config.budget > nodes:
+            config = replace(config, budget=nodes)
+        if depth is not None and config.deepest > depth:
+            config = replace(config, max_depth=depth)
+        return config
 
     @classmethod
-    def paper(cls, window: int, ngram: int, guesses: int, *, prompt: bool = False) -> LookaheadConfig:
+    def paper(
+        cls, window: int, ngram: int, guesses: int, *, prompt: bool = False, exact: bool = True
+    ) -> LookaheadConfig:
         """The paper's method alone: the window and its n-gram pool, with `prompt` also the prompt's n-grams."""
         sources = ("jacobi", "prompt") if prompt else ("jacobi",)
         for name, value, least in (("window", window, 0), ("ngram", ngram, 2), ("guesses", guesses, 0)):
             _at_least(name, value, least)
         budget = (window + guesses) * (ngram - 1) + 1
-        return cls(window, ngram, guesses, budget, sources)
+        return cls(window, ngram, guesses, budget, sources, exact=exact)
 
     @classmethod
     def autoregressive(cls) -> LookaheadConfig:

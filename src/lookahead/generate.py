@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache, partial
 from inspect import signature
 from numbers import Integral
 from pathlib import Path
@@ -16,6 +18,7 @@ from jinja2 import TemplateError
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
+from lookahead.backends.exact import exact_config
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
@@ -28,6 +31,14 @@ from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import INT8, asked_for, open_model, processors, stop_ids
 from lookahead.stats import Stats
+
+KNOWN_CONFIGS = 64
+"""Configs that a model remembers to have fitted, so that each is mentioned in the log once."""
+
+LONGEST = 1 << 20
+"""Tokens of a prompt, where a model names no limit."""
+
+logger = logging.getLogger("lookahead")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (one user message), token ids, or chat messages."""
@@ -55,9 +66,38 @@ class LookaheadModel:
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.engine = Engine(self.backend)
         self.front = Front(self.engine)
-        self.default_config = config or LookaheadConfig()
+        self.remember_fits(log or logger.warning)
+        self.default_config = self.exact_config(config or LookaheadConfig())
         self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
+
+    def prepare(self, sequences: int = 1, log: Callable[[str], None] | None = None) -> float:
+        """Compile and capture in advance all that up to `sequences` sequences at once may need, so that no request
+        waits for it: prompts and steps of every size, greedy or sampled, with penalties, masks and log-probabilities.
+
+        Returns the seconds that it took. Where steps are not captured there is nothing to do. What is captured already
+        is not captured again.
+        """
+        begin, before, backend = perf_counter(), self.backend.captures, self.backend
+        budget = max(self.default_config.budget, self.exact_config(LookaheadConfig()).budget)
+        try:
+            self.front.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
+        except torch.OutOfMemoryError:
+            if log is not None:
+                log("note: there is too little GPU memory to capture all steps in advance; some requests will wait")
+        seconds = perf_counter() - begin
+        if log is not None and backend.captures > before:
+            log(f"captured {backend.captures - before} parts of steps in {seconds:.1f} s")
+        return seconds
+
+    def remember_fits(self, log: Callable[[str], None]) -> None:
+        """Log what `exact_config` changes about a config, once for each config."""
+        fit = partial(exact_config, backend=self.backend, log=log)
+        self._exact: Callable[[LookaheadConfig], LookaheadConfig] = lru_cache(KNOWN_CONFIGS)(fit)
+
+    def exact_config(self, config: LookaheadConfig) -> LookaheadConfig:
+        """The config as this model's backend runs it exactly; see `backends.exact.exact_config`."""
+        return self._exact(config)
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
         """Answer one prompt with a `Completion`, or a list of prompts with a list of them, decoded as one batch.
@@ -193,6 +233,7 @@ class LookaheadModel:
             raise ValueError(f"config={config!r:.60} must be a LookaheadConfig, such as LookaheadConfig(window=3)")
         elif method != "lookahead":
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
+        config = self.exact_config(config)
         # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.
         stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
         ends = TextStream(self.tokenizer, stops, min_tokens).push_token if stops.stops else None
@@ -244,6 +285,7 @@ def load(
     if log is not None and (asked := asked_for(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
+    loaded.prepare(log=log)
     if config is None:
         loaded.default_config = default_config(loaded.name, loaded.backend, log)
         if (costs := batch_cost(loaded.backend, loaded.default_config, log)) is not None:

@@ -294,7 +294,7 @@ def test_only_adjusted_steps_send_more(device: str) -> None:
     """A plain step's packet and kind are those of a backend that never heard of penalties."""
     backend = GraphBackend(model(device))
     finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams())])
-    assert all(not kind.adjusted and not kind.logprobs for kind in backend._steps)
-    assert all("rules" not in step.packet.fields and step.logprobs is None for step in backend._steps.values())
+    assert all(not kind.targets.adjusted and not kind.targets.logprobs for kind in backend._steps.pairs)
+    assert all(not step.targets.packet.fields and step.logprobs is None for step in backend._steps.pairs.values())
     finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams(presence_penalty=1.0, logprobs=2))])
-    assert any(kind.adjusted and kind.logprobs for kind in backend._steps)
+    assert any(kind.targets.adjusted and kind.targets.logprobs for kind in backend._steps.pairs)

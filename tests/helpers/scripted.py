@@ -18,7 +18,9 @@ from lookahead.stats import Stats
 @dataclass
 class ScriptedBackend:
     max_length: int | None = 8192
-    most_exact: int | None = None
+    exact_nodes: int | None = None
+    exact_depth: int | None = None
+    captures = 0
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

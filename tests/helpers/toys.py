@@ -38,7 +38,9 @@ class ToyBackend:
     max_length: int | None = None
     most_rows: int | None = None
     most_nodes: int | None = None
-    most_exact: int | None = None
+    exact_nodes: int | None = None
+    exact_depth: int | None = None
+    captures = 0
     vocab_size = VOCABULARY
     model = device = dtype = None
 

@@ -72,7 +72,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class FakeBackend:
     """Counts cached tokens, refuses to pass its context, and lets every step take its time."""
 
-    most_exact: int | None = None
+    exact_nodes: int | None = None
+    exact_depth: int | None = None
+    captures = 0
 
     def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
         self.clock, self.times, self.max_length = clock, times, max_length
@@ -196,6 +198,63 @@ def test_the_first_step_of_a_size_does_not_count(clock: Clock) -> None:
     assert measure(FakeBackend(clock, times)).seconds == pytest.approx([0.01] * len(TIMED_SIZES))
 
 
+def capturing(backend: FakeBackend, captured: set[int], seconds: float = 1.4) -> Times:
+    """Steps as an H200 runs them, a captured size at a time. The first of a size is captured, which takes long."""
+
+    def times(size: int) -> float:
+        padded = next(rows for rows in (1, 2, 4, 8, 16, 32, 64, 96, 128) if rows >= size)
+        if padded in captured:
+            return 0.0041 + 6e-6 * padded
+        captured.add(padded)
+        backend.captures += 1
+        return seconds
+
+    return times
+
+
+def test_a_capture_is_never_the_cost_of_a_step(clock: Clock, tmp_path: Path) -> None:
+    """On a fresh machine the captures take longer than all steps may. Two loads give the same config, and a step takes
+    the whole budget."""
+    configs, captured = [], set[int]()
+    for _ in range(2):
+        backend = FakeBackend(clock)
+        backend.times = capturing(backend, captured)
+        cost = cached(backend, IDENTITY, tmp_path)
+        assert cost.sizes == TIMED_SIZES
+        assert max(cost.seconds) < 0.006
+        configs.append(suited(LookaheadConfig(), cost))
+    assert configs[0] == configs[1] == replace(LookaheadConfig(), shared=True)
+
+
+def test_a_size_that_is_captured_again_and_again_has_no_cost(clock: Clock) -> None:
+    """Its graph is dropped each time, say. What was captured is thrown away, and the other sizes stay."""
+    backend = FakeBackend(clock)
+    known = capturing(backend, {1, 2, 4, 8, 16, 32, 128})
+
+    def times(size: int) -> float:
+        if 32 < size <= 96:
+            backend.captures += 1
+            return 0.5
+        return known(size)
+
+    backend.times = times
+    assert measure(backend).sizes == tuple(size for size in TIMED_SIZES if not 32 < size <= 96)
+
+
+def test_passes_that_are_captured_do_not_count(clock: Clock) -> None:
+    backend, captured = FlatBackend(clock, flat), set[int]()
+
+    def times(size: int) -> float:
+        if size not in captured and size > 1:
+            captured.add(size)
+            backend.captures += 1
+            return 2.0
+        return 0.01
+
+    backend.times = times
+    assert measure_passes(backend, rounds=1).seconds == pytest.approx([0.01] * len(PASS_SIZES))
+
+
 @pytest.mark.parametrize("times", [flat, linear])
 @pytest.mark.parametrize("max_length", [16, 17, 33, 64, 100])
 def test_a_short_context_is_not_exceeded(clock: Clock, max_length: int, times: Times) -> None:
@@ -240,8 +299,21 @@ def test_with_a_flat_curve_one_sequence_has_the_whole_budget_and_several_share_i
 def test_a_steep_curve_goes_into_the_config_and_drops_the_window() -> None:
     cost = StepCost((1, 2, 8), (0.05, 0.1, 0.12))
     config = suited(DEFAULT, cost)
-    assert (config.window, config.step_cost) == (0, cost.table(DEFAULT.budget))
-    assert config.adapted(window=5, step_cost=None) == DEFAULT
+    assert (config.window, config.budget, config.step_cost) == (0, 12, cost.table(12))
+    assert config.adapted(window=5, budget=128, step_cost=None) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("largest", "budget", "window"), [(1, 2, 0), (2, 3, 0), (16, 24, 5), (64, 96, 5), (128, 128, 5)]
+)
+def test_a_step_is_never_larger_than_times_are_known_for(largest: int, budget: int, window: int) -> None:
+    """Times are extrapolated to the next size at most: who knows what 128 tokens cost, if 4 were measured."""
+    sizes = [size for size in TIMED_SIZES if size <= largest]
+    config = suited(DEFAULT, StepCost(tuple(sizes), (1.0,) * len(sizes)))
+    assert (config.budget, config.window) == (budget, window)
+    steep = suited(DEFAULT, StepCost(tuple(sizes), tuple(map(float, sizes))))
+    assert steep.budget == budget
+    assert steep.step_cost is None or len(steep.step_cost) == budget
 
 
 @pytest.mark.parametrize(("at_window", "window"), [(1.0, 5), (1.09, 5), (1.11, 0)])
@@ -303,7 +375,7 @@ def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) ->
 
 def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, tmp_path: Path) -> None:
     backend = FakeBackend(clock)
-    backend.most_exact = 33
+    backend.exact_nodes = 33
     assert cached(backend, IDENTITY, tmp_path).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -414,6 +486,8 @@ def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:
 
 class FlatBackend:
     """A pass takes as long as its tokens say, whosever they are. There is room for `room` tokens of K/V."""
+
+    captures = 0
 
     def __init__(self, clock: Clock, times: Times, most_rows: int | None = 2048, room: int = 1 << 20) -> None:
         self.clock, self.times, self.most_rows, self.room = clock, times, most_rows, room

@@ -64,7 +64,7 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
 def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
     """The tokens, and where the generator stands after them, are those of `generate`."""
     pair = both(model, prompt, max_new_tokens=50, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert any(kind.raced for kind in facts.known[model].graph._steps)  # type: ignore[union-attr]
+    assert any(kind.targets.raced for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
     assert len(set(pair.ours[0].tolist()[-50:])) > 4
     after = []
     for hook in (None, graph()):
@@ -80,7 +80,7 @@ def test_draws_that_the_step_does_not_know(
     both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     both(model, inputs, max_new_tokens=MANY, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert not any(kind.raced for kind in facts.known[model].graph._steps)  # type: ignore[union-attr]
+    assert not any(kind.targets.raced for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
 
 
 def test_processors_and_what_comes_with_the_tokens(both: Both, model: Any, inputs: dict[str, Any]) -> None:

@@ -67,8 +67,10 @@ class Backend(Protocol):
     `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, or None if
     there is no limit. `most_rows` is the most tokens of a pass, trails and trees of all inputs together; None means
     that a pass is padded to its longest input, so that a prompt should run whole and in a pass of its own. `most_nodes`
-    is the most nodes of all trees of a pass, or None. `most_exact` is the most nodes of a tree whose logits equal, bit
-    for bit, those of single steps; None if they are equal up to rounding only, or that is not known.
+    is the most nodes of all trees of a pass, or None. `exact_nodes` is the most nodes of a tree whose logits equal, bit
+    for bit, those of single steps, and `exact_depth` how deep its root and guesses may be; None where logits are equal
+    up to rounding only, or that is not known. `exact_config` fits configs to these two. `captures` counts what the
+    backend has compiled, searched for or captured so far: a time in which it grew is not the time of a step.
     """
 
     model: Any
@@ -78,7 +80,11 @@ class Backend(Protocol):
     max_length: int | None
     most_rows: int | None
     most_nodes: int | None
-    most_exact: int | None
+    exact_nodes: int | None
+    exact_depth: int | None
+
+    @property
+    def captures(self) -> int: ...
 
     # Slots
 
@@ -115,8 +121,9 @@ class Backend(Protocol):
 
     # A step
 
-    def prepare(self, tokens: int, budget: int) -> None:
-        """Compile and capture in advance what one sequence of `tokens` tokens needs for steps of up to `budget`."""
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
+        """Compile and capture in advance what so many sequences of up to `tokens` tokens need for steps of up to
+        `budget` tokens each."""
         ...
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:

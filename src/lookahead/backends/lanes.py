@@ -72,5 +72,5 @@ class Lanes(Generic[BufferT]):
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Nothing is shared between sequences here."""
 
-    def prepare(self, tokens: int, budget: int) -> None:
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
         """Nothing is captured here, so nothing has to be prepared."""

@@ -51,6 +51,12 @@ class Settings:
         str | None,
         _option("Method", "--sources", help=f"What may guess, of {','.join(SOURCES)}.", metavar="A,B,..."),
     ] = None
+    exact: Annotated[
+        bool,
+        _option(
+            "Method", "--exact/--inexact", help="Whether half-precision steps are kept to the sizes that are exact."
+        ),
+    ] = True
     max_tokens: Annotated[int, _option("Output", "--max-tokens", help="The most tokens to generate.")] = 256
     stop: Annotated[
         list[str] | None,
@@ -119,6 +125,7 @@ class Settings:
             "guesses": self.guesses,
             "budget": self.budget,
             "sources": None if self.sources is None else parse_sources(self.sources),
+            "exact": None if self.exact else False,
         }
         return {name: value for name, value in given.items() if value is not None}
 

@@ -12,6 +12,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict, Verification
 from lookahead.backends.base import Backend, StepInput
+from lookahead.backends.exact import check_exact
 from lookahead.engine.inputs import input_of
 from lookahead.engine.pace import Pace
 from lookahead.engine.pass_times import PassTimes
@@ -63,6 +64,7 @@ class Engine:
         for token, _ in request.sequence.sampling.bias[-1:]:
             if token >= self.backend.vocab_size:
                 raise ValueError(f"logit_bias names token {token}; the model has 0 to {self.backend.vocab_size - 1}")
+        check_exact(request.sequence.config, self.backend)
         if request.mask is not None and (request.verifier is not None or request.noise is not None):
             raise ValueError("a request with a mask cannot have a verifier or noise; leave one of them out")
         sequence, holds = request.sequence, self.backend.holds()
@@ -133,7 +135,7 @@ class Engine:
 
     def begin(self) -> None:
         """Start a step. Where the device runs beside the host, it may still be running on return."""
-        begin = perf_counter()
+        begin, captures = perf_counter(), self.backend.captures
         # 1. Schedule: who takes part, and with how many tokens of a text that is not cached yet.
         passes = self._scheduler.schedule()
         # 2. Propose: a tree for each request whose text is cached by then; and room for all of it.
@@ -143,7 +145,8 @@ class Engine:
         self._scheduler.make_room(passes)
         passes = [one for one in passes if one.parts]
         # 3. Launch. Most backends put everything into one pass; if there are more, `finish` runs the others.
-        self._begun = Begun(passes, begin, self._launch(passes[0], len(passes) == 1) if passes else None)
+        first = self._launch(passes[0], len(passes) == 1) if passes else None
+        self._begun = Begun(passes, begin, captures, first)
 
     def finish(self) -> Settled:
         """Wait for the step that has begun, and settle it: verify, learn, commit. The next one can begin then, even
@@ -156,6 +159,8 @@ class Engine:
                 results += self._collect(launched)
         settled = self.settle(results)
         seconds = settled.time - begun.time
+        if self.backend.captures != begun.captures:
+            return settled  # the time of a capture says nothing about the next step
         if self.times is not None and len(begun.passes) == 1:
             self.times.note(begun.passes[0].tokens, seconds)
         if self.pace is not None and settled and not any(part.trail for one in begun.passes for part in one.parts):

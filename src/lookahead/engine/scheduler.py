@@ -71,6 +71,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a request wait for its turn. One that comes with a slot runs at once."""
         request.queued = perf_counter()
+        if self._is_inexact(request):  # exact requests must not share its K/V
+            request.salt += " inexact"
         if request.slot < 0:
             self.waiting.append(request)
             return
@@ -115,11 +117,29 @@ class Scheduler:
                 decoding.append(request)
             else:
                 unread.append(request)
-        if self.backend.most_rows is not None:
-            return [self._shared_pass(decoding, unread, self.backend.most_rows)] if self.running else []
+        if (most := self.backend.most_rows) is not None:
+            if not self.running:
+                return []
+            apart = {request.id for request in self.running.values() if self._is_inexact(request)}
+            if not apart or len(apart) == len(self.running):
+                return [self._shared_pass(decoding, unread, most)]
+            return [
+                self._shared_pass(
+                    [request for request in decoding if (request.id in apart) is inexact],
+                    [request for request in unread if (request.id in apart) is inexact],
+                    most,
+                )
+                for inexact in (False, True)
+            ]
         # A pass is padded to its longest part, so each prompt runs alone.
         passes = [Pass([self._part(request)]) for request in unread]
         return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
+
+    def _is_inexact(self, request: Request) -> bool:
+        """Whether its trees may be too large to be exact. Such a tree takes the exactness of its whole pass, so these
+        requests run in passes of their own."""
+        nodes, config = self.backend.exact_nodes, request.sequence.config
+        return not config.exact and nodes is not None and config.budget > nodes
 
     def _admit(self) -> None:
         """Open slots for waiting requests, in their order, while there is room for the next one's text and a step."""

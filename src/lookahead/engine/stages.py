@@ -25,10 +25,11 @@ class Launched:
 
 @dataclass(slots=True)
 class Begun:
-    """A step that has begun: its passes, and when it began. Of the passes the first one runs."""
+    """A step that has begun: its passes, when it began, and the backend's `captures` then. The first pass runs."""
 
     passes: list[Pass]
     time: float = 0.0
+    captures: int = 0
     first: Launched | None = None
 
 

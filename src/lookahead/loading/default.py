@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.backends.base import Backend
+from lookahead.backends.exact import exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.cache import cache_dir
@@ -21,7 +22,13 @@ from lookahead.loading.step_cost import StepCost, stairs
 def default_config(name: str, backend: Backend, log: Callable[[str], None] | None = None) -> LookaheadConfig:
     """The config that `lookahead tune --save` chose for the model of this name; else the default, fitted."""
     tuned = profiles.find(name, backend, cache_dir(), log)
-    return tuned or fitted(LookaheadConfig(), backend, cache_dir(), log)
+    if tuned is not None:
+        try:
+            return exact_config(tuned, backend, log)
+        except ValueError as error:
+            if log is not None:
+                log(f"note: the tuned profile is not used: {error}")
+    return fitted(LookaheadConfig(), backend, cache_dir(), log)
 
 
 def batch_cost(

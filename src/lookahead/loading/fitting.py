@@ -38,8 +38,8 @@ def fitted(
     """
     if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return config
-    if backend.most_exact is not None and backend.most_exact < config.budget:
-        config = config.adapted(budget=backend.most_exact)
+    if backend.exact_nodes is not None and backend.exact_nodes < config.budget:
+        config = config.adapted(budget=backend.exact_nodes)
     identity = {**identity_of(backend), "torch": torch.__version__}
     return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
 
@@ -54,7 +54,7 @@ def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None 
         return None
     identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
     cost = cached(backend, identity, folder, log, measured=measure_passes)
-    return cost.table(min(PASS_SIZES[-1], backend.most_rows))
+    return cost.table(min(PASS_SIZES[-1], backend.most_rows, cost.reach))
 
 
 def cached(
@@ -75,7 +75,7 @@ def cached(
         **identity,
         "machine": processor(),
         "cores": os.cpu_count(),
-        "version": 2,  # version 1 timed chains, not trees
+        "version": 3,  # version 1 timed chains, not trees, and version 2 some captures
     }
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:

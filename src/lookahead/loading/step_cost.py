@@ -51,6 +51,12 @@ class StepCost:
             times.append(seconds[i] + slope * (size - self.sizes[i]))
         return tuple(times)
 
+    @property
+    def reach(self) -> int:
+        """The largest step whose time is known well enough: half as large again as the largest that was measured, which
+        is no more than the next size would be."""
+        return self.sizes[-1] + self.sizes[-1] // 2 if self.sizes[-1] > 1 else 2
+
     def with_faster(self, other: StepCost) -> StepCost:
         """This curve with the other's times where those are faster."""
         known = dict(zip(other.sizes, other.seconds, strict=True))
@@ -74,8 +80,11 @@ def suited(config: LookaheadConfig, cost: StepCost) -> LookaheadConfig:
     If a step of the whole budget costs little more than a step of one token, every step takes the whole budget.
     Otherwise the curve goes into the config, so that a step takes only the guesses that are worth their time, and the
     window stays only if its tokens are nearly free. Sequences of one batch share the budget, because tokens that are
-    free in a step of one sequence are not free in a step of eight.
+    free in a step of one sequence are not free in a step of eight. A step is never larger than times are known for.
     """
+    if cost.reach < config.budget:
+        window = config.window if config.window_tokens <= cost.reach else 0
+        config = replace(config, budget=cost.reach, window=window)
     table = cost.table(config.budget)
     config = replace(config, shared=config.budget > 1)
     if table[-1] <= FLAT * table[0]:

@@ -8,18 +8,20 @@ How a step is timed (`measure`):
    when the targets are on the host. It does not run while the step is committed. Only the root is committed, so the
    prefix grows by one token per step.
 3. A round times every size of `TIMED_SIZES` once, the smallest first. It ends early at a size that took more than
-   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above `backend.most_exact`: the
+   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above `backend.exact_nodes`: the
    default config takes no larger steps.
-4. The first round is a warm-up and is not counted; it ends early after half of `MAX_SECONDS`. Up to four rounds follow,
-   and none begins after `MAX_SECONDS`. The time of a size is that of its fastest step.
+4. A size is timed only after it has run once: its first step may compile, search for or capture something, which takes
+   a thousand times as long as a step. Such one-off work does not count as time spent. A time in which the backend's
+   `captures` grew is thrown away. There are up to four rounds. No round begins after `MAX_SECONDS` of steps, and within
+   the first no size. The time of a size is that of its fastest step.
 5. If most sizes were clearly slower in their second-fastest round, the machine was busy. Such a curve is used, but the
    next load measures again, and keeps the faster time of each size.
 
 `measure_passes` times passes of several sequences, for a backend whose passes are flat lists of tokens: there the time
 of a pass depends on how many tokens it has, and not on whose they are.
 
-A `hasty` measurement is for a call that somebody waits for: fewer sizes, a warm-up of two, and one round, which ends
-after `HASTE` seconds. Its curve is kept, too, until somebody measures properly.
+A `hasty` measurement is for a call that somebody waits for: fewer sizes and one round, which ends after `HASTE`
+seconds of steps. Its curve is kept, too, until somebody measures properly.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ PREFIX = 96
 BRANCHES, DEPTH = 8, 16
 """The most branches, and the greatest depth, of the tree that is timed."""
 MAX_SECONDS = 6.0
-"""No further round begins after this many seconds."""
+"""No further round begins after this many seconds of steps."""
 HASTY_SIZES, HASTE = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
 """What a hasty measurement times, and the seconds after which it times no further size."""
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
@@ -53,6 +55,9 @@ CALM = 1.15
 """A machine is calm while the second-fastest round takes at most this many times as long as the fastest."""
 DEAREST = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
+
+
+NOT_A_STEP = float("inf")
 
 
 def bush(size: int) -> TokenTree:
@@ -81,43 +86,53 @@ def measure(
     programs on the machine can slow a step down and never speed one up.
     """
     if hasty:
-        sizes, rounds = HASTY_SIZES, 1
+        sizes, rounds, patience = HASTY_SIZES, 1, HASTE
     context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
     prefix = min(PREFIX, context // 4)
     slot = backend.open()
 
     def step(size: int, trail: Sequence[int] = ()) -> float:
-        tree = bush(size)
-        begin = perf_counter()
-        backend.step([StepInput(slot, trail, tree, SamplingParams(), (), top=KEPT_TOKENS if size > 1 else 0)])
-        taken = perf_counter() - begin
-        backend.commit([(slot, ())])
-        return taken
+        top = KEPT_TOKENS if size > 1 else 0
+        return timed(backend, [StepInput(slot, trail, bush(size), SamplingParams(), (), top=top)])
 
-    best = dict.fromkeys(sizes, float("inf"))
     taken_by = {size: list[float]() for size in sizes}
+    warm, spent = set[int](), 0.0
     try:
         step(1, trail=[1] * prefix)
-        begin = perf_counter()
-        for number in range(rounds + 1):
-            if number > 1 and perf_counter() - begin > patience:
+        for number in range(rounds):
+            if number and spent > patience:
                 break
-            for size in sizes[:2] if hasty and not number else sizes:
-                spent = perf_counter() - begin
-                if backend.length(slot) + size > context or (not number and spent > patience / 2):
+            for size in sizes:
+                if backend.length(slot) + size + 1 + (size not in warm) > context:  # it may run three times
                     break
-                if hasty and number and size > 2 and spent > HASTE:
+                if not number and spent > patience and size > sizes[1]:
                     break
+                first = 0.0 if size in warm else step(size)
+                warm.add(size)
                 taken = step(size)
-                if number:  # the first round is the warm-up
-                    best[size] = min(best[size], taken)
-                    taken_by[size].append(taken)
-                if best[size] > DEAREST * best[sizes[0]]:
-                    break
+                if taken == NOT_A_STEP:
+                    continue
+                spent += taken + min(first, taken)
+                taken_by[size].append(taken)
+                dearest = DEAREST * min(taken_by[sizes[0]], default=taken)
+                if min(taken_by[size]) > dearest:
+                    taken_by[size].append(step(size))  # it may have been disturbed
+                    if min(taken_by[size]) > dearest:
+                        break
     finally:
         backend.close(slot)
-    found = {size: taken for size, taken in best.items() if taken < float("inf")} or {1: 1.0}
+    found = {size: min(times) for size, times in taken_by.items() if times} or {1: 1.0}
     return StepCost(tuple(found), tuple(found.values()), is_calm(taken_by.values()))
+
+
+def timed(backend: Backend, inputs: Sequence[StepInput]) -> float:
+    """Run a step, and commit its roots. Returns the seconds that it took, or NOT_A_STEP if something was compiled,
+    searched for or captured meanwhile."""
+    before, begin = backend.captures, perf_counter()
+    backend.step(inputs)
+    taken = perf_counter() - begin
+    backend.commit([(item.slot, ()) for item in inputs])
+    return taken if backend.captures == before else NOT_A_STEP
 
 
 def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
@@ -132,7 +147,7 @@ def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
 
 def worth_timing(backend: Backend) -> list[int]:
     """The sizes of TIMED_SIZES that the default config may use on this backend."""
-    return [size for size in TIMED_SIZES if size <= (backend.most_exact or size)]
+    return [size for size in TIMED_SIZES if size <= (backend.exact_nodes or size)]
 
 
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
@@ -146,13 +161,6 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
     roomy = [slot for slot in slots if backend.reserve(slot, full)]
     sizes = [size for size in sizes if size <= min(most, len(roomy) * largest)] or [1]
 
-    def step(inputs: Sequence[StepInput]) -> float:
-        begin = perf_counter()
-        backend.step(inputs)
-        taken = perf_counter() - begin
-        backend.commit([(item.slot, ()) for item in inputs])
-        return taken
-
     def inputs(size: int) -> list[StepInput]:
         """The size in trees that are as equal as possible."""
         count = -(-size // largest)
@@ -160,16 +168,17 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
         top = KEPT_TOKENS if size > 1 else 0
         return [StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(roomy, trees, strict=False)]
 
-    best = dict.fromkeys(sizes, float("inf"))
+    best = dict.fromkeys(sizes, NOT_A_STEP)
     try:
         for slot in roomy:
-            step([StepInput(slot, [1] * prefix, bush(1), SamplingParams(), ())])
+            timed(backend, [StepInput(slot, [1] * prefix, bush(1), SamplingParams(), ())])
         for number in range(rounds + 1):
             for size in sizes:
-                taken = step(inputs(size))
-                if number:  # the first round is the warm-up, which may compile and capture
+                taken = timed(backend, inputs(size))
+                if number:  # the first round is the warm-up
                     best[size] = min(best[size], taken)
     finally:
         for slot in slots:
             backend.close(slot)
-    return StepCost(tuple(best), tuple(best.values()))
+    found = {size: taken for size, taken in best.items() if taken != NOT_A_STEP} or {1: 1.0}
+    return StepCost(tuple(found), tuple(found.values()))

@@ -82,7 +82,8 @@ class ParallelBackend:
         # A rank may have to run once more what the last step accepted, at most as many tokens as that step had.
         self.most_rows: int | None = None if inner.most_rows is None else inner.most_rows // 2
         self.most_nodes: int | None = inner.most_nodes
-        self.most_exact: int | None = inner.most_exact
+        self.exact_nodes: int | None = inner.exact_nodes
+        self.exact_depth: int | None = inner.exact_depth
         self.word = self.heard = 0
         self.reset()
         self.passes = 0
@@ -90,6 +91,10 @@ class ParallelBackend:
         self._opened = 0
         self._last: dict[int, tuple[StepInput, list[Share]]] = {}
         self._state = hashlib.blake2b(digest_size=16)
+
+    @property
+    def captures(self) -> int:
+        return self.inner.captures
 
     def reset(self) -> None:
         """Count from zero."""
@@ -171,8 +176,8 @@ class ParallelBackend:
         with self.group.guarded():
             self.inner.commit(own)
 
-    def prepare(self, tokens: int, budget: int) -> None:
-        self.inner.prepare(tokens, budget)
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
+        self.inner.prepare(tokens, budget, sequences)
 
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Every rank is given the same K/V."""

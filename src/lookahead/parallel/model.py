@@ -173,7 +173,10 @@ def load(
     place = group.device if device in ("auto", "cuda") and not isinstance(name, tuple) else device
     with group.guarded():
         model, tokenizer, label = open_model(name, dtype=dtype, device=place, log=log)
-    return ParallelModel(model, tokenizer, label, group, config, backend, log, int8=dtype == INT8)
+    loaded = ParallelModel(model, tokenizer, label, group, config, backend, log, int8=dtype == INT8)
+    with group.guarded():
+        loaded.prepare(log=log)
+    return loaded
 
 
 def _differs(first: dict[str, Any], other: dict[str, Any]) -> str | None:

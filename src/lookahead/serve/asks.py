@@ -34,7 +34,10 @@ def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> 
             "lower them, or give a budget",
             "lookahead",
         )
-    return config
+    try:
+        return model.exact_config(config)
+    except ValueError as error:
+        raise bad_request(f"lookahead: {error}", "lookahead") from error
 
 
 def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -> list[SamplingParams]:

@@ -24,6 +24,7 @@ SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 ONLY_OURS = {
+    "captures",
     "compression",
     "accepted_tokens_by_source",
     "step_time_seconds",
@@ -144,6 +145,7 @@ class Metrics:
             "prompt_tokens": ("Prompt tokens of requests that ran.", totals["prompt_tokens"]),
             "generation_tokens": ("Generated tokens.", totals["generation_tokens"]),
             "steps": ("Decoding steps of finished requests.", totals["steps"]),
+            "captures": ("Parts of steps that were compiled and captured.", getattr(model.backend, "captures", 0)),
             "prefix_cache_queries": ("Prompt tokens looked up.", pool.query_tokens if pool else 0),
             "prefix_cache_hits": ("Prompt tokens found.", pool.hit_tokens if pool else 0),
             "spec_decode_num_drafts": ("Steps with guesses.", totals["spec_decode_num_drafts"]),

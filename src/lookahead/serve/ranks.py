@@ -42,6 +42,7 @@ def follow(model: ParallelModel, settings: ServeSettings) -> None:
     owners = KeyRing(settings.keys, model.memory, settings.share_memory, settings.public).owners
     grammars, tokenizer = Grammars(model), SharedTokenizer(model.tokenizer)
     model.engine.limit(settings.max_concurrency)
+    model.prepare(settings.max_concurrency)
 
     def make(data: Any) -> Request:
         return Job(model, tokenizer, from_plain(data, owners, grammars), 0).request

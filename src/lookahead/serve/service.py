@@ -62,6 +62,7 @@ class Service:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
             self.keeper = Keeper(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
+        model.prepare(settings.max_concurrency, log.info)  # before anybody may ask
         model.engine.watch = self.metrics.step
 
     async def start(self) -> None:

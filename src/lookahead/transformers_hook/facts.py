@@ -24,6 +24,7 @@ class ModelFacts:
     `probed` has the forms of calls whose probe went well (`prompt.Start.form`). `paces` are kept by batch size. `graph`
     is the model's graph backend, if a call could have one; its captured steps are kept for the next call. Only one call
     at a time may use it (`turn`). `places` are where the model's weights lay when it was last up to date with them.
+    `logged` are the lines that its calls have logged, each once.
     """
 
     state: tuple[Any, ...]
@@ -34,6 +35,7 @@ class ModelFacts:
     graph: GraphBackend | None = None
     places: Sequence[int] = ()
     turn: RLock = field(default_factory=RLock)
+    logged: set[str] = field(default_factory=set)
 
 
 known: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()

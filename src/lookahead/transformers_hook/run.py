@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.exact import exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.probe import probe
@@ -36,6 +38,8 @@ from lookahead.transformers_hook.draws import StepNoise, raced
 from lookahead.transformers_hook.probe import probe_start
 from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
+
+logger = logging.getLogger("lookahead")
 
 
 class Run:
@@ -154,7 +158,7 @@ class Run:
         ids = self.batch.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         # 1. One sequence per batch entry, and the K/V that are there already.
-        self.sequences = self._sequences(config or self._default(), rules)
+        self.sequences = self._sequences(self._exact(config or self._default()), rules)
         noise = self._noise(rules) if first is None else None
         if isinstance(backend, GraphBackend):
             backend.prepare_stand_ins(noise=noise is not None)
@@ -206,6 +210,16 @@ class Run:
         if self.facts.default is None:
             self.facts.default = fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
         return self.facts.default
+
+    def _exact(self, config: LookaheadConfig) -> LookaheadConfig:
+        """The config as the backend runs it exactly. What was changed is logged once for each model."""
+
+        def log(line: str) -> None:
+            if line not in self.facts.logged:
+                self.facts.logged.add(line)
+                logger.warning(line)
+
+        return exact_config(config, self.backend, log)
 
     def _noise(self, rules: BatchRules) -> StepNoise | None:
         """What draws the tokens inside the graph backend's steps, if one sequence is sampled in a way that it knows."""

@@ -43,14 +43,20 @@ class Candidate:
 
 
 def all_candidates(
-    cost: StepCost, context: int | None = None, *, half: bool = False, exact: int | None = None
+    cost: StepCost,
+    context: int | None = None,
+    *,
+    half: bool = False,
+    nodes: int | None = None,
+    depth: int | None = None,
 ) -> list[Candidate]:
     """Autoregressive, prompt lookup, the paper's (W, N, G), and the default sources by budget, whole and fitted.
 
     *Fitted* is what `load()` makes of the default: each step takes the guesses worth their time. Where steps cost
-    nearly nothing that is the whole budget. `exact` is the backend's `most_exact`: larger steps are not offered.
+    nearly nothing that is the whole budget. `nodes` and `depth` are the backend's `exact_nodes` and
+    `exact_depth`: larger steps are not offered.
     """
-    most = min(HALF_BUDGET if half else BUDGETS[-1], (context or 1 << 30) // 4, exact or BUDGETS[-1])
+    most = min(HALF_BUDGET if half else BUDGETS[-1], (context or 1 << 30) // 4, nodes or BUDGETS[-1])
     table = cost.table(BUDGETS[-1])
     found = [
         Candidate(AUTOREGRESSIVE, AUTOREGRESSIVE, LookaheadConfig.autoregressive()),
@@ -65,12 +71,12 @@ def all_candidates(
     for budget in FITTED_BUDGETS:
         # A larger budget is another config only where its steps are affordable.
         if budget == FITTED_BUDGETS[0] or table[budget // 2 - 1] <= 2.5 * table[0]:
-            largest = min(budget, exact or budget)
+            largest = min(budget, nodes or budget)
             config = suited(whole.get(largest) or LookaheadConfig().adapted(budget=largest, shared=True), cost)
             if config.step_cost is not None and largest not in fitted:
                 fitted.add(largest)
                 found.append(Candidate(f"default K<={largest}, fitted", FITTED, config))
-    return [one for one in found if one.config.budget <= max(most, 1)]
+    return [one for one in found if one.config.budget <= max(most, 1) and one.config.deepest <= (depth or 1 << 30)]
 
 
 def follow(prior_of: Callable[[float], float], known: Mapping[Any, float]) -> Callable[[float], float]:

@@ -109,7 +109,7 @@ class Tuner:
             cost = measure(backend, sizes, rounds=8, patience=PATIENCE)
         self.cost, self.table = cost, cost.table(BUDGETS[-1])
         half = backend.dtype in (torch.bfloat16, torch.float16)
-        self.candidates = all_candidates(cost, context, half=half, exact=backend.most_exact)
+        self.candidates = all_candidates(cost, context, half=half, nodes=backend.exact_nodes, depth=backend.exact_depth)
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 

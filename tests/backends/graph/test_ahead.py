@@ -25,6 +25,7 @@ from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.ops import TopTokens
+from lookahead.backends.graph.state import DeviceState
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.processors import PathVerifier, Rule
@@ -275,8 +276,9 @@ def test_a_step_ahead_moves_all_that_tells_the_length(device: str, ran: list[str
     backend = GraphBackend(tiny("Llama", device=device))
     assert len(outputs(backend, PROMPTS[:1], AUTOREGRESSIVE, 7)[0]) == 7
     assert ran.count("ahead") == 5
-    (step,) = (one for kind, one in backend._steps.items() if kind.rows == 1)
-    assert step.views["tiles"][0, 1] == step.views["entries"][0, 1] == len(PROMPTS[0]) + 5
+    (step,) = (one for kind, one in backend._steps.pairs.items() if kind.rows == 1)
+    views = step.forward.views
+    assert views["tiles"][0, 1] == views["entries"][0, 1] == len(PROMPTS[0]) + 5
 
 
 @pytest.mark.parametrize("count", slow_but([20, 33, 34, 80], 34))
@@ -409,13 +411,15 @@ class Replayed:
 
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeating a step ahead would go one token further. (The first ordinary step of a size does run twice.)"""
+    """Repeating a step ahead would go one token further."""
     monkeypatch.setattr(GraphBackend, "_new_graph_pool", lambda backend: None)
-    monkeypatch.setattr(CapturedStep, "_capture", lambda captured, step: Replayed(step))
+    monkeypatch.setattr(DeviceState, "captured", lambda state, work: Replayed(work))
     backend = GraphBackend(tiny("Llama"), capture=True)
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
     assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
-    assert {kind.rows for kind, captured in backend._steps.items() if captured.graph_ahead is not None} == {1, 4}
+    assert {
+        kind.rows for kind, captured in backend._steps.pairs.items() if captured.forward.graph_ahead is not None
+    } == {1, 4}
 
 
 # Whatever the host asks for next

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chains import chain
 
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.kernels.tiles import tiles_for
-from lookahead.backends.graph.kinds import StepKind, kind_of, stand_in
-from lookahead.backends.graph.preparing import chain, every_shape
+from lookahead.backends.graph.kinds import ForwardKind, forward_kind, kind_of, stand_in
+from lookahead.backends.graph.preparing import every_forward, forwards_ahead
 from lookahead.config import SamplingParams
 
 PROCESSORS = 132
@@ -19,10 +20,10 @@ PROCESSORS = 132
 MOST_ROWS = 1024
 
 
-def kind(weights: Any, trail: int, nodes: int, needed: int) -> StepKind:
+def kind(weights: Any, trail: int, nodes: int, needed: int) -> ForwardKind:
     tree = chain([0] * nodes, needed) if nodes else NO_TREE
     item = StepInput(0, [0] * trail, tree, SamplingParams(), ())
-    return kind_of([item], [0], weights, PROCESSORS, invariant=True)
+    return kind_of([item], [0], weights, PROCESSORS, invariant=True).forward
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
@@ -30,13 +31,43 @@ def kind(weights: Any, trail: int, nodes: int, needed: int) -> StepKind:
 @pytest.mark.thinned(1)
 def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: int, tokens: int, budget: int) -> None:
     weights = SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
-    shapes = set(every_shape(tokens, budget, MOST_ROWS, heads // kv_heads, dim))
-    assert all(trail <= tokens and nodes <= budget and trail + nodes > 0 for trail, nodes, _ in shapes)
-    prepared = {kind(weights, *shape) for shape in shapes}
+    prepared = set(every_forward(weights, PROCESSORS, True, 1, tokens, budget, MOST_ROWS))
+    wanted = set()
     for trail in range(tokens + 1):
         for nodes in range(0 if trail else 1, budget + 1):
             for needed in {nodes, min(1, nodes)}:
+                wanted.add(kind(weights, trail, nodes, needed))
                 assert kind(weights, trail, nodes, needed) in prepared, (trail, nodes, needed)
+    assert len(prepared) <= 2 * len(wanted)  # each takes time to capture
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(64, 64, 64), (9, 3, 64), (32, 8, 128), (32, 4, 128), (4, 2, 256)]
+)
+@pytest.mark.parametrize("sequences", [1, 3, 64, 256])
+def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim: int, sequences: int) -> None:
+    """Whatever the trees and prompts that come together in a pass. A step has at most 512 needed rows."""
+    rng, weights = random.Random(sequences), SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
+    prepared = set(every_forward(weights, PROCESSORS, True, sequences, 1 << 15, 128, MOST_ROWS))
+    assert len(prepared) <= 120, "captures before a server is ready"
+    ahead = forwards_ahead(weights, PROCESSORS, True, sequences)
+    assert set(ahead) <= prepared
+    for _ in range(400):
+        count, rows = rng.randint(1, sequences), rng.choice([1, 2, 3, 6, 12, 20, 40, 70, 120, 200, 400, 700, MOST_ROWS])
+        trees, trails, left, nodes = list[int](), list[int](), rows, 512
+        for _ in range(count):
+            if not left or not nodes:
+                break
+            trees.append(min(rng.choice([1, 1, 2, 4, 9, 30, 60, 128]), left, nodes))
+            left, nodes = left - trees[-1], nodes - trees[-1]
+            trails.append(min(rng.choice([0, 0, 0, 5, 30, 100, 300, left]), left))
+            left -= trails[-1]
+            if trails[-1] and rng.random() < 0.2:  # a piece of a prompt that does not come to its root
+                left, nodes, trees[-1] = left + trees[-1], nodes + trees[-1], 0
+        lengths = [rng.choice([0, 50, 300, 5000]) for _ in trees]
+        needed = rng.choice([sum(trees), len(trees)])
+        found = forward_kind(trees, trails, lengths, needed, weights, PROCESSORS, True)
+        assert found in prepared, (trees, trails, lengths)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +89,7 @@ def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
         StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
         for nodes, trail in zip(trees, trails, strict=True)
     ]
-    assert kind_of(items, [length] * len(items), weights, PROCESSORS, invariant=True).small == small
+    assert kind_of(items, [length] * len(items), weights, PROCESSORS, invariant=True).forward.small == small
 
 
 @pytest.mark.parametrize(
@@ -67,8 +98,8 @@ def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
 def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) -> None:
     """Where a tile's splits have programs of their own, no program takes a second tile. A few sequences have such
     programs, and many do not."""
-    rng, weights = random.Random(0), SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
-    found = set()
+    weights: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
+    rng, found = random.Random(0), set()
     for _ in range(400):
         count = rng.choice([1, 2, 3, 5, 9, 40, 64])
         trees = [rng.randrange(1, rng.choice([2, 9, 1 + 512 // count])) for _ in range(count)]
@@ -78,7 +109,7 @@ def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) 
             for nodes, trail in zip(trees, trails, strict=True)
         ]
         lengths = [rng.randrange(3000)] * count
-        own: Any = kind_of(items, lengths, weights, PROCESSORS, invariant=rng.random() < 0.8)
+        own = kind_of(items, lengths, weights, PROCESSORS, invariant=rng.random() < 0.8).forward
         for kind in (own, stand_in(own, any(trails), MOST_ROWS)):
             how = {"small": kind.small, "alone": kind.alone, "one": kind.one, "invariant": kind.invariant}
             cut = tiles_for(kind.rows, heads, kv_heads, dim, **how, processors=PROCESSORS)

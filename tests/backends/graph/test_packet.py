@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from chains import chain
 
 from lookahead.algorithm.tree import NO_GUESSES, TokenTree, window_layout
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.preparing import chain
+from lookahead.backends.graph.targets_packet import TargetsPacket
 from lookahead.config import SamplingParams
 
 WINDOWED = window_layout(3, 4).tree(range(20, 29), NO_GUESSES)
@@ -67,7 +68,7 @@ def test_draws_of_different_requests() -> None:
         StepInput(1, (), chain([9], 1), greedy, ()),
         StepInput(2, (), chain([9], 1), drawn, [0.5], next_uniforms=[0.6, 0.7]),
     ]
-    packet = Packet(8, 8, 8, False, drawn=True)
+    packet = TargetsPacket(8, False, drawn=True, adjusted=False, most_rows=8)
     packet.fields["draws"].fill(77)
     packet.put_draws(items)
     settings = [0.7, 5.0, 0.9, 0.1]

@@ -40,7 +40,7 @@ class CpuBackend(Lanes[KVBuffer]):
 
     A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
     of a run to the longest. The weights are read when the backend is made; later changes to the model are not seen.
-    `most_exact` is the most nodes of a tree whose rows are, bit for bit, what single steps compute.
+    `exact_nodes` is the most nodes of a tree whose rows are, bit for bit, what single steps compute.
     """
 
     def __init__(self, model: Any, *, int8: bool = False, probed: bool = True, weights: Weights | None = None) -> None:
@@ -55,7 +55,9 @@ class CpuBackend(Lanes[KVBuffer]):
         self.vocab_size: int = config.vocab_size
         self.most_rows: int | None = MOST_ROWS
         self.most_nodes: int | None = None
-        self.most_exact: int | None = None
+        self.exact_nodes: int | None = None
+        self.exact_depth: int | None = None
+        self.captures = 0
         self._weights = weights_of(model) if weights is None else weights
         products, threads = Int8Products() if int8 else Products(), usable_threads()
         self._session = Session(self._weights, products, threads)
@@ -68,7 +70,7 @@ class CpuBackend(Lanes[KVBuffer]):
         if probed:
             probe(self)
             small = CpuBackend(model, int8=int8, probed=False, weights=cut(self._weights))
-            self.most_exact = invariant_nodes(small)
+            self.exact_nodes = invariant_nodes(small)
 
     def _forget(self, slot: int) -> None:
         self._shift.pop(slot, None)

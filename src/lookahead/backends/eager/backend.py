@@ -88,7 +88,9 @@ class EagerBackend(Lanes[KVBuffer]):
         self.vocab_size: int = config.vocab_size
         self.most_rows: int | None = None
         self.most_nodes: int | None = None
-        self.most_exact: int | None = None
+        self.exact_nodes: int | None = None
+        self.exact_depth: int | None = None
+        self.captures = 0
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = AttentionMasks(sliding_windows(config), chunks(config), self.dtype, self.device)
         self._arguments = dict(arguments or {})

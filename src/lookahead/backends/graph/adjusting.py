@@ -20,10 +20,10 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kernels import reference_draw
 from lookahead.backends.graph.kernels.reference_draw import IN_PROMPT
-from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.packet import NO_MASK, NO_RULES, Packet
+from lookahead.backends.graph.kernels.rows import TreeRows
 from lookahead.backends.graph.sizes import MOST_NEEDED
 from lookahead.backends.graph.slots import Slot
+from lookahead.backends.graph.targets_packet import NO_MASK, NO_RULES, TargetsPacket
 from lookahead.config import SamplingParams
 
 FIRST_LINES = 64
@@ -64,11 +64,21 @@ class Adjusting:
     def take(self) -> int:
         """A line for a sequence."""
         if not self._free:
-            lines = len(self.counts)
-            self._free = list(range(2 * lines - 1, lines - 1, -1))
-            self.counts = torch.cat([self.counts, torch.zeros_like(self.counts)])
-            self.bias = torch.cat([self.bias, torch.zeros_like(self.bias)])
+            self.grow(2 * len(self.counts))
         return self._free.pop()
+
+    def grow(self, lines: int) -> None:
+        """Make the tables anew, with so many lines. Captured steps have the old ones."""
+        before = len(self.counts)
+        self._free = [*range(lines - 1, before - 1, -1), *self._free]
+        self.counts, self.bias = (
+            torch.cat([table, table.new_zeros(lines - before, self.vocabulary)]) for table in (self.counts, self.bias)
+        )
+
+    @property
+    def lines(self) -> int:
+        """How many sequences have room in the tables."""
+        return len(self.counts)
 
     def give_back(self, line: int) -> None:
         self._free.append(line)
@@ -87,14 +97,15 @@ class Adjusting:
 
     # A step's packet.
 
-    def put(self, packet: Packet, slots: Sequence[Slot], items: Sequence[StepInput]) -> None:
+    def put(self, packet: TargetsPacket, slots: Sequence[Slot], items: Sequence[StepInput]) -> None:
         """Write how a step's logits are adjusted, and the tokens of its texts that are not counted yet."""
+        packet.begin()
         self._masks = 0
         self._bans.clear()
         for slot, item in zip(slots, items, strict=True):
             self._put(packet, slot, item)
 
-    def _put(self, packet: Packet, slot: Slot, item: StepInput) -> None:
+    def _put(self, packet: TargetsPacket, slot: Slot, item: StepInput) -> None:
         """The part of one input."""
         adjustment, line = item.adjustment, slot.rules_line
         if adjustment is None:
@@ -135,8 +146,9 @@ class Adjusting:
         """Count the accepted tokens that came with the packet."""
         self._kernels.count_tokens(self.counts, *views["counted"])
 
-    def adjust(self, logits: torch.Tensor, scores: torch.Tensor, rows: Rows, views: dict[str, torch.Tensor]) -> None:
+    def adjust(self, logits: torch.Tensor, scores: torch.Tensor, views: dict[str, torch.Tensor]) -> None:
         """Adjusted logits [R, V] to `scores`."""
+        rows = TreeRows(views["entries"], views["entry_of"], views["parents"])
         packet = (views[name] for name in ("line_of", "rules"))
         tables = self.counts, self.bias, self.masks
         self._kernels.adjust(logits, scores, views["needed"], rows, views["tokens"], *packet, *tables, views["mask_of"])

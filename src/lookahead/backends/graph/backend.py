@@ -12,7 +12,7 @@ On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from operator import add
@@ -23,16 +23,19 @@ import torch
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
-from lookahead.backends.graph.captured import Buffers, DeviceState
+from lookahead.backends.graph.kernels.tiles import REACH
+from lookahead.backends.graph.kinds import StepKind, TargetsKind
 from lookahead.backends.graph.kv import PagedKV, new_kv
 from lookahead.backends.graph.ops import Ops
+from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.pages import PagePool
-from lookahead.backends.graph.preparing import every_input, first_inputs
+from lookahead.backends.graph.preparing import every_end, every_forward, first_forwards, forwards_ahead
 from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.graph.slots import Slot, Slots
+from lookahead.backends.graph.state import Buffers, DeviceState
 from lookahead.backends.graph.steps import CapturedSteps
-from lookahead.backends.graph.weights import check_graph, relay
+from lookahead.backends.graph.weights import Weights, check_graph, relay
 from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
 from lookahead.config import SamplingParams
 
@@ -84,7 +87,8 @@ class GraphBackend:
         self.most_rows: int | None = bucket(most_rows)
         self._most_rows = bucket(most_rows)
         self.most_nodes: int | None = min(self._most_rows, MOST_NEEDED)
-        self.most_exact: int | None = None
+        self.exact_nodes: int | None = INVARIANT_ROWS if self.invariant else None
+        self.exact_depth: int | None = REACH if self.invariant else None
         self.vocab_size: int = len(self.weights.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         ops = Ops(self.device)
@@ -98,10 +102,10 @@ class GraphBackend:
             capture=self.capture,
             pool=self._new_graph_pool(),
             stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
+            most_rows=self._most_rows,
         )
         self._slots = Slots(self.kv)
-        self._group = self.weights.heads // self.weights.kv_heads  # query heads per K/V head
-        self._steps = CapturedSteps(self.state, self._most_rows, invariant=self.invariant, patient=patient)
+        self._steps = CapturedSteps(self.state, invariant=self.invariant, patient=patient)
         self._prepared: set[bool] = set()
         self._ahead = StepAhead(self.device)
 
@@ -185,17 +189,33 @@ class GraphBackend:
         state = self._slots[slot]
         self.pool.remember(state.table, tokens[: state.length])
 
+    @property
+    def captures(self) -> int:
+        """How many forward passes and ends of steps were compiled and captured so far."""
+        return self.state.captures
+
     @on_its_device
-    def prepare(self, tokens: int, budget: int) -> None:
-        """Capture in advance all steps that one sequence of up to `tokens` tokens and this budget may need.
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
+        """Capture in advance all steps that so many sequences of up to `tokens` tokens and this budget may need.
 
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
-        patient, self._steps.patient = self._steps.patient, False
-        try:
-            self._try_out(lambda slot, most: every_input(slot, tokens, budget, most, self._group, self.weights.dim))
-        finally:
-            self._steps.patient = patient
+        self._ahead.forget()
+        most, heads = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE), self._heads
+        budget, sequences = min(budget, MOST_NEEDED, most), min(sequences, MOST_ENTRIES, most)
+        adjusting = self.state.buffers.adjusting
+        if adjusting.lines < sequences:
+            adjusting.grow(sequences)
+            self._steps.forget_adjusted()
+        forwards = list(every_forward(*heads, self.invariant, sequences, min(tokens, most), budget, most))
+        for kind in forwards:
+            self._steps.forward(kind)
+        for needed in sorted({kind.needed for kind in forwards}, reverse=True):
+            for end in every_end(needed):
+                self._steps.end(end)
+        for kind in forwards_ahead(*heads, self.invariant, sequences) if self.capture else ():
+            for drawn in (False, True):
+                self._steps.get(StepKind(kind, TargetsKind(kind.needed, drawn))).get_ready_ahead()
 
     @on_its_device
     def prepare_stand_ins(self, noise: bool = False) -> None:
@@ -203,22 +223,14 @@ class GraphBackend:
         those that draw from it. The first call then takes a moment longer, and the next ones wait for nothing."""
         if self.capture and self._steps.patient and self.invariant and noise not in self._prepared:
             self._prepared.add(noise)
-            self._try_out(lambda slot, most: first_inputs(slot, most, self._group, noise))
+            most = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
+            for kind in first_forwards(*self._heads, most):
+                self._steps.get(StepKind(kind, TargetsKind(kind.needed, noise, noise)))
 
-    def _try_out(self, inputs: Callable[[int, int], Iterable[StepInput]]) -> None:
-        """Run those of these steps that are not captured. `inputs` is given a slot and the most rows of a step."""
-        self._ahead.forget()
-        slot = self.open()
-        try:
-            for item in inputs(slot, min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)):
-                known = self._steps.get(self._steps.kind([item], [self.length(slot)]))
-                if known is None or (item.continues_alone and self.capture and known.graph_ahead is None):
-                    self.step([item])
-                    self._ahead.forget()
-                    self._slots[slot].length = 0
-        finally:
-            self._ahead.forget()
-            self.close(slot)
+    @property
+    def _heads(self) -> tuple[Weights, int]:
+        """What the kinds of steps depend on."""
+        return self.weights, self.state.ops.processors
 
     # A step.
 
@@ -268,17 +280,18 @@ class GraphBackend:
         # 3. Choose the captured step.
         step = self._steps.choose(items, lengths)
         # 4. Fill the packet, and go.
-        packet, adjusted = step.packet, step.kind.adjusted
+        packet, ends, (_, drawn, _, adjusted, _) = step.packet, step.targets.packet, step.kind.targets
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
         self._slots.tell_all_pages(slots)
         trails, trees = [item.trail for item in items], [item.tree for item in items]
         starts = packet.put([slot.line for slot in slots], lengths, trails, trees, step.queries)
-        if step.kind.drawn:
-            packet.put_draws(items)
-        if adjusted:
-            self.state.buffers.adjusting.put(packet, slots, items)
         packet.end(commits, moves)
+        if drawn:
+            ends.put_draws(items)
+        if adjusted:
+            self.state.buffers.adjusting.put(ends, slots, items)
+            ends.end(packet)
         if trailed:
             for slot, trail in zip(slots, trails, strict=True):
                 slot.length += len(trail)  # now it is the root's position, where `commit` starts

@@ -37,11 +37,9 @@ class Heads(Protocol):
     def dim(self) -> int: ...
 
 
-class StepKind(NamedTuple):
-    """Which captured step serves a step: its rows, and for how many of them logits are computed, both padded.
+class ForwardKind(NamedTuple):
+    """Which captured forward pass serves a step: its rows, and for how many of them logits are computed, both padded.
 
-    `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
-    `adjusted`: from adjusted logits (see `sampling.adjusted`). `logprobs`: log-probabilities are returned.
     How attention is cut (see `kernels.tiles`): `small`: into small tiles, for sequences with few rows each. `alone`:
     there are many tiles, and each is done by one program. `one`: there are few, and no more than if one sequence had
     all rows. `invariant`: a row's result does not depend on the other rows, bit for bit.
@@ -49,14 +47,39 @@ class StepKind(NamedTuple):
 
     rows: int
     needed: int
-    drawn: bool
-    raced: bool
     small: bool
     alone: bool
     one: bool
     invariant: bool
+
+
+class TargetsKind(NamedTuple):
+    """Which captured end of a step serves it: how targets come from the logits of so many needed rows.
+
+    `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
+    `adjusted`: from adjusted logits (see `sampling.adjusted`). `logprobs`: log-probabilities are returned.
+    """
+
+    needed: int
+    drawn: bool = False
+    raced: bool = False
     adjusted: bool = False
     logprobs: bool = False
+
+
+class StepKind(NamedTuple):
+    """Which captured step serves a step: a forward pass, and how targets come from its logits."""
+
+    forward: ForwardKind
+    targets: TargetsKind
+
+    @property
+    def rows(self) -> int:
+        return self.forward.rows
+
+    @property
+    def needed(self) -> int:
+        return self.forward.needed
 
 
 def kind_of(
@@ -66,10 +89,7 @@ def kind_of(
 
     `processors` are the device's multiprocessors. `invariant`: steps are to be so where they can.
     """
-    group = model.heads // model.kv_heads
-    few = 2 * SMALL // group
-    parts, trails = [item.tree.size for item in items], [len(item.trail) for item in items]
-    largest = max(parts)
+    trees, trails = [item.tree.size for item in items], [len(item.trail) for item in items]
     needed, drawn, plain = 0, False, True
     for item in items:
         needed += len(item.tree.needed)
@@ -77,27 +97,47 @@ def kind_of(
             drawn = True
         if item.adjustment is not None or item.logprobs is not None or item.noise:
             plain = False
-    small = largest <= few  # small tiles are faster then, which need not be worked out in every step
+    forward = forward_kind(trees, trails, lengths, needed, model, processors, invariant)
+    if plain:
+        return StepKind(forward, TargetsKind(forward.needed, drawn))
+    raced = any(item.noise for item in items)
+    adjusted = any(item.adjustment is not None for item in items)
+    logprobs = any(item.logprobs is not None for item in items)
+    return StepKind(forward, TargetsKind(forward.needed, raced or drawn, raced, adjusted, logprobs))
+
+
+def forward_kind(
+    trees: Sequence[int],
+    trails: Sequence[int],
+    lengths: Sequence[int],
+    needed: int,
+    model: Heads,
+    processors: int,
+    invariant: bool,
+) -> ForwardKind:
+    """The kind of a forward pass over trees and trails of so many rows, for the logits of `needed` of them."""
+    group, parts, largest = model.heads // model.kv_heads, list(trees), max(trees)
+    small = largest <= few_rows(group)  # small tiles are faster then, which need not be worked out in every step
     if not small or any(trails):
-        small = _small_tiles_are_faster(parts, trails, lengths, group)
+        small = _small_tiles_are_faster(trees, trails, lengths, group)
         parts += trails
     rows = bucket(sum(parts))
     block = queries_per_tile(model.dim, small=small)
     tiles = sum([-(-count * group // block) for count in parts])
     alone = tiles > most_shared(model.heads, model.kv_heads, model.dim, processors, small=small)
-    raced = not plain and any(item.noise for item in items)
-    return StepKind(
+    return ForwardKind(
         rows=rows,
         needed=needed_bucket(rows, needed),
-        drawn=raced or drawn,
-        raced=raced,
         small=small,
         alone=alone,
         one=not alone and tiles <= -(-rows * group // block),
         invariant=invariant and largest <= INVARIANT_ROWS,
-        adjusted=not plain and any(item.adjustment is not None for item in items),
-        logprobs=not plain and any(item.logprobs is not None for item in items),
     )
+
+
+def few_rows(group: int) -> int:
+    """Up to so many rows a tree has small tiles, where `group` query heads share a K/V head."""
+    return 2 * SMALL // group
 
 
 def _small_tiles_are_faster(trees: Sequence[int], trails: Sequence[int], lengths: Sequence[int], group: int) -> bool:
@@ -116,8 +156,8 @@ def _small_tiles_are_faster(trees: Sequence[int], trails: Sequence[int], lengths
     return small_work <= LARGE_TIME * large_work
 
 
-def stand_in(kind: StepKind, trail: bool, most: int) -> StepKind:
-    """The kind of a larger step, of at most so many rows, that can do what this one does, with the same bits if it is
+def stand_in(kind: ForwardKind, trail: bool, most: int) -> ForwardKind:
+    """The kind of a larger pass, of at most so many rows, that can do what this one does, with the same bits if it is
     invariant. `trail`: some of the rows are a prompt's.
 
     Few kinds stand in for all others, so that few have to be captured before anything can run.

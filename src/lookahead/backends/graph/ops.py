@@ -75,6 +75,15 @@ class Ops:
         )
 
 
+def new_top_work(rows: int, vocabulary: int, top: int, device: torch.device) -> Any:
+    """Memory for finding the `top` best tokens of up to so many rows, which all steps share; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from lookahead.backends.graph.kernels.top import TopWork
+
+    return TopWork(rows, vocabulary, top, device)
+
+
 class TopTokens:
     """A step's results: for each of R needed nodes its target, its n likeliest tokens, and their n probability levels.
 
@@ -83,16 +92,12 @@ class TopTokens:
     the device sends the next step's. A host copy may be read only after waiting for the step that fills it.
     """
 
-    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
-        self.out = torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device)
-        self.work: Any = None
-        pinned = device.type == "cuda"
-        self.host_copies = [torch.zeros(self.out.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+    def __init__(self, out: torch.Tensor, work: Any = None) -> None:
+        """`out` int32 [R, 1 + 2 n]. `work` is a `TopWork` for at least R rows, on a GPU."""
+        self.out, self.work = out, work
+        pinned = out.device.type == "cuda"
+        self.host_copies = [torch.zeros(out.shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self.arrays = [copy.numpy() for copy in self.host_copies]
-        if pinned:
-            from lookahead.backends.graph.kernels.top import TopWork
-
-            self.work = TopWork(rows, vocabulary, top, device)
 
     def fill(self, logits: torch.Tensor) -> None:
         """Compute `out` from logits [R, V]."""
@@ -125,8 +130,8 @@ class LogProbs:
     `likely` has these tokens, and `array` [R, 1 + n] the values on the host, after waiting for the step.
     """
 
-    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
-        self._top = TopTokens(rows, vocabulary, top, device)
+    def __init__(self, rows: int, top: int, device: torch.device, work: Any = None) -> None:
+        self._top = TopTokens(torch.zeros(rows, 1 + 2 * top, dtype=torch.int32, device=device), work)
         self._values = torch.zeros(rows, 1 + top, dtype=torch.float32, device=device)
         self._host = torch.zeros(self._values.shape, dtype=torch.float32, pin_memory=device.type == "cuda")
         self.likely, self.array = self._top.arrays[0][:, 1 : 1 + top], self._host.numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from operator import add, mul
 from struct import pack, pack_into
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from lookahead.algorithm.tree import TokenTree, forest_of
-from lookahead.backends.base import MOST_AHEAD, StepInput
 
 MOST_ENTRIES = 256
 """The most sequences of a step."""
@@ -28,71 +27,18 @@ TILE = 6
 the first row of the trail or tree that it is part of, how many rows that has, which block of queries the tile is, and 1
 for a tree. A tile repeats what its entry says, because a program that has to look up one after the other waits."""
 
-NO_MASK = array("i", (-1,))
-NO_RULES = (1.0, 0.0, 0.0, 0.0)
-"""The `rules` of an entry whose logits are taken as they come."""
-NOT_DRAWN = (0.0, 0.0, 1.0, 0.0)
-"""The settings of a row whose target is the argmax."""
-
 Numbers = Any
 """32-bit integers in one piece of memory: bytes or an array."""
 
 
-class Packet:
-    """The numbers of one step of R rows, as named fields, int32 unless noted.
-
-    An *entry* is one sequence's part of the step. Its rows are its trail (tokens to be cached, in the text's order) and
-    then the nodes of its tree. A *tile* is a block of queries of one entry, all of its trail or all of its tree, which
-    one program of attention works on.
-
-    counts [2]         how many tiles and commits there are
-    tokens [R]         the rows' tokens
-    entry_of [R]       the rows' entries, -1 for a row that pads the step
-    parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
-    entries [E, 5]     see `ENTRY`
-    tiles [T, 6]       see `TILE`
-    commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
-    moves [M, 2]       from where to where, as places in the pool of pages
-    needed [N]         the rows whose logits are needed
-    draws [N, 5]       float64: how each needed row's target is drawn (see `kernels.draw`)
-    next_uniforms [N, 32]  float64: the uniforms of the steps ahead
-    noise [N]          the line of noise that decides a needed row's draw, -1 for the argmax
-
-    The last three are there only if targets are drawn. The next are there only if logits are adjusted
-    (see `kernels.adjust`):
-
-    line_of [E]        the entries' lines in the tables of counts and biases, or -1
-    rules [E, 4]       float32: the entries' penalties, and whether they have a bias
-    mask_of [N]        the needed rows' masks, -1 for none
-    counted [2, C]     tokens that were accepted since the last step: the lines to count them in, and the tokens
+class Fields:
+    """Named fields of numbers in one piece of memory on the host, which is copied to the device at once.
 
     `fields` are NumPy views of the host's memory, `views` gives the same views of a copy on the device.
     """
 
-    def __init__(
-        self, rows: int, needed: int, tiles: int, pinned: bool, *, drawn: bool = False, adjusted: bool = False
-    ) -> None:
-        entries, moves = min(rows, MOST_ENTRIES), rows + SPARE_MOVES
-        whole, single, double = torch.int32, torch.float32, torch.float64
-        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "draws": ((needed if drawn else 0, 5), double),
-            "next_uniforms": ((needed if drawn else 0, MOST_AHEAD), double),
-            "counts": ((2,), whole),
-            "tokens": ((rows,), whole),
-            "entry_of": ((rows,), whole),
-            "parents": ((rows,), whole),
-            "entries": ((entries, ENTRY), whole),
-            "tiles": ((tiles, TILE), whole),
-            "commits": ((entries, 2), whole),
-            "moves": ((moves, 2), whole),
-            "needed": ((needed,), whole),
-            "noise": ((needed if drawn else 0,), whole),
-        }
-        if adjusted:
-            parts["line_of"] = (entries,), whole
-            parts["rules"] = (entries, 4), single
-            parts["mask_of"] = (needed,), whole
-            parts["counted"] = (2, moves), whole
+    def __init__(self, parts: Mapping[str, tuple[tuple[int, ...], torch.dtype]], pinned: bool) -> None:
+        """`parts` are the fields' shapes and types. Those of 64 bits come first, so that they are aligned."""
         self._places: dict[str, tuple[int, int, tuple[int, ...], torch.dtype]] = {}
         start = 0
         for name, (shape, dtype) in parts.items():
@@ -103,7 +49,44 @@ class Packet:
         self.fields: dict[str, np.ndarray[Any, Any]] = {
             name: view.numpy() for name, view in self.views(self.host).items()
         }
-        self.adjusted = adjusted
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The fields as views of `memory`, a copy of `host` on the device."""
+        return {name: memory[a:b].view(dtype).view(shape) for name, (a, b, shape, dtype) in self._places.items()}
+
+
+class Packet(Fields):
+    """The numbers of one step of R rows, as named fields, int32.
+
+    An *entry* is one sequence's part of the step. Its rows are its trail (tokens to be cached, in the text's order) and
+    then the nodes of its tree. A *tile* is a block of queries of one entry, all of its trail or all of its tree, which
+    one program of attention works on. How targets are chosen is sent apart: see `targets_packet`.
+
+    counts [2]         how many tiles and commits there are
+    tokens [R]         the rows' tokens
+    entry_of [R]       the rows' entries, -1 for a row that pads the step
+    parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
+    entries [E, 5]     see `ENTRY`
+    tiles [T, 6]       see `TILE`
+    commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
+    moves [M, 2]       from where to where, as places in the pool of pages
+    needed [N]         the rows whose logits are needed
+    """
+
+    def __init__(self, rows: int, needed: int, tiles: int, pinned: bool) -> None:
+        entries, moves, whole = min(rows, MOST_ENTRIES), rows + SPARE_MOVES, torch.int32
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "counts": ((2,), whole),
+            "tokens": ((rows,), whole),
+            "entry_of": ((rows,), whole),
+            "parents": ((rows,), whole),
+            "entries": ((entries, ENTRY), whole),
+            "tiles": ((tiles, TILE), whole),
+            "commits": ((entries, 2), whole),
+            "moves": ((moves, 2), whole),
+            "needed": ((needed,), whole),
+        }
+        super().__init__(parts, pinned)
         # A step is written for all entries at once, in bytes and arrays: one entry after the other takes three times as
         # long, and NumPy takes a microsecond for each of its calls.
         self._memory = memoryview(self.host.numpy()).cast("B")  # type: ignore[arg-type]
@@ -116,9 +99,14 @@ class Packet:
     def begin(self) -> None:
         """Start a new step: no entries yet."""
         self.needed = self._tiles = 0
-        if self.adjusted:
-            self._line_of, self._rules, self._mask_of = array("i"), array("f"), array("i")
-            self._counted = array("i"), array("i")
+
+    def put_nothing(self) -> None:
+        """Write a step in which every row is padding."""
+        self.begin()
+        for name, rest in (("tokens", self._zeros), ("parents", self._minus_ones), ("entry_of", self._minus_ones)):
+            self._write(name, b"", rest)
+        self._write("needed", b"", self._zeros)
+        self.end((), ())
 
     def put(
         self,
@@ -187,62 +175,8 @@ class Packet:
         """Write the first numbers of a field."""
         pack_into(f"{len(numbers)}i", self._memory, 4 * self._places[name][0], *numbers)
 
-    def put_draws(self, items: Sequence[StepInput]) -> None:
-        """Write how the targets of the inputs' needed rows are drawn: not at all without uniforms and without noise."""
-        rows = [len(item.tree.needed) for item in items]
-        settings, uniforms, start = list[tuple[float, ...]](), array("d"), 0
-        for item, count in zip(items, rows, strict=True):
-            sampling, drawn = item.sampling, item.uniforms or item.noise
-            settings.append(
-                (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) if drawn else NOT_DRAWN
-            )
-            uniforms.extend(item.uniforms or [0.0] * count)
-            if item.next_uniforms:
-                self.fields["next_uniforms"][start, : len(item.next_uniforms)] = item.next_uniforms
-            if item.noise:
-                self.fields["noise"][start : start + count] = item.noise
-            start += count
-        draws = self.fields["draws"]
-        draws[:start, :4] = settings[0] if len(set(settings)) == 1 else np.repeat(settings, rows, axis=0)
-        draws[:start, 4] = uniforms
-        draws[start:, 0] = 0.0
-
-    def put_rules(self, line: int, rules: Sequence[float], mask_of: array[int]) -> None:
-        """Write how the last entry's logits are adjusted."""
-        self._line_of.append(line)
-        self._rules.extend(rules)
-        self._mask_of.extend(mask_of)
-
-    def put_counted(self, line: int, tokens: Sequence[int]) -> bool:
-        """Write tokens that are to be counted in this line of the table. False if there is no room for them."""
-        lines, counted = self._counted
-        if len(counted) + len(tokens) > self.moves_room:
-            return False
-        lines.extend(array("i", (line,)) * len(tokens))
-        counted.extend(tokens)
-        return True
-
     def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
-        """Write the moves of accepted K/V, flat as in the fields, and what is left to write."""
+        """Write the moves of accepted K/V, flat as in the fields, and how many tiles and commits there are."""
         self._write_first("commits", commits)
         self._write_first("moves", moves)
         self._write_first("counts", (self._tiles, len(commits) // 2))
-        if self.adjusted:
-            self._end_rules()
-
-    def _end_rules(self) -> None:
-        """Write how the entries' logits are adjusted, and what is to be counted."""
-        fields, (lines, counted) = self.fields, self._counted
-        fields["mask_of"][:] = fields["counted"][0] = -1
-        for field, numbers in (
-            (fields["line_of"], self._line_of),
-            (fields["rules"].reshape(-1), self._rules),
-            (fields["mask_of"], self._mask_of),
-            (fields["counted"][0], lines),
-            (fields["counted"][1], counted),
-        ):
-            field[: len(numbers)] = numbers
-
-    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The fields as views of `memory`, a copy of `host` on the device."""
-        return {name: memory[a:b].view(dtype).view(shape) for name, (a, b, shape, dtype) in self._places.items()}

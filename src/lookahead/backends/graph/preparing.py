@@ -1,71 +1,74 @@
-"""Steps that are run only to be captured: for whoever starts a server, and for the first call of others.
-
-They run on a slot of their own, with tokens that mean nothing.
-"""
+"""Which kinds of steps are captured before anybody waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise, product
 
-from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.base import StepInput
-from lookahead.backends.graph.kernels.tiles import SMALL, queries_per_tile
-from lookahead.backends.graph.kinds import STAND_INS
-from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
-from lookahead.config import SamplingParams
+from lookahead.backends.graph.kernels.tiles import most_shared, queries_per_tile
+from lookahead.backends.graph.kinds import (
+    SHORT,
+    STAND_INS,
+    ForwardKind,
+    Heads,
+    TargetsKind,
+    few_rows,
+    forward_kind,
+    stand_in,
+)
+from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, needed_bucket, sizes_to
 
 
-def every_input(slot: int, tokens: int, budget: int, most: int, group: int, dim: int) -> Iterator[StepInput]:
-    """Inputs that together need every step of one sequence with up to `tokens` tokens and this budget.
+def every_forward(
+    model: Heads, processors: int, invariant: bool, sequences: int, tokens: int, budget: int, most: int
+) -> Iterator[ForwardKind]:
+    """The kinds of all passes of up to `sequences` sequences, with prompts of up to `tokens` tokens and trees of up to
+    `budget` nodes each. A pass has at most `most` rows. The largest passes come first: they need most memory.
 
-    A pass has at most `most` rows, and `group` query heads of width `dim` share a K/V head.
+    A kind depends on how many tiles of attention its rows make. Those are fewest if one sequence has all rows, and most
+    if every sequence has few. A kind that only a strange division of the rows would need may be among them.
     """
-    for trail, nodes, needed in every_shape(min(tokens, most), min(budget, MOST_NEEDED, most), most, group, dim):
-        alone = (trail, nodes, needed) == (0, 1, 1)  # so that the step ahead is captured, too
-        tree = chain([0] * nodes, needed)
-        yield StepInput(slot, [0] * trail, tree, SamplingParams(), (), continues_alone=alone)
+    group, parts = model.heads // model.kv_heads, 2 * sequences
+    nodes, sizes = sequences * budget, [0, *sizes_to(min(sequences * (tokens + budget), most))]
+    for before, rows in reversed(list(pairwise(sizes))):
+        for small in (True, False):
+            if not small and rows <= few_rows(group):
+                continue  # no part is that large
+            if small and sequences == 1 and before >= SHORT + few_rows(group):
+                continue  # the prompt is long, or the tree large
+            block = queries_per_tile(model.dim, small=small)
+            shared = most_shared(model.heads, model.kv_heads, model.dim, processors, small=small)
+            fewest, usual = -(-(before + 1) * group // block), -(-rows * group // block)
+            most_tiles = min(rows * -(-group // block), (rows * group + min(parts, rows) * (block - 1)) // block)
+            grids = {
+                (False, True): fewest <= min(usual, shared),
+                (False, False): max(fewest, usual + 1) <= min(most_tiles, shared),
+                (True, False): most_tiles > shared,
+            }
+            needed = {needed_bucket(rows, count) for count in (1, min(nodes, FEW_NEEDED + 1))}
+            exact = {invariant, invariant and budget <= INVARIANT_ROWS}
+            for (alone, one), count, bits in product([grid for grid, there in grids.items() if there], needed, exact):
+                yield ForwardKind(rows, count, small, alone, one, bits)
 
 
-def first_inputs(slot: int, most: int, group: int, noise: bool) -> Iterator[StepInput]:
-    """Inputs that need the stand-ins which most calls need; with `noise` those that draw from it."""
-    for trail, nodes in first_shapes(group):
+def forwards_ahead(model: Heads, processors: int, invariant: bool, sequences: int) -> list[ForwardKind]:
+    """The kinds of passes with one token of each sequence, which may run ahead."""
+    numbers = range(1, sequences + 1)
+    found = [forward_kind([1] * n, [0] * n, [0] * n, n, model, processors, invariant) for n in numbers]
+    return list(dict.fromkeys(found))
+
+
+def every_end(needed: int) -> Iterator[TargetsKind]:
+    """All ways to choose the targets of so many rows: greedy or drawn, from adjusted logits or not, with
+    log-probabilities or not."""
+    for drawn, adjusted, logprobs in product((False, True), repeat=3):
+        yield TargetsKind(needed, drawn, False, adjusted, logprobs)
+
+
+def first_forwards(model: Heads, processors: int, most: int) -> Iterator[ForwardKind]:
+    """The stand-ins that most calls of one sequence need."""
+    few = few_rows(model.heads // model.kv_heads)
+    for trail, nodes in ((0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)):
         if trail + nodes <= most:
-            lines = [-1] * nodes if noise else ()
-            yield StepInput(slot, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), (), noise=lines)
-
-
-def first_shapes(group: int) -> list[tuple[int, int]]:
-    """Trails and trees of one sequence that together have the stand-ins which most calls need.
-
-    `group` query heads share a K/V head. Trees of up to `few` nodes have small tiles.
-    """
-    few = 2 * SMALL // group
-    return [(0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)]
-
-
-def every_shape(tokens: int, budget: int, most: int, group: int, dim: int) -> Iterator[tuple[int, int, int]]:
-    """Steps of one sequence that together have every kind: the lengths of trail and tree, and the needed nodes.
-
-    A trail has at most `tokens` tokens, a tree at most `budget`, and both together at most `most`. Kinds differ by
-    their sizes, and by how many tiles there are. A trail or a tree has most tiles for its rows where its last row
-    begins one.
-    """
-    few, blocks = 2 * SMALL // group, (SMALL, queries_per_tile(dim, small=False))
-    begin = [{row * block // group + 1 for row in range(most * group // block)} for block in blocks]
-    trees = {0, few, FEW_NEEDED, FEW_NEEDED + 1, INVARIANT_ROWS, INVARIANT_ROWS + 1, budget, *begin[0], *begin[1]}
-    before = 0
-    for size in sizes_to(min(tokens + budget, most)):
-        for tree in sorted({tree for tree in trees | {size} if tree <= min(budget, size)}, reverse=True):
-            least, longest = max(0, before + 1 - tree), min(size - tree, tokens)
-            trails = {least, longest, *[max((row for row in one if row <= longest), default=0) for one in begin]}
-            for trail in sorted(trails):
-                for needed in {tree, min(1, tree)}:
-                    if least <= trail <= longest:
-                        yield trail, tree, needed
-        before = size
-
-
-def chain(tokens: Sequence[int], needed: int = 0) -> TokenTree:
-    """A tree that is a single chain of these tokens. The logits of the first `needed` are needed."""
-    size = len(tokens)
-    return TokenTree(list(tokens), list(range(-1, size - 1)), list(range(size)), list(range(needed)))
+            kind = forward_kind([nodes], [trail], [0], nodes, model, processors, True)
+            yield stand_in(kind, trail > 0, most)

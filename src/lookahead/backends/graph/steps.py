@@ -6,25 +6,31 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.captured import CapturedStep, DeviceState
-from lookahead.backends.graph.kinds import StepKind, kind_of, stand_in
+from lookahead.backends.graph.captured import CapturedStep
+from lookahead.backends.graph.forward import CapturedForward
+from lookahead.backends.graph.kinds import ForwardKind, StepKind, TargetsKind, kind_of, stand_in
+from lookahead.backends.graph.state import DeviceState
+from lookahead.backends.graph.targets import CapturedTargets
 
 PATIENCE = 128
 """How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
 and far longer on a machine where a kernel has yet to be compiled or searched for."""
 
 
-class CapturedSteps(dict[StepKind, CapturedStep]):
-    """The steps by their kinds. A step is made when it is first asked for, and captured when it first runs.
+class CapturedSteps:
+    """The steps by their kinds: forward passes, ends of steps, and pairs of these. Each is captured when it is first
+    asked for.
 
-    With `patient`, an invariant step is made only when it has been asked for a number of times. Until then a larger one
+    With `patient`, an invariant pass is made only when it has been asked for a number of times. Until then a larger one
     stands in for it, of at most `most_rows` rows. `invariant`: steps are to be so where they can.
     """
 
-    def __init__(self, state: DeviceState, most_rows: int, *, invariant: bool, patient: bool) -> None:
-        super().__init__()
-        self.state, self.most_rows, self.invariant, self.patient = state, most_rows, invariant, patient
-        self._missed: Counter[StepKind] = Counter()  # how often a kind was asked for that was not there
+    def __init__(self, state: DeviceState, *, invariant: bool, patient: bool) -> None:
+        self.state, self.invariant, self.patient = state, invariant, patient
+        self.forwards: dict[ForwardKind, CapturedForward] = {}
+        self.targets: dict[TargetsKind, CapturedTargets] = {}
+        self.pairs: dict[StepKind, CapturedStep] = {}
+        self._missed: Counter[ForwardKind] = Counter()  # how often a kind was asked for that was not there
 
     def kind(self, items: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
         """The kind of a step of these inputs, whose sequences have so many tokens cached."""
@@ -33,18 +39,41 @@ class CapturedSteps(dict[StepKind, CapturedStep]):
     def choose(self, items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
         """The captured step for these inputs."""
         kind = self.kind(items, lengths)
-        step = self.get(kind)
+        step = self.pairs.get(kind)
         if step is not None:
             return step
-        if self.patient and kind.invariant:
-            self._missed[kind] += 1
-            if self._missed[kind] <= PATIENCE and not any(item.continues_alone for item in items):
-                kind = stand_in(kind, any(item.trail for item in items), self.most_rows)
-        if kind not in self:
-            self[kind] = CapturedStep(self.state, kind)
-        return self[kind]
+        forward = kind.forward
+        if self.patient and forward.invariant and forward not in self.forwards:
+            self._missed[forward] += 1
+            if self._missed[forward] <= PATIENCE and not any(item.continues_alone for item in items):
+                forward = stand_in(forward, any(item.trail for item in items), self.state.most_rows)
+                kind = StepKind(forward, kind.targets._replace(needed=forward.needed))
+        return self.get(kind)
+
+    def get(self, kind: StepKind) -> CapturedStep:
+        """The captured step of this kind."""
+        if kind not in self.pairs:
+            self.pairs[kind] = CapturedStep(kind, self.forward(kind.forward), self.end(kind.targets))
+        return self.pairs[kind]
+
+    def forward(self, kind: ForwardKind) -> CapturedForward:
+        """The captured forward pass of this kind."""
+        if kind not in self.forwards:
+            self.forwards[kind] = CapturedForward(self.state, kind)
+        return self.forwards[kind]
+
+    def end(self, kind: TargetsKind) -> CapturedTargets:
+        """The captured end of steps of this kind."""
+        if kind not in self.targets:
+            self.targets[kind] = CapturedTargets(self.state, kind)
+        return self.targets[kind]
+
+    def clear(self) -> None:
+        """Drop all steps: what they read is replaced."""
+        for steps in (self.forwards, self.targets, self.pairs):
+            steps.clear()
 
     def forget_adjusted(self) -> None:
-        """Drop the steps whose logits are adjusted: the tables that they read are replaced."""
-        for kind in [kind for kind in self if kind.adjusted]:
-            del self[kind]
+        """Drop the ends of steps whose logits are adjusted: the tables that they read are replaced."""
+        self.targets = {kind: end for kind, end in self.targets.items() if not kind.adjusted}
+        self.pairs = {kind: step for kind, step in self.pairs.items() if not kind.targets.adjusted}

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.captured import most_tiles
 from lookahead.backends.graph.kernels import attention, depths, fused, tiles
 from lookahead.backends.graph.kernels.rows import Rows, new_rows
 from lookahead.backends.graph.kinds import kind_of
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE, bucket
+from lookahead.backends.graph.state import most_tiles
 from lookahead.bench.gpu.timing import copy_bandwidth, graphed, median_ms, tree_of
 from lookahead.config import SamplingParams
 
@@ -95,7 +95,7 @@ def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, a
     ops, lines, lengths = Ops(tables.device), range(case.sequences), [case.context] * case.sequences
     trees = [tree_of(case.count)] * case.sequences
     items = [StepInput(line, (), tree, SamplingParams(), ()) for line, tree in zip(lines, trees, strict=True)]
-    kind = kind_of(items, lengths, case, ops.processors, invariant)
+    kind = kind_of(items, lengths, case, ops.processors, invariant).forward
     how = {"small": kind.small, "alone": kind.alone, "one": kind.one, "invariant": kind.invariant}
     size, cut = kind.rows, ops.tiles(kind.rows, case.heads, case.kv_heads, case.dim, **how)
     count = most_tiles(size, case.group, cut.block_m)

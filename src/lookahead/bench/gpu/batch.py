@@ -55,7 +55,7 @@ class Clock:
 
             def choose_marked(items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
                 step = choose(items, lengths)
-                if step.graph is not None and "run" not in vars(step):
+                if step.forward.graph is not None and "run" not in vars(step):
                     step.run = self._marked(step.run)  # type: ignore[method-assign]
                     step.run_ahead = self._marked(step.run_ahead)  # type: ignore[method-assign]
                 return step
@@ -182,9 +182,9 @@ def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[s
     steps = made = tried = captures = texts = 0
     seconds = 0.0
     while made < tokens:
-        begin, captured = perf_counter(), len(backend._steps)
+        begin, captured = perf_counter(), backend.captures
         given, guesses = load.step()
-        if len(backend._steps) > captured:
+        if backend.captures > captured:
             captures += 1
             continue
         seconds += perf_counter() - begin

@@ -50,8 +50,11 @@ class Method:
 
 
 def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
-    """A config as JSON, without the measured step cost, which the user did not choose."""
-    return None if config is None else {k: v for k, v in asdict(config).items() if k not in ("step_cost", "shared")}
+    """A config as JSON, without what the user did not choose: the measured step cost, and limits that are not set."""
+    hidden = {"step_cost", "shared"}
+    if config is not None:
+        hidden |= {name for name, usual in (("max_depth", None), ("exact", True)) if getattr(config, name) is usual}
+    return None if config is None else {k: v for k, v in asdict(config).items() if k not in hidden}
 
 
 def near(name: str, known: Sequence[str]) -> str:
@@ -88,6 +91,11 @@ def _fields(text: str, name: str) -> LookaheadConfig:
         field, equals, value = part.partition("=")
         if field not in known or not equals:
             raise ValueError(f"method {name!r}: {part!r} is no FIELD=VALUE of {', '.join(sorted(known))}")
+        if field == "exact":
+            if value not in ("true", "false"):
+                raise ValueError(f"method {name!r}: exact={value!r} must be true or false")
+            given[field] = value == "true"
+            continue
         try:
             given[field] = tuple(value.split("+")) if field == "sources" else int(value)
         except ValueError as error:

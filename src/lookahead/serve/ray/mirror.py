@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.engine.request import Event, Request
 from lookahead.engine.text import SharedTokenizer
-from lookahead.generate import LookaheadModel
+from lookahead.generate import LookaheadModel, logger
 from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.ray.wire import Chunk, Facts
 from lookahead.stats import Stats
@@ -97,6 +99,9 @@ class RemoteBackend:
     vocab_size: int
     max_length: int | None
     most: int | None = field(repr=False)
+    dtype: torch.dtype = torch.float32
+    exact_nodes: int | None = None
+    exact_depth: int | None = None
 
     def holds(self) -> int | None:
         return self.most
@@ -108,7 +113,13 @@ class RemoteModel(LookaheadModel):
     def __init__(self, facts: Facts, front: Any) -> None:  # not the parent's: there is nothing to load
         self.name, self.tokenizer, self.version = facts.name, facts.tokenizer, facts.version
         self.model = SimpleNamespace(generation_config=facts.generation_config)
-        self.backend = cast(Any, RemoteBackend(facts.vocab_size, facts.max_length, facts.holds))
+        limits = facts.dtype, facts.exact_nodes, facts.exact_depth
+        self.backend = cast(Any, RemoteBackend(facts.vocab_size, facts.max_length, facts.holds, *limits))
+        self.remember_fits(logger.warning)
         self.engine, self.front = cast(Any, NoEngine()), front
         self.default_config, self.stop_ids = facts.default_config, facts.stop_ids
         self.memory = SharedMemory()
+
+    def prepare(self, sequences: int = 1, log: Callable[[str], None] | None = None) -> float:
+        """The replicas have done it."""
+        return 0.0

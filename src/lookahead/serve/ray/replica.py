@@ -88,6 +88,7 @@ class Replica:
         told = settings.for_replicas()
         if told.memory_folder is not None:  # two replicas must not write the same file
             told = replace(told, memory_folder=told.memory_folder / f"replica-{context.rank.rank}")
+        await asyncio.to_thread(model.prepare, told.max_concurrency)
         self.service = kind(model, told)
         self.version = version_of(model, settings)
         await self.service.start()

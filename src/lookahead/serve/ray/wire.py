@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from lookahead.config import LookaheadConfig
 from lookahead.engine.request import Event
 from lookahead.generate import LookaheadModel
@@ -28,6 +30,9 @@ class Facts:
     vocab_size: int
     max_length: int | None
     holds: int | None
+    dtype: torch.dtype
+    exact_nodes: int | None
+    exact_depth: int | None
     stop_ids: frozenset[int]
     default_config: LookaheadConfig
 
@@ -42,6 +47,9 @@ class Facts:
             backend.vocab_size,
             backend.max_length,
             backend.holds(),
+            backend.dtype,
+            backend.exact_nodes,
+            backend.exact_depth,
             model.stop_ids,
             model.default_config,
         )

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.kernels.rows import Rows, TreeRows
 
 BLOCK = 1024
 
@@ -56,7 +56,7 @@ def adjust(
     logits: torch.Tensor,
     out: torch.Tensor,
     needed: torch.Tensor,
-    rows: Rows,
+    rows: Rows | TreeRows,
     tokens: torch.Tensor,
     line_of: torch.Tensor,
     rules: torch.Tensor,

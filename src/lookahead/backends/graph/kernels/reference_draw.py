@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lookahead.algorithm import sampling
-from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.kernels.rows import Rows, TreeRows
 from lookahead.config import SamplingParams
 
 IN_PROMPT = 1 << 30
@@ -68,7 +68,7 @@ def adjust(
     logits: torch.Tensor,
     out: torch.Tensor,
     needed: torch.Tensor,
-    rows: Rows,
+    rows: Rows | TreeRows,
     tokens: torch.Tensor,
     line_of: torch.Tensor,
     rules: torch.Tensor,

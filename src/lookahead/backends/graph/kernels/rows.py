@@ -28,6 +28,15 @@ class Rows:
     bits: torch.Tensor
 
 
+@dataclass(slots=True)
+class TreeRows:
+    """What `kernels.adjust` reads of a step's rows: see `Rows`."""
+
+    entries: torch.Tensor
+    entry_of: torch.Tensor
+    parents: torch.Tensor
+
+
 def new_rows(views: dict[str, torch.Tensor], tables: torch.Tensor, most_nodes: int) -> Rows:
     """The rows that a packet's `views` describe, with trees of at most `most_nodes` nodes."""
     size, like = len(views["entry_of"]), views["entry_of"]

@@ -1,0 +1,163 @@
+"""What all captured work of a graph backend shares: weights, K/V, buffers, and how work is captured.
+
+Capturing means: let CUDA record what a function launches, so that later one call replays all of it. On a CPU nothing is
+captured, and the same functions run directly.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from threading import Lock
+from typing import Any
+
+import torch
+
+from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.backends.graph.adjusting import Adjusting
+from lookahead.backends.graph.kv import PagedKV
+from lookahead.backends.graph.ops import Drawing, Ops, new_top_work
+from lookahead.backends.graph.packet import MOST_ENTRIES
+from lookahead.backends.graph.products import Products
+from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
+from lookahead.backends.graph.weights import Weights
+
+NOISE_LINES = 32
+"""Output positions whose noise is kept at once: more than a tree is deep."""
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """What all captured work of a backend shares.
+
+    `capture` is false where steps run uncaptured. `pool` is the graphs' memory, which they may share because they never
+    run at the same time, and `stream` the one they are recorded on. `most_rows` is the most rows of a step. `captures`
+    counts what was made ready so far, captured or not.
+    """
+
+    weights: Weights
+    ops: Ops
+    products: Products
+    kv: PagedKV
+    buffers: Buffers
+    capture: bool
+    pool: Any
+    stream: torch.cuda.Stream | None
+    most_rows: int
+    captures: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """A graph of what `work` launches, without running it. It has run once: what that compiles cannot be compiled
+        while capturing. None where steps run uncaptured."""
+        self.captures += 1
+        if not self.capture:
+            return None
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # `thread_local`: other threads may go on using the GPU while this one captures.
+        with _no_collection(), torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+
+class Buffers:
+    """The activations of a step, [rows, width] each, for the largest step. Smaller steps use their first rows.
+
+    All captured steps share them, because they never run at the same time. So is `results`, where every step leaves its
+    targets and top tokens (see `ops.TopTokens`): a step ahead finds its tokens there.
+    """
+
+    def __init__(self, weights: Weights, ops: Ops, most_rows: int) -> None:
+        w, like = weights, weights.embedding
+        rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be given so many
+        hidden, inner = like.shape[1], w.layers[0].down.shape[1]
+
+        def new(width: int, count: int = rows) -> torch.Tensor:
+            return like.new_zeros(count, width)
+
+        self.residual, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
+        self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
+        self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
+        self.gate_up, self.active = new(2 * inner), new(inner)
+        self.logits = new(len(w.head), min(rows, MOST_NEEDED))
+        self._compiled = ops.compiled
+        self.results = like.new_zeros(len(self.logits), 1 + 2 * min(KEPT_TOKENS, len(w.head)), dtype=torch.int32)
+        self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
+        self._top_work: dict[int, Any] = {}
+        self.work = ops.workspace()
+        group = w.heads // w.kv_heads
+        for size in sizes_to(most_rows) if self.work is not None else ():
+            for small, alone, one, invariant in product((False, True), repeat=4):
+                tiles = ops.tiles(
+                    size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, one=one, invariant=invariant
+                )
+                count = most_tiles(size, group, tiles.block_m)
+                self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
+
+    def top_work(self, top: int) -> Any:
+        """Memory for finding the `top` best tokens of any step's rows; None on a CPU."""
+        if top not in self._top_work:
+            rows, vocabulary = self.logits.shape
+            self._top_work[top] = new_top_work(rows, vocabulary, top, self.logits.device)
+        return self._top_work[top]
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        """What draws targets, made when the first step does."""
+        rows, vocabulary = self.logits.shape
+        return Drawing(rows, vocabulary, self.logits.device, self.logits.dtype)
+
+    @cached_property
+    def adjusting(self) -> Adjusting:
+        """What adjusts logits, made when the first step does."""
+        return Adjusting(self.logits.shape[1], self.logits.device, self._compiled)
+
+    def scores(self, rows: int) -> tuple[torch.Tensor, Drawing]:
+        """Memory for the adjusted logits [rows, V] of a step, in float32, and what draws from them.
+
+        There are two sizes: most steps have few needed rows, and a large vocabulary's scores take much memory.
+        """
+        most, size = self.logits.shape[0], self.logits.shape[1]
+        count = min(most, FEW_NEEDED if rows <= FEW_NEEDED else most)
+        if count not in self._scores:
+            scores = torch.zeros(count, size, dtype=torch.float32, device=self.logits.device)
+            self._scores[count] = scores, Drawing(count, size, self.logits.device, torch.float32)
+        scores, drawing = self._scores[count]
+        return scores[:rows], drawing
+
+    @cached_property
+    def noise(self) -> torch.Tensor:
+        """See `GraphBackend.noise`."""
+        return torch.ones(NOISE_LINES, self.logits.shape[1], dtype=torch.float32, device=self.logits.device)
+
+
+def most_tiles(rows: int, group: int, block: int) -> int:
+    """The most tiles that a step of so many rows can have."""
+    return min(rows, 2 * MOST_ENTRIES) + -(-rows * group // block)
+
+
+_capturing = Lock()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Switch garbage collection off: collecting some other model's graph during a capture would end the process.
+
+    Only one thread captures at a time. A second one would find collection switched off already, and leave it off.
+    """
+    with _capturing:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()

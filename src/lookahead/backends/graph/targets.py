@@ -1,0 +1,114 @@
+"""The end of a step: from the logits of the needed rows to targets, top tokens and log-probabilities on the host.
+
+It is a CUDA graph of its own, so that forward passes need not be captured once for every way to choose targets.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lookahead.backends.graph.kinds import TargetsKind
+from lookahead.backends.graph.ops import LogProbs, TopTokens
+from lookahead.backends.graph.state import DeviceState
+from lookahead.backends.graph.targets_packet import TargetsPacket
+from lookahead.config import MOST_LOGPROBS
+
+
+class CapturedTargets:
+    """The targets of one kind of step: their packet and, once captured, their graph."""
+
+    def __init__(self, state: DeviceState, kind: TargetsKind) -> None:
+        self.state, self.kind = state, kind
+        device, buffers = state.device, state.buffers
+        self.packet = TargetsPacket(
+            kind.needed, device.type == "cuda", drawn=kind.drawn, adjusted=kind.adjusted, most_rows=state.most_rows
+        )
+        self.memory = torch.zeros_like(self.packet.host, device=device)
+        self.views = self.packet.views(self.memory)
+        self.top = TopTokens(buffers.results[: kind.needed], buffers.top_work(buffers.results.shape[1] // 2))
+        self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
+        # What some kinds need is made here, because nothing may be made in a capture.
+        self.logprobs: LogProbs | None = None
+        if kind.drawn:
+            buffers.drawing, buffers.noise  # noqa: B018
+        if kind.adjusted:
+            buffers.adjusting, buffers.scores(kind.needed)
+        if kind.logprobs:
+            top = min(MOST_LOGPROBS, buffers.logits.shape[1])
+            self.logprobs = LogProbs(kind.needed, top, device, buffers.top_work(top))
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_ahead: torch.cuda.CUDAGraph | None = None
+        self._get_ready()
+
+    def _get_ready(self) -> None:
+        """Compile the kernels and capture the work. The packet has no entries, so nothing is changed."""
+        if self.state.capture:
+            self.packet.put_nothing()
+            self._run()
+        self.graph = self.state.captured(self._run)
+
+    def run(self) -> None:
+        """Choose the targets of the step whose logits were computed last, as the packet says."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run()
+
+    def run_ahead(self, turn: int) -> None:
+        """Choose the targets of a step ahead, and send its results to host copy `turn`.
+
+        The copy to the host is not part of the graph, for two reasons: it can go to either host copy, and torch then
+        keeps the pinned memory alive until the copy is done, even if the backend is deleted while nobody waits for this
+        step. The first run is captured afterwards and not repeated: it counts the steps.
+        """
+        if self.graph_ahead is not None:
+            self.graph_ahead.replay()
+        else:
+            self._run_ahead()
+        self.top.send(turn)
+        if self.state.capture and self.graph_ahead is None:
+            self.graph_ahead = self.state.captured(self._run_ahead)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        """All of it, on the device."""
+        ops = self.state.ops
+        # 1. Copy the packet to the device, and count the tokens accepted last.
+        if len(self.memory):
+            ops.copy_pinned(self.packet.host, self.memory)
+        if self.kind.adjusted:
+            self.state.buffers.adjusting.count(self.views)
+        # 2. The targets.
+        self._choose()
+        if self.kind.drawn:
+            self.ahead.zero_()
+        # 3. Copy the results to the host.
+        ops.copy_pinned(self.top.out, self.top.host_copies[0])
+        if self.logprobs is not None:
+            self.logprobs.send(ops.copy_pinned)
+
+    @torch.inference_mode()
+    def _run_ahead(self) -> None:
+        """The targets of one token further in every sequence."""
+        if self.kind.drawn:
+            self.views["draws"][:, 4] = self.views["next_uniforms"].index_select(1, self.ahead)[:, 0]
+            self.ahead.add_(1)
+        self._choose()
+
+    def _choose(self) -> None:
+        """Targets, top tokens and log-probabilities from the logits."""
+        buffers, kind, views = self.state.buffers, self.kind, self.views
+        logits = scores = buffers.logits[: kind.needed]
+        if kind.adjusted:
+            scores, drawing = buffers.scores(kind.needed)
+            buffers.adjusting.adjust(logits, scores, views)
+        self.top.fill(scores)
+        if kind.drawn:
+            if not kind.adjusted:
+                drawing = buffers.drawing
+            if kind.raced:
+                drawing.race(scores, views["draws"], buffers.noise, views["noise"], self.top.out, self.top.work)
+            else:
+                drawing.draw(scores, views["draws"], self.top.out, self.top.work)
+        if self.logprobs is not None:
+            self.logprobs.fill(logits, self.top.out[:, 0])

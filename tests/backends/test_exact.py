@@ -1,0 +1,171 @@
+"""Configs are fitted to the trees that a backend runs exactly, or refused: never a text that is silently inexact."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import PROMPTS, VOCABULARY, tiny
+
+import lookahead
+from lookahead import LookaheadConfig
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.base import StepInput
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.exact import exact_config
+from lookahead.backends.graph.backend import GraphBackend
+from lookahead.config import StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
+
+PAPER = LookaheadConfig.paper(30, 8, 30)
+"""210 window nodes."""
+
+
+@pytest.fixture(scope="module")
+def half() -> GraphBackend:
+    return GraphBackend(tiny("Llama").to(torch.bfloat16))
+
+
+def test_the_limits_of_a_backend(half: GraphBackend) -> None:
+    assert (half.exact_nodes, half.exact_depth) == (128, 16)
+    for backend in (
+        GraphBackend(tiny("Llama")),
+        GraphBackend(tiny("Llama").to(torch.bfloat16), invariant=False),
+        EagerBackend(tiny("Llama")),
+    ):
+        assert (backend.exact_nodes, backend.exact_depth) == (None, None)
+        assert exact_config(PAPER, backend) is PAPER
+
+
+@pytest.mark.parametrize(
+    ("config", "budget", "deepest", "said"),
+    [
+        (LookaheadConfig(), 128, 16, None),
+        (LookaheadConfig(suffix_length=32), 128, 16, "guesses of 32 tokens to 16"),
+        (LookaheadConfig(suffix_length=64), 128, 16, "guesses of 64 tokens to 16"),
+        (LookaheadConfig(budget=256), 128, 16, "budget=256 to 128 tokens"),
+        (LookaheadConfig(budget=200, suffix_length=40), 128, 16, "budget=200 to 128 tokens and guesses of 40"),
+        (LookaheadConfig.paper(15, 5, 15), 121, 16, None),  # its window is deeper than 16, its guesses are not
+        (LookaheadConfig.paper(15, 5, 30), 128, 16, "budget=181 to 128"),
+        (LookaheadConfig.paper(5, 20, 2), 128, 16, "guesses of 19 tokens to 16"),
+        (LookaheadConfig.jacobi(16), 17, 16, None),
+        (LookaheadConfig.jacobi(40), 17, 16, "budget=41 to 17 tokens and guesses of 40 tokens to 16"),
+        (LookaheadConfig(budget=256, exact=False), 256, 16, None),
+    ],
+)
+def test_a_config_is_fitted_with_one_line(
+    half: GraphBackend, config: LookaheadConfig, budget: int, deepest: int, said: str | None
+) -> None:
+    lines: list[str] = []
+    fitted = exact_config(config, half, lines.append)
+    assert (fitted.budget, fitted.deepest) == (budget, deepest)
+    assert fitted == replace(config, budget=budget, max_depth=fitted.max_depth)
+    assert [said in line for line in lines if said] == ([True] if said else [])
+    assert len(lines) == (said is not None)
+    assert exact_config(fitted, half, lines.append) is fitted
+
+
+def test_a_window_that_does_not_fit_is_refused_with_the_nearest(half: GraphBackend) -> None:
+    with pytest.raises(ValueError, match=r"window=30 with ngram=8 fills 210 .* exact up to 128 .* window=18"):
+        exact_config(PAPER, half)
+    assert exact_config(LookaheadConfig.paper(18, 8, 30), half).budget == 128
+    loose = LookaheadConfig.paper(30, 8, 30, exact=False)
+    assert exact_config(loose, half) is loose
+
+
+@pytest.mark.parametrize("config", [LookaheadConfig(budget=256), LookaheadConfig(suffix_length=64), PAPER])
+def test_the_engine_takes_no_config_that_was_not_fitted(half: GraphBackend, config: LookaheadConfig) -> None:
+    """Whoever forgets to fit it."""
+    with pytest.raises(ValueError, match="exact"):
+        Engine(half).submit(Request(DecodingSequence(PROMPTS[0], config)))
+
+
+def step_sizes(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Of all steps to come, each tree's nodes and the depth of its deepest guess."""
+    sizes, launch = list[list[tuple[int, int]]](), backend.launch
+
+    def note(inputs: Sequence[StepInput]) -> Any:
+        sizes.append([(item.tree.size, max(item.tree.depths[item.tree.branch :], default=0)) for item in inputs])
+        return launch(inputs)
+
+    monkeypatch.setattr(backend, "launch", note)
+    return sizes
+
+
+REPEATED = [1, *random.Random(1).choices(range(VOCABULARY), k=60)] * 3
+"""A long match from the first step on."""
+
+
+def test_generate_keeps_to_the_limits(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every answer of a config that asks for more, and one line in the log for each such config."""
+    lm = lookahead.LookaheadModel(tiny("Llama").to(torch.bfloat16), tokenizer, "tiny", backend="graph")
+    sizes, config = step_sizes(lm.backend, monkeypatch), LookaheadConfig(window=0, budget=200, suffix_length=64)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, logger="lookahead"):
+        for _ in range(3):
+            out = lm._answer(REPEATED, config=config, max_tokens=30)
+            lm.run([out])
+            assert out.request.sequence.config.budget == 128
+        with pytest.raises(ValueError, match="window=18"):
+            lm.generate(REPEATED, config=PAPER)
+    assert max(nodes for step in sizes for nodes, _ in step) <= 128
+    assert max(depth for step in sizes for _, depth in step) == 16
+    assert [record.message for record in caplog.records] == [
+        "note: budget=200 to 128 tokens and guesses of 64 tokens to 16: more is not exact in bfloat16 on this backend "
+        "(exact=False allows it)"
+    ]
+    sizes.clear()
+    lm.run([lm._answer(REPEATED, config=replace(config, exact=False), max_tokens=30)])
+    assert max(depth for step in sizes for _, depth in step) > 16
+
+
+def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that is too large takes the exactness of its pass, so no exact request is in it, nor shares its K/V."""
+    backend = GraphBackend(tiny("Llama").to(torch.bfloat16))
+    kinds, choose = list[tuple[bool, list[int]]](), backend._steps.choose
+
+    def note(items: Sequence[StepInput], lengths: Sequence[int]) -> Any:
+        step = choose(items, lengths)
+        kinds.append((step.kind.forward.invariant, [item.slot for item in items]))
+        return step
+
+    monkeypatch.setattr(backend._steps, "choose", note)
+    engine, loose = Engine(backend), LookaheadConfig(window=0, budget=200, exact=False)
+    requests = [
+        Request(DecodingSequence(REPEATED, config, rules=StopRules(40)))
+        for config in (loose, LookaheadConfig(), loose, LookaheadConfig(shared=True))
+    ]
+    slots: dict[bool, set[int]] = {True: set(), False: set()}
+    for request in requests:
+        engine.submit(request)
+    while engine.running:
+        engine.step()
+        for request in requests:
+            if request.slot >= 0:
+                slots[request.sequence.config.exact].add(request.slot)
+    assert all(invariant or set(used) <= slots[False] for invariant, used in kinds)
+    assert all(not (set(used) & slots[True] and set(used) & slots[False]) for _, used in kinds)
+    assert any(not invariant for invariant, _ in kinds)
+    assert requests[1].salt == requests[3].salt == ""
+    assert requests[0].salt == requests[2].salt != ""
+
+
+def test_the_hook_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("Llama").to(torch.bfloat16)
+    ids, options = torch.tensor([REPEATED]), {"max_new_tokens": 20, "do_sample": False}
+    with caplog.at_level(logging.WARNING, logger="lookahead"):
+        for _ in range(2):
+            deep = lookahead.decoding(suffix_length=64, backend="graph")
+            model.generate(ids, custom_generate=deep, **options)
+    assert [("guesses of 64 tokens to 16" in record.message) for record in caplog.records] == [True]
+    with pytest.raises(ValueError, match="window=18"):
+        model.generate(ids, custom_generate=lookahead.decoding(PAPER, backend="graph"), **options)
+    loose = lookahead.decoding(PAPER, exact=False, backend="graph")
+    assert model.generate(ids, custom_generate=loose, **options).shape[1] > len(REPEATED)
