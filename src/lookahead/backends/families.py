@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.patches import patch_of
 from lookahead.backends.support import UnsupportedModelError
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -36,9 +37,9 @@ def check_family(model: Any, backend: str) -> None:
     for module in model.modules():
         if getattr(module, "_hf_hook", None) is not None:
             refuse("it is spread over devices")
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks):
-            refuse(f"a forward hook on its {type(module).__name__} would not be called")
+    patch = patch_of(model.modules())
+    if patch is not None:
+        refuse(f"{patch} would not be called")
     plain = [p for p in model.parameters() if type(p.data) is not torch.Tensor]
     if plain or (getattr(model, "_tp_size", None) or 1) > 1:
         refuse("its weights are quantised or split between processes")

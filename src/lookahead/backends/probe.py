@@ -3,57 +3,103 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
-from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line, kind_of
-from lookahead.config import SamplingParams
+from lookahead.backends.patches import patch_of
+from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line, kind_of, refusal
+from lookahead.config import LookaheadConfig, SamplingParams
 
 
 @torch.inference_mode()
-def probe(backend: Backend) -> None:
+def probe(backend: Backend, lengths: Collection[int] | None = None) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused. The prefix has 3
-    tokens. Node 1 is a decoy: nodes 2 and 3 see it only if the mask is broken. In half precision the backend's kernels
-    and the model's own may differ by more than a broken mask does. So where their logits are only near, the tree is
-    compared with the backend's own logits of the same tokens one after the other.
+    tokens. Node 1 is a decoy: nodes 2 and 3 see it only if the mask is broken. The model's own logits are taken twice:
+    in one pass over the whole path, and in one pass per token, as `generate` runs them, since a forward hook may depend
+    on the length of a pass. A model with such a hook is also tried on trees of these `lengths`.
     """
-    model = backend.model
-    kind = kind_of(model)
+    model, patch = backend.model, patch_of(backend.model.modules())
     *prefix, root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)
-    tree = forked([root, decoy, child, grandchild])
+    tree, straight = forked([root, decoy, child, grandchild]), [root, child, grandchild]
+    fans = [] if patch is None else fans_of(tree, LENGTHS if lengths is None else lengths)
+    # 1. The logits of the trees, and the model's own.
     check_training(model, lambda: _plain_logits(model, prefix, backend.device))
     try:
-        ours = _tree_logits(backend, prefix, tree)
+        ours, *others = _tree_logits(backend, prefix, tree, *fans)
     except FAILURES as error:
-        raise UnsupportedModelError(
-            f"model type {kind!r} cannot be decoded exactly: its forward pass fails on a tree of tokens "
-            f"({first_line(error)})"
-        ) from error
-    for node, path in enumerate(([root], [root, decoy], [root, child], [root, child, grandchild])):
-        ids = prefix + path
-        plain = _plain_logits(model, ids, backend.device)
-        distance, close = relative(ours[node], plain), closeness(backend)
-        if close == TOLERANCE_HALF and close < distance <= (NEAR_INT8 if backend.dtype == torch.int8 else NEAR):
-            alone = _tree_logits(backend, [*prefix, *path[:-1]], _alone(path[-1]))[0]
-            distance = relative(ours[node], alone)
-        if not distance <= close:
-            check_finite(model, plain)
-            reason = "its attention does not follow the mask or the positions"
-            if not relative(_one_by_one(model, ids, backend.device), plain) <= close:
-                reason = (
-                    "so do the model's own passes over one token and over several, as with quantised activations "
-                    "or attention that is not causal"
-                )
-            raise UnsupportedModelError(
-                f"model type {kind!r} cannot be decoded exactly: a tree of tokens gives other logits than the tokens "
-                f"in a row (relative error {distance:.2g}); {reason}"
-            )
+        raise refusal(model, f"its forward pass fails on a tree of tokens ({first_line(error)})") from error
+    paths = ([root], [root, decoy], [root, child], straight)
+    in_a_row = [_plain_logits(model, prefix + path, backend.device) for path in paths[1:]]
+    try:
+        first, *one_by_one = _one_by_one(model, [*prefix, root], [child, grandchild], backend.device)
+    except FAILURES as error:
+        raise refusal(model, f"its own pass over a new token fails ({first_line(error)})") from error
+    # 2. Compare them.
+    pairs = [(node, own, "in a row") for node, own in enumerate([first, *in_a_row])]
+    pairs += [(node, own, "one by one") for node, own in zip((2, 3), one_by_one, strict=True)]
+    for node, own, order in pairs:
+        *before, last = prefix + paths[node]
+        distance = distance_of(backend, ours[node], own, partial(_only_logits, backend, before, last))
+        if not distance <= closeness(backend):
+            check_finite(model, own)
+            steady = relative(one_by_one[-1], in_a_row[-1]) <= closeness(backend)
+            reason = f"a tree of tokens gives other logits than the tokens {order} (relative error {distance:.2g})"
+            raise refusal(model, f"{reason}; {_cause(patch, steady)}")
+    for other in others:
+        check_length(backend, ours, other)
+
+
+def _cause(patch: str | None, steady: bool) -> str:
+    """Why a tree has other logits. `steady`: the model's own passes over one token and over several have the same."""
+    if not steady:
+        known = "as with quantised activations or attention that is not causal"
+        cause = "so do the model's own passes over one token and over several"
+        return f"{cause}, {known}" if patch is None else f"{cause}: {patch} depends on the length of a pass"
+    cause = "its attention does not follow the mask or the positions"
+    return cause if patch is None else f"{cause}, or {patch} does not treat every token alike"
+
+
+def fans_of(tree: TokenTree, lengths: Iterable[int]) -> list[TokenTree]:
+    """Trees of these sizes with the root of the probe's tree, and its child in all other nodes."""
+    root, child = tree.tokens[0], tree.tokens[2]
+    return [
+        TokenTree([root, *[child] * n], [-1, *[0] * n], [0, *[1] * n], range(n + 1))
+        for n in (length - 1 for length in sorted(lengths))
+    ]
+
+
+def check_length(backend: Backend, ours: torch.Tensor, fan: torch.Tensor) -> None:
+    """Refuse a model whose logits depend on the length of a pass, as a forward hook can make them.
+
+    `ours` are the logits [..., 4, V] of the probe's tree, and `fan` those [..., n, V] of one of `fans_of` it.
+    """
+    length, nodes = fan.shape[-2], ours.shape[-2]
+    for node in range(length):
+        distance = relative(fan[..., node, :], ours[..., 2 if node else 0, :])
+        if not distance <= closeness(backend):
+            patch = patch_of(backend.model.modules()) or "its forward pass"
+            reason = f"a tree of {length} tokens gives other logits than a tree of {nodes}"
+            cause = f"{patch} depends on the length of a pass"
+            raise refusal(backend.model, f"{reason} (relative error {distance:.2g}); {cause}")
+
+
+def distance_of(backend: Backend, ours: torch.Tensor, own: torch.Tensor, alone: Callable[[], torch.Tensor]) -> float:
+    """The relative error of a tree's logits, if the model's `own` are right.
+
+    In half precision the backend's kernels and the model's own may differ by more than a broken mask does. So where
+    their logits are only near, the tree is compared with the backend's own logits of the same token `alone`.
+    """
+    distance, close = relative(ours, own), closeness(backend)
+    if close == TOLERANCE_HALF and close < distance <= (NEAR_INT8 if backend.dtype == torch.int8 else NEAR):
+        return relative(ours, alone())
+    return distance
 
 
 def probe_tokens(model: Any, vocab: int) -> list[int]:
@@ -110,6 +156,11 @@ TOLERANCE, TOLERANCE_HALF, NEAR = 1e-3, 0.1, 0.3
 kernels. On the embedded model in bf16, with random tokens, the graph backend and transformers differed by up to 0.2."""
 
 
+LENGTHS = (2, LookaheadConfig().budget)
+"""The sizes of the trees on which a model with a forward hook is tried: besides the probe's own size the smallest and
+the largest, to see a hook that tells one token, a few and many apart."""
+
+
 NEAR_INT8 = 1.0
 """The same between a model in fp32 and what a backend made of it in int8."""
 
@@ -124,17 +175,39 @@ def _alone(token: int) -> TokenTree:
     return TokenTree([token], [-1], [0], [0])
 
 
-def _tree_logits(backend: Backend, prefix: list[int], tree: TokenTree) -> torch.Tensor:
-    """Logits of a tree behind a prefix. The prefix runs in a step before, so that the tree reads it from the cache."""
+def _only_logits(backend: Backend, prefix: list[int], token: int) -> torch.Tensor:
+    """[V] logits of a tree of one token behind a prefix."""
+    return _tree_logits(backend, prefix, _alone(token))[0][0]
+
+
+def _tree_logits(backend: Backend, prefix: list[int], first: TokenTree, *others: TokenTree) -> list[torch.Tensor]:
+    """Logits of each tree behind a prefix. The prefix runs in a step before, so that the tree reads it from the cache.
+
+    The other trees get the prefix's K/V without another step.
+    """
     slot = backend.open()
     try:
         backend.step([StepInput(slot, prefix[:-1], _alone(prefix[-1]), SamplingParams(), ())])
         backend.commit([(slot, ())])
-        logits: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
-        backend.commit([(slot, ())])
-        return logits.float()
+        layers = backend.cached(slot) if others else ()
+        logits = [_logits(backend, slot, first)]
     finally:
         backend.close(slot)
+    for tree in others:
+        slot = backend.open()
+        try:
+            backend.adopt(slot, len(prefix), layers)
+            logits.append(_logits(backend, slot, tree))
+        finally:
+            backend.close(slot)
+    return logits
+
+
+def _logits(backend: Backend, slot: int, tree: TokenTree) -> torch.Tensor:
+    """[nodes, V] logits of a tree in this slot."""
+    logits: torch.Tensor = backend.step([StepInput(slot, (), tree, SamplingParams(), (), logits=True)])[0].logits
+    backend.commit([(slot, ())])
+    return logits.float()
 
 
 def _inputs(model: Any, ids: list[int], first: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -149,10 +222,11 @@ def relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
     return float((computed - expected).norm() / expected.norm().clamp_min(1e-6))
 
 
-def _one_by_one(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:
-    """[V] logits after `ids`, one pass per token over the model's own cache, as `generate` does."""
-    cache = None
-    for place, token in enumerate(ids):
-        output = model(**_inputs(model, [token], place, device), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-    return output.logits[0, -1].float()
+def _one_by_one(model: Any, prefix: list[int], tokens: list[int], device: torch.device) -> list[torch.Tensor]:
+    """The logits [V] of one pass over the prefix, and behind it of a pass over each token, as `generate` does."""
+    output = model(**_inputs(model, prefix, 0, device), use_cache=True)
+    logits = [output.logits[0, -1].float()]
+    for place, token in enumerate(tokens, len(prefix)):
+        output = model(**_inputs(model, [token], place, device), past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits[0, -1].float())
+    return logits

@@ -188,5 +188,9 @@ def kind_of(model: Any) -> str:
     return getattr(model.config, "model_type", None) or type(model).__name__
 
 
+def refusal(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: {reason}")
+
+
 def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__

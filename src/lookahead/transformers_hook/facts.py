@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.patches import global_hooks, patch_of
 from lookahead.backends.support import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.engine.pace import Pace
@@ -21,14 +22,18 @@ from lookahead.engine.pace import Pace
 class ModelFacts:
     """What was found out about a model. It holds as long as the model's `state` does.
 
-    `probed` has the forms of calls whose probe went well (`prompt.Start.form`). `paces` are kept by batch size. `graph`
-    is the model's graph backend, if a call could have one; its captured steps are kept for the next call. Only one call
-    at a time may use it (`turn`). `places` are where the model's weights lay when it was last up to date with them.
+    `code` are the hooks and forward methods that `state` knows by their ids; `patch` names one that is not the model's
+    own. `probed` has the forms of calls whose probe went well (`prompt.Start.form`), and for each form the sizes of the
+    trees that were tried because of the patch. `paces` are kept by batch size. `graph` is the model's graph backend, if
+    a call could have one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
+    `places` are where the model's weights lay when it was last up to date with them.
     `logged` are the lines that its calls have logged, each once.
     """
 
     state: tuple[Any, ...]
-    probed: set[tuple[Any, ...]] = field(default_factory=set)
+    code: Sequence[Callable[[], Any]] = ()
+    patch: str | None = None
+    probed: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)
     memory: SharedMemory = field(default_factory=SharedMemory)
     default: LookaheadConfig | None = None
     paces: dict[int, Pace] = field(default_factory=dict)
@@ -46,12 +51,22 @@ finding_out = RLock()
 
 def of(model: Any, modules: Sequence[torch.nn.Module]) -> ModelFacts:
     """The model's facts; new ones where its state has changed."""
-    state = state_of(model, modules)
+    code, named = code_of(modules)
+    state = (*state_of(model, modules), *named)
     with finding_out:
         facts = known.get(model)
-        if facts is None or facts.state != state:
-            facts = known[model] = ModelFacts(state)
+        # An id may come again once its object has gone.
+        if facts is None or facts.state != state or any(reference() is None for reference in facts.code):
+            facts = known[model] = ModelFacts(state, list(map(_weak, code)), patch_of(modules))
     return facts
+
+
+def _weak(function: Any) -> Callable[[], Any]:
+    """A weak reference, since a hook may hold the model. Where there can be none it is None, so no facts are kept."""
+    try:
+        return ref(function)
+    except TypeError:
+        return lambda: None
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -66,23 +81,39 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(found)
 
 
-def state_of(model: Any, modules: Iterable[torch.nn.Module]) -> tuple[Any, ...]:
-    """What decides how a model's forward pass computes: where one of these has changed, the model is probed again.
+def state_of(model: Any, modules: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
+    """What decides, besides code, how a model's forward pass computes: where it has changed, the model is probed again.
 
-    Besides the weights' device and dtype these are its modules (an adapter replaces some), their hooks, the active
-    adapters, and autocast.
+    Besides the weights' device and dtype these are its modules (an adapter replaces some), the active adapters, and
+    autocast.
     """
     device, weight = input_device(model), model.get_input_embeddings().weight
-    kinds = tuple(
-        [
-            (type(module), *module._forward_hooks, None, *module._forward_pre_hooks, None, *adapters_of(module))
-            for module in modules
-        ]
-    )
+    kinds = tuple(map(type, modules))
+    # A PEFT layer has a property of this name, and a transformers model a method. Only classes are asked: of a few
+    # hundred modules few have an adapter, and there are about ten classes.
+    adapted = {kind for kind in set(kinds) if isinstance(getattr(kind, "active_adapters", None), property)}
+    adapters = tuple([adapters_of(module) for module in modules if type(module) in adapted]) if adapted else ()
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     return (
-        device, weight.dtype, weight.shape, model.config._attn_implementation, model.training, autocast, hash(kinds),
+        device, weight.dtype, weight.shape, model.config._attn_implementation, model.training, autocast, kinds,
+        adapters,
     )  # fmt: skip
+
+
+def code_of(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], list[Any]]:
+    """What a forward pass calls and a program can replace, and where it was found, by its ids.
+
+    These are the forward hooks, and the `forward` of every class, and of every module on which one was set.
+    """
+    code = [*global_hooks(), *(getattr(kind, "forward", kind) for kind in set(map(type, modules)))]
+    named: list[Any] = list(map(id, code))
+    for index, module in enumerate(modules):
+        after, before, own = module._forward_hooks, module._forward_pre_hooks, module.__dict__
+        if after or before or "forward" in own:
+            called = [*after.values(), *before.values(), *([own["forward"]] if "forward" in own else [])]
+            code += called
+            named.append((index, *after, None, *before, None, *map(id, called)))
+    return code, named
 
 
 def places_of(modules: Iterable[torch.nn.Module]) -> list[int]:
@@ -90,10 +121,8 @@ def places_of(modules: Iterable[torch.nn.Module]) -> list[int]:
     return [weight.data_ptr() for module in modules for weight in module._parameters.values() if weight is not None]
 
 
-def adapters_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """The adapters that a PEFT layer applies; nothing for any other module."""
-    if not isinstance(getattr(type(module), "active_adapters", None), property):  # on a transformers model, a method
-        return ()
+def adapters_of(module: Any) -> tuple[Any, ...]:
+    """The adapters that a PEFT layer applies."""
     active: Any = module.active_adapters
     return (*active, module.disable_adapters) if isinstance(active, list) else ()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +12,20 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.patches import patch_of
 from lookahead.backends.probe import (
-    NEAR,
-    TOLERANCE_HALF,
     check_finite,
+    check_length,
     check_training,
     closeness,
+    distance_of,
+    fans_of,
     forked,
     probe_tokens,
-    relative,
 )
-from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line
+from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line, refusal
 from lookahead.config import SamplingParams
-from lookahead.transformers_hook.prompt import Start, refusal
+from lookahead.transformers_hook.prompt import Start
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def probe_start(backend: EagerBackend, start: Start) -> None:
     This is `backends.probe` for a model that prepares its passes in its own way. The first pass of a call cannot be
     wrong: it was the model's own.
     """
-    model = backend.model
+    model, patch = backend.model, patch_of(backend.model.modules())
     root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)[:4]
     try:
         check_training(model, lambda: _own_logits(model, start, [root])[0])
@@ -48,14 +50,34 @@ def probe_start(backend: EagerBackend, start: Start) -> None:
     except FAILURES as error:
         raise refusal(model, f"its forward pass fails on a tree of tokens ({first_line(error)})") from error
     for node, path in enumerate(([root], [root, decoy], [root, child], [root, child, grandchild])):
-        distance, close = relative(ours[:, node], own[node]), closeness(backend)
-        if close == TOLERANCE_HALF and close < distance <= NEAR:
-            alone = TokenTree(path[-1:], [-1], [0], [0])
-            distance = relative(ours[:, node], _tree_logits(backend, start, path[:-1], alone)[:, 0])
-        if not distance <= close:
+        distance = distance_of(backend, ours[:, node], own[node], partial(_only_logits, backend, start, path))
+        if not distance <= closeness(backend):
             check_finite(model, own[node])
             reason = f"a tree of tokens gives other logits than generate's own passes (relative error {distance:.2g})"
-            raise refusal(model, f"{reason}; it finds positions in a way of its own, or does not follow the mask")
+            cause = "it finds positions in a way of its own, or does not follow the mask"
+            if patch is not None:
+                cause += f", or {patch} does not treat every token alike"
+            raise refusal(model, f"{reason}; {cause}")
+
+
+def lengths_of(widest: int, prompt: int) -> set[int]:
+    """The sizes of the trees on which a model with a forward hook is tried: the smallest, the largest, and the length
+    of the prompt's pass, by which a hook may know the prompt. Passes of 1 and 4 tokens are in every probe."""
+    return {min(length, widest) for length in (2, widest, prompt)} - {1, 4}
+
+
+@torch.no_grad()
+def probe_lengths(backend: EagerBackend, start: Start, lengths: Iterable[int]) -> None:
+    """Run trees of these sizes after the first entry's prompt, on a model that went well on the probe's own tree."""
+    tree = forked(probe_tokens(backend.model, backend.vocab_size)[:4])
+    ours = _tree_logits(backend, start, (), tree, entries=1)
+    for fan in fans_of(tree, lengths):
+        try:
+            other = _tree_logits(backend, start, (), fan, entries=1)
+        except FAILURES as error:
+            reason = f"its forward pass fails on a tree of {len(fan)} tokens ({first_line(error)})"
+            raise refusal(backend.model, reason) from error
+        check_length(backend, ours, other)
 
 
 def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -70,9 +92,16 @@ def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.T
     return logits
 
 
-def _tree_logits(backend: EagerBackend, start: Start, trail: Sequence[int], tree: TokenTree) -> torch.Tensor:
-    """[B, nodes, V] logits of this tree behind every entry's prompt and a trail."""
-    slots = [backend.open() for _ in start.offsets]
+def _only_logits(backend: EagerBackend, start: Start, path: Sequence[int]) -> torch.Tensor:
+    """[B, V] logits after a path whose last token alone is the tree."""
+    return _tree_logits(backend, start, path[:-1], TokenTree(path[-1:], [-1], [0], [0]))[:, 0]
+
+
+def _tree_logits(
+    backend: EagerBackend, start: Start, trail: Sequence[int], tree: TokenTree, entries: int | None = None
+) -> torch.Tensor:
+    """[B, nodes, V] logits of this tree behind the prompts of the first `entries` or all entries, and a trail."""
+    slots = [backend.open() for _ in start.offsets[:entries]]
     try:
         for entry, slot in enumerate(slots):
             backend.adopt(slot, start.batch.cached(entry), start.layers(entry), start.offsets[entry])

@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationMixin
 
 from lookahead.backends.base import Layers
-from lookahead.backends.support import UnsupportedModelError, chunks, kind_of, sliding_windows
+from lookahead.backends.support import chunks, kind_of, refusal, sliding_windows
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Batch
 
@@ -173,10 +173,6 @@ def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
                 "for a tree of tokens; leave it out"
             )
     return arguments
-
-
-def refusal(model: Any, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: {reason}")
 
 
 def check_hidden(model: Any, start: Start) -> None:

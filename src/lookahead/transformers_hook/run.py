@@ -35,7 +35,7 @@ from lookahead.loading.fitting import fitted
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.draws import StepNoise, raced
-from lookahead.transformers_hook.probe import probe_start
+from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
 from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
 
@@ -90,19 +90,24 @@ class Run:
                 kept.check_room(entries, tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
         return kept
 
-    def _eager(self, start: Start) -> EagerBackend:
+    def _eager(self, start: Start, config: LookaheadConfig | None) -> EagerBackend:
         """An eager backend of this call's own. Its model is probed if no call of this form was before."""
         shapes = cached_shapes(start.cache, kind_of(self.model), start.batch.past)
         backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
         usual = start.plain and start.told
         form = () if usual else start.form
+        widest = (config or LookaheadConfig()).budget
+        lengths = set() if self.facts.patch is None else lengths_of(widest, start.batch.past - self.batch.past)
         with facts.finding_out:
             if form not in self.facts.probed:
                 if usual:
-                    probe(EagerBackend(self.model, probed=False, shapes=shapes))
+                    probe(EagerBackend(self.model, probed=False, shapes=shapes), lengths)
                 else:
                     probe_start(backend, start)
-                self.facts.probed.add(form)
+                self.facts.probed[form] = lengths if usual else set()
+            if further := lengths - self.facts.probed[form]:
+                probe_lengths(backend, start, further)
+                self.facts.probed[form] |= further
         return backend
 
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
@@ -136,7 +141,7 @@ class Run:
                     f"the graph backend cannot go on from this prompt, since model type {kind_of(self.model)!r} counts "
                     "positions or takes arguments in its own way; use backend='auto'"
                 )
-            backend = graph if graph is not None and start.plain else self._eager(start)
+            backend = graph if graph is not None and start.plain else self._eager(start, config)
         except ValueError:
             take_back(self.kwargs.get("past_key_values"), past)
             raise

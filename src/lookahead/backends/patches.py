@@ -1,0 +1,76 @@
+"""What a program has put into a model's forward pass: forward hooks, and `forward` methods that it replaced.
+
+A backend that computes by itself would not call them. The eager backend does, in passes of another length than
+`generate`'s, so `probe` looks more closely at a model that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+OWN = ("torch", "transformers")
+"""Packages that may define or wrap the `forward` of another package's class."""
+
+
+def global_hooks() -> list[Callable[..., Any]]:
+    """The forward hooks that torch calls around every module."""
+    return [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+
+
+def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The forward hooks of this module."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def patch_of(modules: Iterable[torch.nn.Module]) -> str | None:
+    """The first hook or replaced `forward` of these modules, as messages name it; None if there is none.
+
+    Hooks of transformers are no such patches, and neither are a compiled `forward` and accelerate's moving of weights.
+    """
+    if global_hooks():
+        return "a forward hook on all modules"
+    classes: dict[type, None] = {}
+    for module in modules:
+        name = type(module).__name__
+        classes[type(module)] = None
+        if not all(str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks_of(module)):
+            return f"a forward hook on its {name}"
+        if _has_other_forward(module):
+            return f"the forward that was set on its {name}"
+    for kind in classes:
+        if _is_foreign(kind):
+            return f"the forward that was set on the class {kind.__name__}"
+    return None
+
+
+def _has_other_forward(module: torch.nn.Module) -> bool:
+    """Whether `module.forward` is another one than its class defines."""
+    forward = module.__dict__.get("forward")
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hooks = [hook, *getattr(hook, "hooks", ())]
+        if not all(type(one).__module__.startswith("accelerate.") for one in hooks):
+            return True
+        if getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks":
+            forward = module.__dict__.get("_old_forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    if forward is None:
+        return False
+    own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    return not own
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether a class has a `forward` that another package than the class's defines or wraps."""
+    known = {*OWN, kind.__module__.partition(".")[0]}
+    function = getattr(kind, "forward", None)
+    while function is not None:
+        package = str(getattr(function, "__globals__", {}).get("__name__", "torch")).partition(".")[0]
+        if package not in known:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
