@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 from filelock import FileLock, Timeout
 
 from lookahead.cache import cache_dir
+from lookahead.loading.decoder import mend_decoder
 
 EMBEDDED = "smollm2-135m-instruct"
 MANIFEST = "lookahead.json"
@@ -149,6 +150,7 @@ def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
+    mend_decoder(tokenizer.backend_tokenizer)
     # transformers 5.17 makes the BOS the tokenizer's EOS and sets no padding. The model's config has the right ids.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)

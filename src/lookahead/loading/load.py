@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from lookahead.loading.decoder import mend_decoder
 from lookahead.loading.embedded import EMBEDDED, ModelError, resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,6 +97,7 @@ def load_pretrained(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot load model {label!r}: {first}") from error
+    mend_decoder(getattr(tokenizer, "backend_tokenizer", None))
     if gguf is not None:
         mend_gguf_tokenizer(tokenizer, model.config, gguf)
     return model.eval(), tokenizer, label
