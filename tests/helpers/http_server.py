@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
-
-import httpx2 as httpx
 
 from lookahead.serve.life import Server, make_server
 from lookahead.serve.service import Service
@@ -27,7 +26,13 @@ class Running:
         self.thread.start()
         assert soon(lambda: self.server.started)
         self.url = self.server.address
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    @cached_property
+    def client(self) -> Any:
+        """Made when it is used: the tests on a GPU do without the package."""
+        import httpx2
+
+        return httpx2.Client(base_url=self.url, timeout=60)
 
     def post(self, path: str, **body: Any) -> Any:
         return self.client.post(path, json=body)
@@ -38,7 +43,8 @@ class Running:
         return answer.json()
 
     def stop(self) -> None:
-        self.client.close()
+        if "client" in vars(self):
+            self.client.close()
         self.server.begin_drain()
         self.thread.join(20)
         assert not self.thread.is_alive()

@@ -12,7 +12,7 @@ One process: one thread steps the engine, and asyncio speaks HTTP. The parts, fr
     pages, web/  the web page at `/`
     asks         a body's fields become what the engine takes
     service      jobs go to the engine, and its events come back to asyncio; jobs, reply: what is on its way
-    grammar, tools    structured output
+    grammar, vocabulary, tools    structured output
     keys, limits, metrics, memory    who asks, how much, what was measured, what is kept on disk
 """
 

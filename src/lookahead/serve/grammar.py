@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.generate import LookaheadModel
-from lookahead.serve.errors import ApiError, bad_request
+from lookahead.serve.errors import ApiError, bad_request, log
+from lookahead.serve.vocabulary import read_vocabulary
 
 ALL = np.uint32(0xFFFFFFFF)
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -35,7 +35,20 @@ class Grammars:
     def __init__(self, model: LookaheadModel) -> None:
         self._model = model
         self._tokenizer: LLTokenizer | None = None
+        self._unreadable = ""  # why the vocabulary cannot be read
         self._compiled = lru_cache(KEPT)(self._compile)
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes about a second. Where that is impossible, the log says why, and all grammars
+        are refused."""
+        if self._tokenizer is not None or self._unreadable:
+            return
+        model = self._model
+        try:
+            self._tokenizer = read_vocabulary(model.tokenizer, model.backend.vocab_size, model.stop_ids)
+        except Exception as error:  # whatever a tokenizer of an unknown kind raises; the other requests need no grammar
+            self._unreadable = " ".join(str(error).split())[:400] or type(error).__name__
+            log.warning("requests for structured output are refused: %s", self._refused())
 
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
         """A fresh mask for one sequence of at least so many tokens. Raises a 400 if the grammar cannot be compiled."""
@@ -43,21 +56,19 @@ class Grammars:
         return GrammarMask(matcher, self._model.backend.vocab_size, self._model.stop_ids, least)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        """It takes long, and the first time longer."""
+        self.prepare()
         if self._tokenizer is None:
-            try:
-                self._tokenizer = from_tokenizer(
-                    self._model.tokenizer,
-                    n_vocab=self._model.backend.vocab_size,
-                    eos_token=sorted(self._model.stop_ids),
-                    slices=LLTokenizer.json_slices(),
-                )
-            except (ValueError, RuntimeError, AttributeError) as error:
-                raise bad_request(f"this model's tokenizer does not work with grammars: {error}") from error
+            raise bad_request(
+                f"{self._refused()}; leave out response_format, a tool_choice that forces a call, and strict tools",
+                code="grammars_unavailable",
+            )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise refusal(matcher.get_error())
         return matcher
+
+    def _refused(self) -> str:
+        return f"this model's tokenizer does not work with grammars: {self._unreadable}"
 
 
 def refusal(why: str) -> ApiError:

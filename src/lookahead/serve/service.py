@@ -68,6 +68,7 @@ class Service:
     async def start(self) -> None:
         """Called in the event loop that serves."""
         self._loop = asyncio.get_running_loop()
+        await self.in_worker(self.grammars.prepare)
         if self.keeper is not None:
             await self.keeper.start()
 

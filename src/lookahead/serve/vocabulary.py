@@ -1,0 +1,87 @@
+"""A model's vocabulary as llguidance reads it, and the check that it reads the bytes which the tokenizer writes.
+
+llguidance looks at the tokenizer's decoder to tell how tokens are spelled. If it takes the decoder for another one, its
+masks forbid tokens that the grammar needs and allow others. So a sample of tokens is compared with `decode`.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Collection
+from copy import copy
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from lookahead.loading.decoder import mend_decoder
+
+SPREAD, EACH = 256, 64
+"""How many tokens are compared: so many from all over the vocabulary, and so many of each kind in `KINDS`."""
+SPACES = ("\u0120", "\u2581", " ")
+"""How vocabularies spell a space: byte-level ones, SentencePiece, and as it is."""
+UNKNOWN = re.compile("\ufffd+")
+KINDS = (
+    lambda piece: piece.startswith(SPACES),
+    lambda piece: not piece.lstrip("".join(SPACES)).isascii(),  # characters of several bytes, and parts of them
+    lambda piece: all(mark in string.punctuation for mark in piece),
+)
+
+
+def read_vocabulary(tokenizer: Any, size: int, stop_ids: Collection[int]) -> LLTokenizer:
+    """The tokenizer for llguidance. Raises ValueError, which says what is wrong, where it cannot read the tokens."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        raise ValueError(f"it is a {type(tokenizer).__name__}, which has no tokenizer.json")
+    inner = copy(inner)  # the caller's own keeps its decoder, padding and truncation
+    inner.no_padding()
+    inner.no_truncation()
+    mend_decoder(inner)
+    read = LLTokenizer(inner.to_str(), n_vocab=size, eos_token=sorted(stop_ids), slices=LLTokenizer.json_slices())
+    check_bytes(tokenizer, read, size)
+    return read
+
+
+def check_bytes(tokenizer: Any, read: LLTokenizer, size: int) -> None:
+    """Raise ValueError if a token of the sample has other bytes for llguidance than in the tokenizer's texts.
+
+    Special and added tokens are not compared: their spelling says nothing of the others'.
+    """
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    others = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ordinary = {
+        token: piece
+        for piece, token in sorted(vocabulary.items(), key=lambda item: item[1])
+        if token < size and token not in others and not read.is_special_token(token)  # as is the byte FF
+    }
+    # SentencePiece's decoders drop the space at the beginning of a text, so every token is decoded behind another one.
+    before = next((vocabulary[letter] for letter in string.ascii_letters if vocabulary.get(letter) in ordinary), None)
+    begin = [] if before is None else [before]
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    for token in sample(ordinary):
+        expected, found = text([*begin, token]), read.decode_bytes([*begin, token])
+        if not _same(expected, found):
+            decoder = type(tokenizer.backend_tokenizer.decoder).__name__
+            raise ValueError(
+                f"llguidance reads token {token} as {read.decode_bytes([token])!r:.60}, which decodes to "
+                f"{text([token])!r:.60}; the decoder in its tokenizer.json is {decoder!r}, and 'ByteLevel' or one of "
+                "SentencePiece with 'ByteFallback' is needed"
+            )
+
+
+def sample(ordinary: dict[int, str]) -> list[int]:
+    """The tokens to compare, the same in every run: some of each kind, and some from all over the vocabulary."""
+    tokens = list(ordinary)
+    found = dict.fromkeys(tokens[:: max(1, len(tokens) // SPREAD)])
+    for is_kind in KINDS:
+        of_kind = [token for token, piece in ordinary.items() if is_kind(piece)]
+        found |= dict.fromkeys(of_kind[:: max(1, len(of_kind) // EACH)])
+    return list(found)
+
+
+def _same(text: str, raw: bytes) -> bool:
+    """Whether these bytes make this text. Decoders differ in how many U+FFFD they write for a part of a character."""
+    return UNKNOWN.sub("\ufffd", text) == UNKNOWN.sub("\ufffd", raw.decode(errors="replace"))
