@@ -25,7 +25,10 @@ from lookahead.transformers_hook.arguments import Batch
 
 OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position"}
 """Arguments of a pass that a backend makes by itself, from the tree."""
-HARMLESS = {"use_cache", "logits_to_keep", "return_dict"}
+OF_PICTURES = {"image_grid_thw", "video_grid_thw", "batch_num_images"}
+"""Sizes and numbers of pictures, which matter where the pictures themselves are: in the prompt. Further passes use
+them only to find positions, which a backend passes. transformers 5.17 hands them on."""
+HARMLESS = {"use_cache", "logits_to_keep", "return_dict", *OF_PICTURES}
 """Arguments of a pass that change nothing that we read."""
 
 UNCUT = {"mm_token_type_ids"}
