@@ -1,17 +1,22 @@
-# Everything lives in .venv; pip uses whatever index it is configured with.
+# Everything lives in .venv and .venv-oldest; pip uses whatever index it is configured with.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# With the oldest supported transformers, and an embedded model that it has converted itself.
+OLDEST := .venv-oldest
+# What depends on how transformers makes tokenizers and models. tests/test_docs.py is about the classes of one release.
+OLDEST_TESTS := tests/loading tests/engine tests/serve tests/transformers_hook tests/bench tests/test_cli.py \
+  tests/test_generate.py tests/test_parity.py tests/test_stock.py tests/test_structured_output.py
 # Python compiles a module when it is first imported. To compile all of them takes half a minute, and most are never used.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
 # Each process that a test starts would otherwise compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all browser lint format clean
+.PHONY: help demo test test-all test-oldest browser lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with plain decoding and transformers
 	$(BIN)/lookahead pull
@@ -23,8 +28,12 @@ demo: $(VENV)/.installed ## fetch the embedded model and compare lookahead with 
 test: lint browser ## lint, then run the tests but the slow sweeps
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --hypothesis-profile=quick
 
-test-all: lint browser ## lint, then run all tests: every model class, kernels at every size
+test-all: lint browser test-oldest ## lint, test-oldest, then run all tests: every model class, kernels at every size
 	$(BIN)/pytest -n auto --dist loadfile
+
+test-oldest: $(OLDEST)/.installed-dev ## loading, engine, server and hook with the oldest transformers; no slow sweeps
+	LOOKAHEAD_CACHE=$(CURDIR)/$(OLDEST)/cache $(OLDEST)/bin/pytest -n auto --dist loadfile -m "not slow" \
+	  --hypothesis-profile=quick $(OLDEST_TESTS)
 
 browser: ## install Chromium for the tests of the web page, if there is none and this is root on Debian
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
@@ -46,22 +55,26 @@ format: $(VENV)/.installed-dev ## sort imports and reformat
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove .venv, .venv-oldest, caches and build output
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src -name '*.egg-info' -prune -exec rm -rf {} +
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps: an install is repeated only when what it was made from has changed.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[cpu,serve]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[cpu,serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-$(BIN)/python:
+$(OLDEST)/.installed-dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
+	$(OLDEST)/bin/python $(PIP_INSTALL) -c constraints-oldest.txt -e '.[dev]'
+	@touch $@
+
+$(BIN)/python $(OLDEST)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "Python 3.10 or newer is needed; set PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) \
-	  || { rm -rf $(VENV); echo "no venv module: on Debian, apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(@:/bin/python=) \
+	  || { rm -rf $(@:/bin/python=); echo "no venv module: on Debian, apt install python3-venv" >&2; exit 1; }

@@ -143,3 +143,13 @@ def test_table_of_models_of_a_sample() -> None:
 def test_table_of_models() -> None:
     """Every generative class of transformers, decoded as it is and with lookahead."""
     check_table_of_models()
+
+
+def test_the_oldest_transformers_is_the_one_that_is_tested() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    newest, oldest = (
+        dict(re.findall(r"^(\w+)==(.+)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
+        for name in ("constraints.txt", "constraints-oldest.txt")
+    )
+    assert re.findall(r'"transformers>=([\d.]+),', project) == [oldest["transformers"].removesuffix(".0")]
+    assert oldest["torch"] == newest["torch"]

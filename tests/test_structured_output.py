@@ -96,7 +96,7 @@ def ask(server: Running, body: dict[str, Any]) -> tuple[str, list[tuple[str, str
     """What is said, what is called with which arguments, and why it ended."""
     data = json.dumps(body).encode()
     posted = Request(f"{server.url}/v1/chat/completions", data, {"Content-Type": "application/json"})
-    with urlopen(posted, timeout=120) as answer:  # it raises for a status from 400 on
+    with urlopen(posted, timeout=300) as answer:  # it raises for a status from 400 on
         lines = answer.read().decode().splitlines()
     if not body["stream"]:
         (choice,) = json.loads("".join(lines))["choices"]
