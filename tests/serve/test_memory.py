@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from http_server import running
 import lookahead
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.serve.memory import folder_of, give, read, take, write
+from lookahead.serve.memory import MOST_BROKEN, folder_of, give, read, take, write
 
 KEYS = ("first-secret", "second-secret")
 
@@ -49,7 +52,9 @@ def test_only_the_newest_keys_are_kept() -> None:
     assert again.successors.get((1,)) is None
 
 
-@pytest.mark.parametrize("harm", ["cut", "empty", "text", "version", "shape", "rates", "pickle"])
+@pytest.mark.parametrize(
+    "harm", ["cut", "empty", "text", "version", "shape", "rates", "pickle", "token", "level", "trust"]
+)
 def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
     path, arrays = tmp_path / "key.npz", take(filled(), 100)
     if harm == "version":
@@ -58,6 +63,12 @@ def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.Lo
         arrays["keys"] = arrays["keys"][:, :4].copy()
     elif harm == "rates":
         arrays["rates"] = arrays["rates"] + 7
+    elif harm == "token":
+        arrays["keys"][0, 2] = -5
+    elif harm == "level":
+        arrays["keys"][0, 4 + arrays["keys"][0, 3] // 2] = 99
+    elif harm == "trust":
+        arrays["trust"] = arrays["trust"] + np.inf
     elif harm == "pickle":
         arrays["keys"] = np.array([{"a": 1}], dtype=object)
     write(path, arrays)
@@ -75,6 +86,85 @@ def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.Lo
     assert not path.exists()
     assert len(memory.successors) == 0
     assert not read(path, memory)  # there is none any more
+
+
+@pytest.mark.parametrize("keys", [5, 3000])
+def test_whatever_is_damaged_never_raises(tmp_path: Path, keys: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Random damage of a real file: it is set aside, or what it holds is what was saved."""
+    path, rng, memory = tmp_path / "key.npz", random.Random(keys), filled(keys)
+    write(path, take(memory, 10_000))
+    whole, saved, aside = path.read_bytes(), sorted(memory.successors.items()), 0
+    for number in range(300):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        if number % 4 == 0:
+            del damaged[rng.randrange(len(damaged)) :]
+        elif number % 4 == 1:  # where the headers and the directory are
+            near = rng.choice((0, len(damaged) - 400)) + rng.randrange(400)
+            damaged[near] = rng.randrange(256)
+        path.write_bytes(damaged)
+        again = SharedMemory()
+        if read(path, again):
+            assert sorted(again.successors.items()) == saved
+        else:
+            aside += 1
+            assert not path.exists()
+            assert len(again.successors) == 0
+    assert aside > 200
+    assert len(list(tmp_path.glob("*.broken*"))) <= MOST_BROKEN
+    assert len(caplog.records) == aside
+    write(path, take(memory, 10_000))
+    assert read(path, SharedMemory())
+
+
+def test_a_folder_in_place_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, memory = tmp_path / "key.npz", SharedMemory()
+    for name in ("key.broken", "key.broken-2"):
+        (path / "something").mkdir(parents=True)
+        assert not read(path, memory)
+        assert (tmp_path / name / "something").exists()
+        assert f"{path} cannot be read" in caplog.text
+        assert f"set aside as {tmp_path / name}" in caplog.text
+    write(path, take(filled(), 100))
+    assert read(path, memory)
+
+
+def test_no_permission(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither reading nor renaming may be allowed: the memory is empty, and one line tells of both."""
+
+    def forbidden(*paths: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path, memory = tmp_path / "key.npz", SharedMemory()
+    write(path, take(filled(), 100))
+    monkeypatch.setattr(zipfile, "ZipFile", forbidden)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", forbidden)
+        assert not read(path, memory)
+    assert path.exists()
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert str(path.with_suffix(".broken")) in record.getMessage()
+    assert not read(path, memory)
+    assert path.with_suffix(".broken").exists()
+
+
+def test_a_server_starts_with_a_damaged_file_and_saves_again(
+    model: Any, tokenizer: Any, settings: Any, tmp_path: Path
+) -> None:
+    loaded = lookahead.load((model, tokenizer), config=settings)
+    path = folder_of(loaded, tmp_path) / "shared.npz"
+    write(path, take(filled(), 100))
+    content = bytearray(path.read_bytes())
+    begin = content.index(b"keys.npy") + len(b"keys.npy")
+    content[begin : begin + 40] = b"\xff" * 40  # no block of deflate begins like this
+    path.write_bytes(content)
+    with running(loaded, memory_folder=tmp_path) as server:
+        assert not path.exists()
+        assert server.complete(prompt="the", max_tokens=4)["choices"]
+    assert path.with_suffix(".broken").read_bytes() == content
+    assert read(path, SharedMemory())
 
 
 def test_every_key_has_a_file_of_its_own(model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import KEPT_TOKENS, NOTHING
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
 from lookahead.serve.settings import ServeSettings
@@ -36,6 +37,8 @@ WIDTH = 3 + 1 + 2 * KEPT_TOKENS
 """Numbers per key: its three tokens, how many numbers follow, and its successors with their levels."""
 NO_TOKEN = -(1 << 31)
 """Fills up keys of fewer than three tokens."""
+MOST_BROKEN = 10
+"""Files that are set aside before the first of them is replaced."""
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -69,10 +72,22 @@ def give(memory: SharedMemory, arrays: Arrays) -> None:
         raise ValueError(f"keys of shape {keys.shape}")
     if len(keys) and not ((keys[:, 3] >= 0) & (keys[:, 3] <= 2 * KEPT_TOKENS) & (keys[:, 3] % 2 == 0)).all():
         raise ValueError("successors of an odd length")
+    check_numbers(keys)
     memory.calibration.set_numbers(arrays)
     for line in keys.tolist():
         key = tuple(token for token in line[:3] if token != NO_TOKEN)
         memory.successors.put(key, tuple(line[4 : 4 + line[3]]))
+
+
+def check_numbers(keys: npt.NDArray[np.int32]) -> None:
+    """Raise ValueError if a key or its successors cannot be tokens, or a level is none: levels index other tables."""
+    key, count, numbers = keys[:, :3], keys[:, 3:4], keys[:, 4:]
+    column = np.arange(2 * KEPT_TOKENS)
+    tokens, levels = numbers[column < count // 2], numbers[(column >= count // 2) & (column < count)]
+    if (key[:, 2] < 0).any() or ((key < NOTHING) & (key != NO_TOKEN)).any() or (tokens < 0).any():
+        raise ValueError("numbers that are no tokens")
+    if ((levels < 0) | (levels >= LEVELS)).any():
+        raise ValueError(f"levels that are not 0 to {LEVELS - 1}")
 
 
 def write(path: Path, arrays: Arrays) -> None:
@@ -90,20 +105,47 @@ def write(path: Path, arrays: Arrays) -> None:
 
 
 def read(path: Path, memory: SharedMemory) -> bool:
-    """Fill a memory from a file, if there is one. A broken file is set aside, with a warning."""
-    for part in path.parent.glob(f"{path.stem}*.part"):  # left by a server that was killed
-        part.unlink(missing_ok=True)
+    """Fill a memory from a file, if there is one. A file that cannot be read is set aside, with a warning."""
+    remove_parts(path)
     try:
-        with np.load(path, allow_pickle=False) as found:
-            give(memory, dict(found))
+        give(memory, load(path))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        aside = path.with_suffix(".broken")
-        log.warning("the memory %s cannot be read (%s); it is set aside as %s", path, error, aside.name)
-        os.replace(path, aside)
+    except Exception as error:  # damage can raise anything: zlib, zipfile and NumPy each have errors of their own
+        set_aside(path, f"{type(error).__name__}: {error}")
         return False
     return True
+
+
+def load(path: Path) -> Arrays:
+    """The arrays of a file. All checksums are compared before any of its content is believed."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged!r} is wrong")
+    with np.load(path, allow_pickle=False) as found:
+        return dict(found)
+
+
+def remove_parts(path: Path) -> None:
+    """Remove what a server left that was killed while it wrote."""
+    try:
+        for part in path.parent.glob(f"{path.stem}*.part"):
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("unfinished files in %s cannot be removed: %s", path.parent, error)
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename what cannot be read, so that it is neither read again nor written over."""
+    names = [path.with_suffix(".broken"), *(path.with_suffix(f".broken-{number}") for number in range(2, MOST_BROKEN))]
+    aside = next((name for name in names if not os.path.lexists(name)), names[0])
+    try:
+        os.replace(path, aside)
+    except OSError as error:
+        log.warning("the memory %s cannot be read (%s), and not be set aside as %s: %s", path, why, aside, error)
+    else:
+        log.warning("the memory %s cannot be read (%s); it is set aside as %s", path, why, aside)
 
 
 class Keeper:

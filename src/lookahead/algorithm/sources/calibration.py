@@ -99,8 +99,10 @@ class Calibration:
             raise ValueError(f"{rates.shape} rates and {trials.shape} trials, not {len(self.rates)} of each")
         if not ((rates >= 0) & (rates <= 1)).all() or not (trials >= 1).all() or not (trust >= 0).all():
             raise ValueError("rates must be between 0 and 1, and trials positive")
-        self.rates[:] = array("d", rates.tolist())
-        self._trials[:] = array("q", trials.tolist())
+        if not np.isfinite(trust).all():
+            raise ValueError(f"trust of {trust.tolist()}")
+        new_rates, new_trials = array("d", rates.tolist()), array("q", trials.tolist())  # or neither of them
+        self.rates[:], self._trials[:] = new_rates, new_trials
         self.trust.set_counts(*trust.tolist())
 
     def learn(self, tree: TokenTree, path: Sequence[int], accepted: Sequence[int]) -> None:
