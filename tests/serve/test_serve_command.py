@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,20 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from lookahead.serve import life
+    from lookahead.serve import life, listen
 
     keys = tmp_path / "keys"
     keys.write_text("a-long-secret\n")
     found: list[Any] = []
-    monkeypatch.setattr(life, "serve", lambda model, settings, say: found.append((model, settings)))
+    bound: list[Any] = []
+
+    @contextmanager
+    def no_sockets(*address: Any) -> Iterator[list[Any]]:
+        bound.append(address)
+        yield []
+
+    monkeypatch.setattr(listen, "bound", no_sockets)
+    monkeypatch.setattr(life, "serve", lambda model, settings, say, sockets: found.append((model, settings)))
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     options = ("--host", "0.0.0.0", "--port", "81", "--api-key-file", str(keys), "--max-queue", "3", "--no-memory")
     done = run(*options, "--cors", "https://a.example", load=lambda name, **options: "model")
@@ -60,6 +70,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert model == "model"
     assert settings.keys == ("a-long-secret",)
     assert (settings.host, settings.port, settings.max_queue) == ("0.0.0.0", 81, 3)
+    assert bound == [("0.0.0.0", 81)]
     assert settings.cors_origins == ("https://a.example",)
     assert settings.memory_folder is None
     assert "a-long-secret" not in done.stderr + done.stdout

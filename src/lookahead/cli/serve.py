@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,12 +85,15 @@ def serve(
         check_extra(RAY, "ray")
     elif gpus is not None:
         raise ValueError("--gpus-per-replica belongs to --replicas; give that, too")
+    from lookahead.serve.listen import bound
+
     if replicas is None and several.together and not several.started:
+        with bound(host, port):  # whether it can be: rank 0 binds it again
+            pass
         raise typer.Exit(several.launch(console, None, forwarded=(signal.SIGTERM, signal.SIGINT)))
 
     from lookahead.cache import cache_dir
     from lookahead.serve.keys import read_keys
-    from lookahead.serve.life import serve as run
     from lookahead.serve.settings import ServeSettings
 
     settings = ServeSettings(
@@ -117,23 +121,29 @@ def serve(
         with several.watched(console):
             serve_together(several, settings, console, model, dtype=dtype, device=device, backend=backend)
         return
-    loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=console.say)
-    run(loaded, settings, console.say)
+    with bound(host, port) as sockets:  # before the model is loaded, which may take minutes
+        from lookahead.serve.life import serve as run
+
+        loaded: Any = console.load(model, dtype=dtype, device=device, backend=backend, log=console.say)
+        run(loaded, settings, console.say, sockets=sockets)
 
 
 def serve_together(several: Ranks, settings: Any, console: Host, name: str | None, **place: Any) -> None:
     """Serve with an engine of several ranks, of which this process is one: rank 0 serves, and the others follow."""
     import lookahead.parallel
     from lookahead.serve.life import serve as run
+    from lookahead.serve.listen import bound
     from lookahead.serve.ranks import LeadingService, follow
 
-    log = None if several.follows else console.say
-    model = lookahead.parallel.load(name, **place, log=log, ranks=several.count, timeout=several.timeout)
+    load = partial(lookahead.parallel.load, name, **place, ranks=several.count, timeout=several.timeout)
     if several.follows:
+        model = load()
         follow(model, settings)
     else:
-        model.lead()
-        run(model, settings, console.say, LeadingService)
+        with bound(settings.host, settings.port) as sockets:  # before the model is loaded
+            model = load(log=console.say)
+            model.lead()
+            run(model, settings, console.say, LeadingService, sockets)
     model.close()
 
 

@@ -3,7 +3,7 @@
 One process: one thread steps the engine, and asyncio speaks HTTP. The parts, from the outside in:
 
     app          the routes and the middleware, made from a model and settings
-    life         signals, draining, the ready line; connection: what is read from one
+    life         signals, draining, the ready line; listen: its address; connection: what is read from one
     chat, completions, responses, tokens    one file per endpoint
     protocol     the bodies that clients send; replies: what they get
     stream       a reply as server-sent events

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from lookahead.generate import LookaheadModel
 from lookahead.serve.app import make_app
 from lookahead.serve.connection import Connection
 from lookahead.serve.errors import log, unavailable
+from lookahead.serve.listen import bind, cannot_listen, prepare
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
@@ -33,19 +34,43 @@ POLL = 0.02
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, with a drain: after the first signal nothing new is taken, and what runs may finish."""
+    """Uvicorn, with a drain: after the first signal nothing new is taken, and what runs may finish.
 
-    def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
+    `sockets` hold the address (see `listen`). The service starts before they listen, and an error of its start is
+    raised as it is: uvicorn's own way, an application's lifespan, would hide it behind an exit code.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, say: Callable[[str], None], sockets: list[socket.socket]
+    ) -> None:
         super().__init__(config)
-        self.service, self.say = service, say
+        self.service, self.say, self._sockets = service, say, sockets
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Bind the address, unless that was done before, and serve."""
+        host, port = self.service.settings.host, self.service.settings.port
+        await super().serve(sockets or self._sockets or bind(host, port))
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        host, port = self.service.settings.host, self.service.settings.port
+        try:
+            await self.service.start()
+        except Exception as error:
+            raise ValueError(f"the server cannot start: {type(error).__name__}: {error}") from error
+        try:
+            prepare(sockets or ())
+            await super().startup(sockets)
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
         self._loop = asyncio.get_running_loop()
         if self.started:
             self.say(ready_line(self.address, self.service))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        await self.service.close()
 
     @property
     def address(self) -> str:
@@ -98,12 +123,16 @@ def ready_line(address: str, service: Service) -> str:
 
 
 def make_server(
-    model: LookaheadModel, settings: ServeSettings, say: Callable[[str], None], kind: Callable[..., Service] = Service
+    model: LookaheadModel,
+    settings: ServeSettings,
+    say: Callable[[str], None],
+    kind: Callable[..., Service] = Service,
+    sockets: Sequence[socket.socket] = (),
 ) -> Server:
+    """A server that is ready to `run`. Without `sockets` it binds its address then."""
     app = make_app(model, settings, kind)
     options: dict[str, Any] = {
-        "host": settings.host,
-        "port": settings.port,
+        "lifespan": "off",  # `Server` starts and closes the service
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
@@ -111,7 +140,7 @@ def make_server(
         "ws": "none",
         "timeout_graceful_shutdown": 2,
     }
-    return Server(uvicorn.Config(app, **options), app.state.service, say)
+    return Server(uvicorn.Config(app, **options), app.state.service, say, list(sockets))
 
 
 def serve(
@@ -119,23 +148,24 @@ def serve(
     settings: ServeSettings,
     say: Callable[[str], None] = print,
     kind: Callable[..., Service] = Service,
+    sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serve until a signal comes. `say` gets lines for the person who started it. `kind` is the service behind it."""
+    """Serve until a signal comes. `say` gets lines for the person who started it. `kind` is the service behind it.
+
+    `sockets` hold its address (see `listen`). Raises ValueError if the server cannot start.
+    """
     sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     log.setLevel(logging.INFO)
     threshold = gc.get_threshold()
     try:
-        server = make_server(model, settings, say, kind)
+        server = make_server(model, settings, say, kind, sockets)
         # The collector leaves alone what was imported and loaded: a full collection of these 440,000 objects takes 0.2
         # to 0.3 s, in which no step runs.
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, *threshold[1:])
         server.run()
-    except SystemExit as error:
-        if error.code:
-            raise ValueError(f"cannot listen on {settings.host}:{settings.port}; is the port in use?") from error
     finally:
         gc.set_threshold(*threshold)
         gc.unfreeze()  # so that it all goes when Python ends: triton complains of what stays

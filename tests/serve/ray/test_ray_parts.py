@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
 from collections import Counter
 from typing import Any
 
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
@@ -20,12 +22,33 @@ from lookahead.serve.ray.application import build
 from lookahead.serve.ray.board import Board, Post
 from lookahead.serve.ray.conversations import BLOCK, TAIL, Conversations, Homes
 from lookahead.serve.ray.gather import gathered, ingress_text
-from lookahead.serve.ray.local import check_machine
+from lookahead.serve.ray.local import check_machine, cluster
 from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.ray.wire import as_fields
 from lookahead.serve.settings import ServeSettings
 
 # Settings and refusals.
+
+
+def test_a_port_in_use_shows_before_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(**options: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", never)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = RaySettings(serve=ServeSettings(port=other.getsockname()[1]))
+        with pytest.raises(ValueError, match="the port is in use"), cluster(settings, print):
+            pass
+
+
+def test_an_error_of_rays_becomes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**options: Any) -> None:
+        raise RuntimeError("ray::Actor()\n  File ..., line 1\nRuntimeError: no room\n")
+
+    monkeypatch.setattr(ray, "init", fail)
+    settings = RaySettings(serve=ServeSettings(port=0))
+    with pytest.raises(ValueError, match=r"^Ray cannot start: RuntimeError: no room$"), cluster(settings, print):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
+from lookahead.serve.listen import bound, written
 from lookahead.serve.ray.application import NAME, build
 from lookahead.serve.ray.settings import RaySettings
 
@@ -51,10 +51,11 @@ def check_machine(settings: RaySettings, gpus: int) -> None:
 def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = "WARNING") -> Iterator[str]:
     """Run the application on this machine. Gives the address that it listens at."""
     own = settings.serve
-    port = own.port or free_port(own.host)
-    check_port(own.host, port)
+    with bound(own.host, own.port) as sockets:  # whether it can be: Ray's proxy binds the address itself
+        port: int = sockets[0].getsockname()[1]
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with variables({"RAY_USAGE_STATS_ENABLED": "0", **QUICK_HOPS}):  # Ray's processes inherit them
+    where = written(own.host, port)
+    with variables({"RAY_USAGE_STATS_ENABLED": "0", **QUICK_HOPS}), named("Ray cannot start"):  # its processes inherit
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(settings.most * settings.ranks * settings.cpus) + 1),
@@ -65,16 +66,27 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
         )
     try:
         options = HTTPOptions(host=own.host, port=port, location=ProxyLocation.HeadOnly)
-        serve.start(http_options=options, logging_config=LoggingConfig(log_level=log_level))
+        with named(f"Ray's proxy cannot listen on {where}"):
+            serve.start(http_options=options, logging_config=LoggingConfig(log_level=log_level))
         say(f"starting {counted(settings.replicas)}")
         try:
             serve.run(build(settings), name=NAME, route_prefix="/")
         except (RuntimeError, RayServeException) as error:
             raise ValueError(f"the replicas cannot start: {cause()}") from error
-        yield f"http://[{own.host}]:{port}" if ":" in own.host else f"http://{own.host}:{port}"
+        yield f"http://{where}"
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Make one line of an error of Ray's, whose texts are tracebacks that end with the reason."""
+    try:
+        yield
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"{what}: {lines[-1] if lines else type(error).__name__}") from error
 
 
 @contextmanager
@@ -132,19 +144,3 @@ def drain(seconds: float, say: Callable[[str], None]) -> None:
     if left:
         say(f"{left} requests were not finished in time")
     time.sleep(LAST_WORDS)
-
-
-def free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.bind((host, 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((host, port))
-        except OSError as error:
-            raise ValueError(f"cannot listen on {host}:{port}; is the port in use?") from error

@@ -1,0 +1,92 @@
+"""The address that the server listens on. It is taken before the model is loaded, so that a port in use shows at once.
+
+Until the server is ready the sockets are bound, but do not listen: clients are refused, as before the start.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""A name may stand for addresses of which this machine has only some, such as those of IPv4."""
+REASONS = {
+    errno.EADDRINUSE: "the port is in use; stop what uses it, or give another --port (0 for any free one)",
+    errno.EACCES: "there is no permission to; give a --port from 1024 up",
+    errno.EADDRNOTAVAIL: "this machine has no such address; give another --host, such as 127.0.0.1",
+}
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets that hold the address for as long as the context lasts. Raises ValueError if that cannot be."""
+    sockets = bind(host, port)
+    try:
+        yield sockets
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address that the host's name stands for; of a free port (0), for the first."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        why = f"the host is not known ({error.args[-1]}); give another --host, such as 127.0.0.1"
+        raise ValueError(f"cannot listen on {written(host, port)}: {why}") from error
+    sockets: list[socket.socket] = []
+    absent: OSError | None = None
+    for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+        try:
+            sockets.append(_bind(family, address))
+        except OSError as error:
+            absent = error
+            if error.errno not in ABSENT:
+                for one in sockets:
+                    one.close()
+                raise cannot_listen(host, port, error) from error
+        if sockets and port == 0:
+            break
+    if not sockets and absent is not None:
+        raise cannot_listen(host, port, absent) from absent
+    return sockets
+
+
+def _bind(family: socket.AddressFamily, address: Any) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            one.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # With SO_REUSEADDR, connections of an earlier server that have not quite ended are no obstacle. Two sockets
+            # that both have it may share a port until one listens, so it is not there while another way is.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+def prepare(sockets: Sequence[socket.socket]) -> None:
+    """Call this just before they listen: a later server must not be kept from the port by this one's connections."""
+    for one in sockets:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ValueError:
+    """The line for the person who starts the server."""
+    why = REASONS.get(error.errno or 0) or error.strerror or str(error)
+    return ValueError(f"cannot listen on {written(host, port)}: {why}")
+
+
+def written(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
