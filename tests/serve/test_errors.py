@@ -69,7 +69,8 @@ def test_a_wrong_field_is_named(server: Running, body: Any, param: str | None, s
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested more than 64"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "finite number"),
         (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "finite number"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', ""),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', r"a lone surrogate (\ud800)"),
+        ('{"messages": [{"role": "user", "content": "x"}]}'.encode("utf-16-le"), "it has zero bytes"),
     ],
 )
 def test_a_broken_body_is_refused(server: Running, raw: bytes, says: str) -> None:

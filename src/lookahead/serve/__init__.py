@@ -14,6 +14,7 @@ One process: one thread steps the engine, and asyncio speaks HTTP. The parts, fr
     service      jobs go to the engine, and its events come back to asyncio; jobs, reply: what is on its way
     grammar, vocabulary, tools    structured output
     keys, limits, metrics, memory    who asks, how much, what was measured, what is kept on disk
+    nesting, surrogates    what of a body no parser, template or tokenizer could take
 """
 
 EXTRA = ("fastapi", "uvicorn", "httptools", "prometheus_client", "llguidance")

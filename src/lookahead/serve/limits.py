@@ -10,6 +10,7 @@ from typing import Any
 from lookahead.serve.errors import ApiError, unavailable
 from lookahead.serve.keys import KeyRing
 from lookahead.serve.nesting import MOST_DEPTH, too_deep
+from lookahead.serve.surrogates import check_surrogates
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -137,13 +138,16 @@ class Gate:
 
 
 def check_json(body: bytes) -> bytes:
-    """The body, unless it is no UTF-8 or nested so deeply that a parser would give up."""
+    """The body, unless it is no UTF-8, has half a character, or is nested so deeply that a parser would give up."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(
             400, f"the body is not UTF-8: {error.reason} at byte {error.start}", code="invalid_utf8"
         ) from None
+    if b"\0" in body:  # a parser would take it for UTF-16
+        raise ApiError(400, "the body is not UTF-8: it has zero bytes; send UTF-8", code="invalid_utf8")
     if too_deep(text):
         raise ApiError(400, f"the body is nested more than {MOST_DEPTH} levels deep; flatten it", code="too_deep")
+    check_surrogates(body)
     return body

@@ -19,6 +19,7 @@ from lookahead.serve.errors import bad_request
 from lookahead.serve.grammar import ANY_OBJECT, embedded_json
 from lookahead.serve.nesting import MOST_DEPTH, too_deep
 from lookahead.serve.protocol import ChatBody, Message, NamedTool, Tool, text_of
+from lookahead.serve.surrogates import is_text
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -157,13 +158,15 @@ def _spoken(message: Message, knows: bool) -> dict[str, Any]:
 
 
 def _as_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves, so they take them as an object."""
+    """Templates write the arguments as JSON themselves, so they take them as an object, if they are one."""
     arguments = call["function"]["arguments"]
     if too_deep(arguments):
         where = "messages[].tool_calls[].function.arguments"
         raise bad_request(f"{where} are nested more than {MOST_DEPTH} levels deep; flatten them", where, "too_deep")
     with contextlib.suppress(ValueError):
-        call["function"]["arguments"] = json.loads(arguments)
+        parsed = json.loads(arguments)
+        if is_text(parsed):
+            call["function"]["arguments"] = parsed
     return call
 
 
@@ -265,6 +268,12 @@ class CallReader:
             if name not in self.box.names:
                 return []
             arguments = one.get("arguments", one.get("parameters", {}))
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append(Call(name, written))
+            calls.append(Call(name, _as_text(arguments)))
         return calls
+
+
+def _as_text(arguments: Any) -> str:
+    """Arguments as a client gets them. Half a character, which a model can write as an escape, stays an escape."""
+    if isinstance(arguments, str):
+        return arguments.encode("utf-8", "replace").decode()
+    return json.dumps(arguments, ensure_ascii=not is_text(arguments))

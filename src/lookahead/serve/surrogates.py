@@ -1,0 +1,75 @@
+r"""Lone surrogates: JSON can write half of a character, such as "\ud83d", which no text can hold.
+
+Tokenizers, templates and replies all fail on one, each in its own way. So a body that has one anywhere is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from lookahead.serve.errors import ApiError, bad_request
+
+ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+LONE = re.compile("[\ud800-\udfff]")
+LONGEST_NAME = 200
+
+
+class Found(NamedTuple):
+    """A string of a body that has a lone surrogate. `field` is the name of the string, or of what it is a key of."""
+
+    field: str
+    surrogate: str
+    is_key: bool
+
+    def error(self) -> ApiError:
+        where = self.field[:LONGEST_NAME] or "the body"
+        what = f"a key of {where}" if self.is_key else where
+        escape = rf"\u{ord(self.surrogate):04x}"
+        message = f"{what} has a lone surrogate ({escape}), which is not text; send the whole character"
+        return bad_request(message, self.field[:LONGEST_NAME] or None, "lone_surrogate")
+
+
+def check_surrogates(body: bytes) -> None:
+    """Raise a 400 that names the string of a JSON body which has a lone surrogate. The body is valid UTF-8."""
+    if not may_have_lone(body):
+        return
+    try:
+        found = find(json.loads(body))
+    except ValueError:  # no JSON: whoever parses the body says so
+        return
+    if found is not None:
+        raise found.error()
+
+
+def may_have_lone(body: bytes) -> bool:
+    """Whether half a pair is written somewhere in a JSON text. It takes as long as looking for a few bytes: most bodies
+    have no such escape, and in the others whole pairs are taken out first."""
+    if b"\\u" not in body or not ESCAPED.search(body):
+        return False
+    text = body.replace(b"\\\\", b"  ")  # an escaped backslash begins no escape
+    return ESCAPED.search(PAIR.sub(b"", text)) is not None
+
+
+def find(value: Any, name: str = "") -> Found | None:
+    """The first string with a lone surrogate, of a value whose name is known."""
+    if isinstance(value, str):
+        lone = LONE.search(value)
+        return None if lone is None else Found(name, lone[0], False)
+    if isinstance(value, list):
+        return next(filter(None, (find(part, f"{name}[{index}]") for index, part in enumerate(value))), None)
+    if not isinstance(value, dict):
+        return None
+    for key, part in value.items():
+        if lone := LONE.search(key):
+            return Found(name, lone[0], True)
+        if found := find(part, f"{name}.{key}" if name else key):
+            return found
+    return None
+
+
+def is_text(value: Any) -> bool:
+    """Whether a parsed JSON value has no lone surrogate."""
+    return find(value) is None
