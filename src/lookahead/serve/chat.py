@@ -38,11 +38,14 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 
 async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
-    """Prepare a chat and hand it to the engine. A grammar takes long to compile, so it never is on the event loop."""
+    """Prepare a chat and hand it to the engine. A grammar takes long to compile, so it never is on the event loop.
+
+    Nor is a schema of a long body turned into one there: one of 2 MB takes a second.
+    """
     owner = request.state.owner
     check_trace(body, owner)
     size = len(await request.body())
-    grammar = grammar_of(body, box)
+    grammar = await service.in_worker(lambda: grammar_of(body, box), size)
     if grammar is not None:
         await service.in_worker(lambda: service.grammars.mask(grammar))
     return await service.open(lambda: asks_of(body, box, grammar, service, owner), size)

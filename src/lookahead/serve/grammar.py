@@ -7,13 +7,15 @@ accepted, and the text is the one that plain decoding under the same grammar wri
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
@@ -27,15 +29,26 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 KEPT = 64
 """Compiled grammars that are kept."""
+LIMITS = LLParserLimits(max_grammar_size=30_000, verbose_errors=False)
+"""The size bounds the time to compile, which grows with the square of an object's optional properties: 30,000 symbols
+are 3,700 of them and 4 s on a busy core; llguidance's own 500,000 are minutes. 128 tools of 20 properties have 21,000.
+The other limits are llguidance's own. They bound a step: an object may have about 500 optional properties."""
+WAYS, DEPTH = 8, 8
+"""How many first tokens are tried before a grammar is accepted, and how many tokens follow each of them."""
 
 
 class Grammars:
-    """Compiles grammars for a model's vocabulary, and keeps the last ones."""
+    """Compiles grammars for a model's vocabulary, and keeps the last ones.
+
+    All sequences of a compiled grammar share its lexer, which grows with their texts until it is full. Then every one
+    of them fails, so the grammar is compiled again: what others write must not end a request.
+    """
 
     def __init__(self, model: LookaheadModel) -> None:
         self._model = model
         self._tokenizer: LLTokenizer | None = None
         self._unreadable = ""  # why the vocabulary cannot be read
+        self._full: Counter[str] = Counter()  # how often a grammar's lexer was full
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def prepare(self) -> None:
@@ -52,28 +65,70 @@ class Grammars:
 
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
         """A fresh mask for one sequence of at least so many tokens. Raises a 400 if the grammar cannot be compiled."""
-        matcher = self._compiled(grammar).deep_copy()
-        return GrammarMask(matcher, self._model.backend.vocab_size, self._model.stop_ids, least)
+        renew, size = partial(self._renewed, grammar), self._model.backend.vocab_size
+        return GrammarMask(self.newest(grammar), size, self._model.stop_ids, least, renew)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def newest(self, grammar: str) -> LLMatcher:
+        """The compiled grammar, which nobody may change. Raises a 400 if it cannot be compiled."""
+        return self._compiled(grammar, self._full[grammar])
+
+    def _renewed(self, grammar: str, full: LLMatcher) -> LLMatcher:
+        """The grammar with another lexer than the one that is full."""
+        if self.newest(grammar) is full:
+            self._full[grammar] += 1
+        return self.newest(grammar)
+
+    def _compile(self, grammar: str, full: int = 0) -> LLMatcher:
         self.prepare()
         if self._tokenizer is None:
             raise bad_request(
                 f"{self._refused()}; leave out response_format, a tool_choice that forces a call, and strict tools",
                 code="grammars_unavailable",
             )
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise refusal(matcher.get_error())
+        check_begin(matcher, self._model.backend.vocab_size, self._model.stop_ids)
         return matcher
 
     def _refused(self) -> str:
         return f"this model's tokenizer does not work with grammars: {self._unreadable}"
 
 
-def refusal(why: str) -> ApiError:
-    line = " ".join(why.split())
-    return bad_request(f"the schema cannot be compiled: {line[:300]}", code="invalid_schema")
+def refusal(why: str, what: str = "compiled") -> ApiError:
+    """A 400 with llguidance's reason, without the parser's state that may follow it."""
+    line = " ".join(re.split(r"<(?:state|backtrace|non-verbose)", why)[0].split())
+    reason = REASONS.get(line, line[:300])
+    return bad_request(f"the schema cannot be {what}: {reason}", code="invalid_schema")
+
+
+REASONS = {"NoExtensionBias": "no text fits it"}
+LEXER = "lexer error"
+"""How llguidance names an error of the lexer."""
+
+
+def check_begin(compiled: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
+    """Raise a 400 if a grammar fails within its first tokens.
+
+    Some compile and then lead to a state that is beyond the limits, or to none: a `$ref` to itself, an endless chain of
+    required properties, thousands of alternatives. The lowest tokens, which are single bytes, are tried: they get
+    through a string or a number, to the next property, soonest.
+    """
+    row = np.zeros((vocabulary + 31) // 32, dtype="<u4")
+
+    def tokens_after(matcher: LLMatcher) -> list[int]:
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if matcher.is_error():
+            raise refusal(matcher.get_error(), "followed")
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[: WAYS + len(ends)]
+        return [token for token in allowed.tolist() if token not in ends][:WAYS]
+
+    for token in tokens_after(compiled.deep_copy()):
+        matcher, left = compiled.deep_copy(), [token]
+        for _ in range(DEPTH):
+            if left:
+                matcher.consume_token(left[0])
+                left = tokens_after(matcher)
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -125,25 +180,59 @@ def _closed_part(keyword: str, value: Any) -> Any:
 class GrammarMask:
     """A `TokenMask` that follows a grammar along the text.
 
-    Before `least` tokens the text ends only where the grammar allows nothing else.
+    Before `least` tokens the text ends only where the grammar allows nothing else. `compiled` stays as it is.
+    `renew` gives another one in place of one whose lexer is full.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: frozenset[int], least: int = 0) -> None:
-        self._matcher, self._ends, self._least = matcher, ends, least
+    def __init__(
+        self,
+        compiled: LLMatcher,
+        vocabulary: int,
+        ends: frozenset[int],
+        least: int = 0,
+        renew: Callable[[LLMatcher], LLMatcher] = lambda compiled: compiled,
+    ) -> None:
+        self._compiled, self._ends, self._least, self._renew = compiled, ends, least, renew
+        self._matcher = compiled.deep_copy()
+        self._taken: list[int] = []
         self._words = (vocabulary + 31) // 32
         self._others = np.full(self._words, ALL, dtype=np.uint32)  # all tokens but the ends
         for token in ends:
             self._others[token >> 5] &= ~np.uint32(1 << (token & 31))
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
-        """The allowed tokens after the root and after every guess that is allowed itself."""
-        rows = np.full((len(tree.needed), self._words), ALL, dtype=np.uint32)
+        """The allowed tokens after the root and after every guess that is allowed itself.
+
+        A guess after which the grammar is beyond its limits does not end the request: only if the text itself comes to
+        that state does it, as in plain decoding. Whatever would follow the guess is then refused by `accept`.
+        """
+        failed: set[int] = set()
         first = len(sequence.tokens) - sequence.prompt_tokens  # the place of the root's target in the output
+        renewed = False
+        while True:
+            rows = np.full((len(tree.needed), self._words), ALL, dtype=np.uint32)
+            node = self._walk(tree, first, rows, failed)
+            if node is None:
+                return rows
+            if node == 0:
+                if renewed or not self._replace_lexer():
+                    raise self._refusal()
+                renewed, failed = True, set()
+            else:
+                failed.add(node)
+                self._restart()
+
+    def _walk(self, tree: TokenTree, first: int, rows: npt.NDArray[np.uint32], skipped: set[int]) -> int | None:
+        """Fill the rows of the root and the guesses. Returns the node after which the grammar has failed, if one."""
         self._fill(rows[0], first)
+        if self._matcher.is_error():
+            return 0
         consumed = 0
         left = self._allowed_below(tree, 0, rows[0])
         while left:
             guess = left.pop()
+            if guess in skipped:
+                continue
             depth = tree.depths[guess]
             if consumed >= depth:  # back to the guess's parent
                 self._matcher.rollback(consumed - depth + 1)
@@ -151,17 +240,32 @@ class GrammarMask:
             consumed = depth
             row = rows[tree.place(guess)]
             self._fill(row, first + depth)
+            if self._matcher.is_error():
+                return guess
             left += self._allowed_below(tree, guess, row)
         if consumed:
             self._matcher.rollback(consumed)
-        self._check()
-        return rows
+        return None
 
     def accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if token not in self._ends:
                 self._matcher.consume_token(token)
-        self._check()
+                self._taken.append(token)
+        if self._matcher.is_error() and not self._replace_lexer():
+            raise self._refusal()
+
+    def _replace_lexer(self) -> bool:
+        """After an error of the lexer: go on with another. False if that is no help."""
+        if LEXER in self._matcher.get_error():
+            self._compiled = self._renew(self._compiled)
+            self._restart()
+        return not self._matcher.is_error()
+
+    def _restart(self) -> None:
+        """Bring another matcher to where the text is: one that has failed never works again."""
+        self._matcher = self._compiled.deep_copy()
+        self._matcher.consume_tokens(self._taken)
 
     def _allowed_below(self, tree: TokenTree, node: int, row: npt.NDArray[np.uint32]) -> list[int]:
         tokens = tree.tokens
@@ -179,6 +283,5 @@ class GrammarMask:
             if goes_on.any():
                 row[:] = goes_on
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise RuntimeError(f"the grammar cannot go on: {self._matcher.get_error():.200}")
+    def _refusal(self) -> ApiError:
+        return refusal(self._matcher.get_error(), f"followed after {len(self._taken)} tokens")

@@ -32,7 +32,7 @@ class GrammarTexts(Grammars):
     """Checks grammars, and gives their text in place of a mask."""
 
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
-        self._compiled(grammar)
+        self.newest(grammar)
         return cast(GrammarMask, GrammarText(grammar, least))
 
     def compiled(self, text: GrammarText) -> GrammarMask:

@@ -111,6 +111,8 @@ class Replica:
         try:
             if errand.version != self.version:
                 raise unavailable("the model was replaced while it answered; ask again")
+            if isinstance(mask := errand.ask.mask, GrammarText):  # compiled here, not on the event loop
+                await self.service.in_worker(lambda: mask.mask(self.service.grammars))
             reply = await self.service.open(lambda: [self._ask(errand)], TOKEN_BYTES * len(errand.ask.prompt))
             async with reply:
                 job = reply.jobs[0]
