@@ -108,6 +108,7 @@ class TopTokens:
 
         top_tokens(logits, self.out, self.work)
 
+    @torch.inference_mode()
     def send(self, turn: int) -> None:
         """Start copying `out` to host copy `turn`. torch keeps that memory alive until the copy is done."""
         self.host_copies[turn].copy_(self.out, non_blocking=True)
