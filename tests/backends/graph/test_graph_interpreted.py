@@ -22,11 +22,11 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import captured, sizes
+from lookahead.backends.graph import sizes, state
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference, reference_draw
-from lookahead.backends.graph.kernels.top import TopWork, top_tokens
-from lookahead.backends.graph.ops import Ops, TopTokens
+from lookahead.backends.graph.kernels.top import TopWork
+from lookahead.backends.graph.ops import Ops
 from lookahead.config import SamplingParams
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, see test_graph.py")
@@ -37,17 +37,6 @@ SIZES = (1, 4, 5, 16)
 PROMPT = [*range(2, 14)]
 
 
-class InterpretedTop(TopTokens):
-    """Top tokens by the Triton kernel, on a CPU."""
-
-    def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
-        super().__init__(rows, vocabulary, top, device)
-        self.kernel_work = TopWork(rows, vocabulary, top, device)
-
-    def fill(self, logits: torch.Tensor) -> None:
-        top_tokens(logits, self.out, self.kernel_work)
-
-
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend]:
     """Makes a backend on a CPU that runs every operation as its Triton kernel. Calling a twin raises."""
@@ -56,7 +45,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
         raise AssertionError("a twin was called in place of its kernel")
 
     def make(model: Any, processors: int = 2) -> GraphBackend:
-        monkeypatch.setattr(captured, "TopTokens", InterpretedTop)
+        monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel
         monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
         for name in ("attend", "place_nodes", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
