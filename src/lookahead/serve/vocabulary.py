@@ -17,7 +17,7 @@ from llguidance import LLTokenizer
 from lookahead.loading.decoder import mend_decoder
 
 SPREAD, EACH = 256, 64
-"""How many tokens are compared: so many from all over the vocabulary, and so many of each kind in `KINDS`."""
+"""About how many tokens are compared: from all over the vocabulary, and of each kind in `KINDS`."""
 SPACES = ("\u0120", "\u2581", " ")
 """How vocabularies spell a space: byte-level ones, SentencePiece, and as it is."""
 UNKNOWN = re.compile("\ufffd+")
