@@ -33,20 +33,21 @@ class Line:
         self._where = urlsplit(url)
         authorization = f"Authorization: Bearer {key}\r\n" if key else ""
         self._head = (
-            f"POST {self._where.path} HTTP/1.1\r\nHost: {self._where.netloc}\r\nContent-Type: application/json\r\n"
+            f" HTTP/1.1\r\nHost: {self._where.netloc}\r\nContent-Type: application/json\r\n"
             f"{authorization}Content-Length: "
         )
         self._writer: asyncio.StreamWriter | None = None
         self._ends = False  # the server closes the connection after this reply
 
-    async def post(self, body: dict[str, Any]) -> tuple[int, AsyncIterator[bytes]]:
-        """Send a request. Returns the status of its reply, and the lines of its content."""
+    async def post(self, body: dict[str, Any] | bytes, path: str | None = None) -> tuple[int, AsyncIterator[bytes]]:
+        """Send a request, to another path of the server if one is given. Returns the status of its reply, and the lines
+        of its content."""
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(
                 self._where.hostname, self._where.port, limit=1 << 24
             )
-        data = json.dumps(body).encode()
-        self._writer.write(f"{self._head}{len(data)}\r\n\r\n".encode() + data)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._writer.write(f"POST {path or self._where.path}{self._head}{len(data)}\r\n\r\n".encode() + data)
         status = int((await self._line()).split()[1])
         length: int | None = None
         while (header := (await self._line()).lower().split(b":")) != [b"\r\n"]:

@@ -1,0 +1,140 @@
+"""The server of `soak.py`, as a process, and how much memory it has. Only Python is needed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.error import HTTPError
+
+PERIOD = 1.0
+"""Seconds between two looks at the memory."""
+
+
+@dataclass
+class Served:
+    """A server that is asked: its address, and its process if that is known."""
+
+    url: str
+    pid: int | None = None
+    key: str | None = None
+    lines: list[str] = field(default_factory=list)
+    code: int | None = None
+
+    def get(self, path: str) -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:  # nobody answers
+            return 0, str(error)
+
+    def metric(self, name: str) -> float | None:
+        """The sum of a metric's samples, if there are any. Its name may begin with `lookahead:` or `lookahead_`."""
+        status, text = self.get("/metrics")
+        pattern = rf"^lookahead[:_]{name}(?:\{{[^}}]*\}})? (\S+)$"
+        found = re.findall(pattern, text, re.MULTILINE) if status == 200 else []
+        return sum(map(float, found)) if found else None
+
+
+@contextmanager
+def server(options: list[str], patience: float) -> Iterator[Served]:
+    """`lookahead serve` with these options, until the end of the context."""
+    command = [sys.executable, "-m", "lookahead", "serve", "--port", "0", "--no-memory", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    found = Served("", process.pid)
+
+    def read() -> None:
+        for line in process.stderr or ():
+            found.lines.append(line.rstrip())
+            print(f"   {line.rstrip()}", file=sys.stderr, flush=True)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        end = time.monotonic() + patience
+        while not found.url:
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"the server did not start: {found.lines[-1] if found.lines else 'it said nothing'}")
+            time.sleep(0.1)
+            ready = next((line for line in found.lines if line.startswith("serving ")), None)
+            found.url = ready.split(" at ")[-1].removesuffix("/v1") if ready else ""
+        yield found
+        process.send_signal(signal.SIGTERM)
+        found.code = process.wait(60)
+        reader.join(5)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+# Its memory.
+
+
+def resident(pid: int) -> int:
+    """The bytes of a process and of those that it has started."""
+    sizes, parents = dict[int, int](), dict[int, int]()
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        except OSError:  # it has ended
+            continue
+        one = int(fields["Pid"])
+        parents[one], sizes[one] = int(fields["PPid"]), int(fields.get("VmRSS", "0 kB").split()[0]) << 10
+    family = {pid}
+    while more := {one for one, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(sizes.get(one, 0) for one in family)
+
+
+def on_gpu() -> int | None:
+    """The bytes in use on all GPUs, where nvidia-smi can tell."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = re.findall(r"^\s*(\d+)\s*$", done.stdout, re.MULTILINE)
+    return sum(map(int, found)) << 20 if done.returncode == 0 and found else None
+
+
+class Watch:
+    """Notes the memory in a thread of its own: [seconds, bytes of the host, bytes of the GPU]."""
+
+    def __init__(self, pid: int | None) -> None:
+        self.pid, self.begin, self.seen = pid, time.monotonic(), list[tuple[float, int | None, int | None]]()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD):
+            self.look()
+
+    def look(self) -> None:
+        host = None if self.pid is None else resident(self.pid)
+        self.seen.append((round(time.monotonic() - self.begin, 1), host, on_gpu()))
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.look()
+
+    def quarter_and_end(self, column: int) -> tuple[int, int] | None:
+        """The bytes after a quarter of the time, and at the end."""
+        values = [(one[0], value) for one in self.seen if (value := one[column]) is not None]
+        if not values:
+            return None
+        quarter = next(value for seconds, value in values if seconds >= values[-1][0] / 4)
+        return quarter, values[-1][1]
