@@ -19,6 +19,7 @@ from tiny import tiny
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import lookahead
+from lookahead.backends import choose
 from lookahead.backends.patches import patch_of
 from lookahead.transformers_hook import facts
 
@@ -198,6 +199,21 @@ def test_a_hook_that_depends_on_the_length(both: Any, model: Any, place: str, ru
     finally:
         handle.remove()
     said(both, model)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_hook_in_half_precision(rule: str) -> None:
+    """There tokens may differ by rounding, so only a hook that changes much is seen, and one that is right is not."""
+    model = tiny("Llama", seed=0).to(torch.bfloat16)
+    layer = model.model.layers[1]
+    handle = layer.register_forward_hook(lambda module, args, output: output + STEER.to(output.dtype))
+    model.generate(**PROMPT, max_new_tokens=4, pad_token_id=0, custom_generate=decoding())
+    handle.remove()
+    changed = RULES[rule]
+    layer.register_forward_hook(
+        lambda module, args, output: output + STEER.to(output.dtype) if changed(output.shape[1]) else output
+    )
+    refused(model)
 
 
 @pytest.mark.parametrize("place", slow_but(HOOKS, "a layer", "before attention", "the model", "all modules"))
@@ -390,6 +406,22 @@ def test_the_graph_backend_calls_no_patch(model: Any, kind: str, known: bool) ->
             refused(model, says=says, backend="graph")
         finally:
             handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["forward", "all modules"])
+def test_auto_then_takes_the_eager_backend(both: Any, model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "input_device", lambda model: torch.device("cuda"))
+    if kind == "forward":
+        model.model.layers[1].forward = as_closure(model.model.layers[1], always)
+        handle = None
+    else:
+        handle = HOOKS[kind](model, always)
+    try:
+        pair = both(model, PROMPT, max_new_tokens=16, hook=decoding(backend="auto")).same()
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert pair.hook.used == "eager"
 
 
 class Steering(accelerate.hooks.ModelHook):

@@ -41,15 +41,17 @@ def probe(backend: Backend, lengths: Collection[int] | None = None) -> None:
         first, *one_by_one = _one_by_one(model, [*prefix, root], [child, grandchild], backend.device)
     except FAILURES as error:
         raise refusal(model, f"its own pass over a new token fails ({first_line(error)})") from error
-    # 2. Compare them.
-    pairs = [(node, own, "in a row") for node, own in enumerate([first, *in_a_row])]
-    pairs += [(node, own, "one by one") for node, own in zip((2, 3), one_by_one, strict=True)]
-    for node, own, order in pairs:
+    # 2. Compare them. In half precision the model's kernels for one token round differently from those for several.
+    close = closeness(backend)
+    near = NEAR if patch is None and close == TOLERANCE_HALF else close
+    pairs = [(node, own, "in a row", close) for node, own in enumerate([first, *in_a_row])]
+    pairs += [(node, own, "one by one", near) for node, own in zip((2, 3), one_by_one, strict=True)]
+    for node, own, order, allowed in pairs:
         *before, last = prefix + paths[node]
         distance = distance_of(backend, ours[node], own, partial(_only_logits, backend, before, last))
-        if not distance <= closeness(backend):
+        if not distance <= allowed:
             check_finite(model, own)
-            steady = relative(one_by_one[-1], in_a_row[-1]) <= closeness(backend)
+            steady = relative(one_by_one[-1], in_a_row[-1]) <= close
             reason = f"a tree of tokens gives other logits than the tokens {order} (relative error {distance:.2g})"
             raise refusal(model, f"{reason}; {_cause(patch, steady)}")
     for other in others:
