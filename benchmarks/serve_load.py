@@ -10,8 +10,10 @@ Measures on one server, with guesses and without in turn (by the body's `lookahe
     open     clients that come at random times at given `--rates`, whatever has become of those before them
     --crosstalk   64 mixed requests at once in a tiny page pool, against the same requests alone
 
-A cell sends new requests for `--seconds`. Tokens per second are those of its last three quarters, in which all clients
-have an answer under way: neither the first prompts nor the last answers, which end one by one, take part. The clients
+Every closed cell has prompts of its own, while there are new ones in the sets of `--prompts`; `again` counts the
+requests whose prompt had been asked before. Nothing is warmed up: the server says that it is ready. The other cells
+share their prompts. A cell sends new requests for `--seconds`. Tokens per second are those of its last three quarters,
+in which all clients have an answer under way: neither the first prompts nor the last answers take part. The clients
 run in a process of their own (`load_client.py`), each on one connection. Every answer has the same length, so that both
 ways make the same tokens. Needs torch, transformers and what `lookahead serve` needs (without that only `engine` is
 measured). `python benchmarks/serve_load.py --report FOLDER/serve-load.json --page FILE.md` writes the table, and with
@@ -63,6 +65,22 @@ def bodies(model: LookaheadModel, texts: Sequence[str], tokens: int) -> list[dic
     """Requests for `/v1/completions`, as token ids of chats."""
     ids = [model.encode(prompt) for prompt in texts]
     return [{"prompt": one, "max_tokens": tokens, "ignore_eos": True, "temperature": 0} for one in ids]
+
+
+class Deal:
+    """Hands out prompts that nobody had before, until there are none left; then it begins again."""
+
+    def __init__(self, asked: Sequence[dict[str, Any]]) -> None:
+        self.asked, self.handed = asked, 0
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        first, self.handed = self.handed, self.handed + count
+        return [self.asked[number % len(self.asked)] for number in range(first, first + count)]
+
+    def again(self, taken: int, replies: int) -> int:
+        """How many of the last `taken` prompts' replies were to a prompt that was asked before."""
+        new = max(0, min(taken, len(self.asked) - (self.handed - taken)))
+        return max(0, replies - new)
 
 
 # Over HTTP.
@@ -198,22 +216,27 @@ class Book:
 
 
 def measure(args: argparse.Namespace, model: LookaheadModel) -> dict[str, Any]:
-    texts = [prompt.turns[0] for prompt in prompts.load(args.prompts, args.data_dir, args.limit)]
+    sets = [prompts.load(name, args.data_dir, args.limit) for name in args.prompts.split(",")]
+    texts = [prompt.turns[0] for one in sets for prompt in one]
+    random.Random(0).shuffle(texts)
     asked = bodies(model, texts, args.tokens)
+    deal = Deal(asked)
     served = Served(model, max(args.streams)) if WEB else None
     if served is None:
         print(f"one of {', '.join(EXTRA)} is missing here: only the engine is measured", flush=True)
     model.engine.limit(max(args.streams))
     book, begin = Book(about(model), args.tokens, args.out), perf_counter()
-    warm(model, asked, args)
-    print(f"-- warm after {perf_counter() - begin:.0f} s", flush=True)
     for turn in range(args.turns):
         for streams in args.streams:
             for name, way in WAYS.items():
                 cell = {"turn": turn, "streams": streams, "way": name}
                 order = {"bodies": with_way(asked, way), "streams": streams, "seconds": args.seconds}
                 if served is not None:
-                    book.note({"kind": "closed", **cell, **summary(served.run(order), args.seconds)})
+                    new, before = with_way(deal.take(enough(streams, args.seconds)), way), model.backend.captures
+                    found = summary(served.run({**order, "bodies": new}), args.seconds)
+                    found |= {"again": deal.again(len(new), found["replies"] + found["refused"])}
+                    found |= {"captures": model.backend.captures - before}
+                    book.note({"kind": "closed", **cell, **found})
                 for _ in range(args.repeats if streams in args.engine else served is None):
                     found = through_engine(model, asked, streams, way, args.seconds)
                     book.note({"kind": "engine", **cell, **found})
@@ -236,13 +259,10 @@ def measure(args: argparse.Namespace, model: LookaheadModel) -> dict[str, Any]:
     return book.found
 
 
-def warm(model: LookaheadModel, asked: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Run every number of streams both ways for a moment: all is captured, compiled and learnt before it is timed."""
-    short = [{**body, "max_tokens": min(24, body["max_tokens"])} for body in asked]
-    for streams in sorted({*args.streams, *args.engine}):
-        for way in WAYS.values():
-            through_engine(model, short, streams, way, args.warm)
-    through_engine(model, asked, max(args.streams), True, args.warm)
+def enough(streams: int, seconds: float) -> int:
+    """More prompts than so many streams ask for. (On an H200, 1, 8, 32 and 64 of them ask 7, 32, 80 and 100 times a
+    second.)"""
+    return int(seconds * (16 + 2.1 * streams)) + streams
 
 
 def times(rate: float, seconds: float, seed: int) -> list[float]:
@@ -268,7 +288,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--inflate", help="the same function in this shape, such as 7b")
-    parser.add_argument("--prompts", default="builtin", help="a set of prompts; others than builtin need --data-dir")
+    parser.add_argument("--prompts", default="builtin", help="sets of prompts; others than builtin need --data-dir")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--limit", type=int, help="the most prompts of the set")
     parser.add_argument("--streams", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
@@ -277,7 +297,6 @@ def main() -> None:
     parser.add_argument("--rates", type=numbers, default=[], help="requests per second of the open loop")
     parser.add_argument("--tokens", type=int, default=128, help="of every answer")
     parser.add_argument("--seconds", type=float, default=4.0, help="for which a cell sends new requests")
-    parser.add_argument("--warm", type=float, default=0.3, help="the same, before anything is measured")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument(
         "--crosstalk", type=int, nargs="?", const=64, default=0, help="requests at once; 64 without one"

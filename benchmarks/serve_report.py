@@ -48,6 +48,19 @@ def table(records: Records) -> str:
     return "\n".join(lines) + "\n"
 
 
+def repeated(records: Records) -> str:
+    """What is known of prompts that came back, and of captures."""
+    closed = [one for one in records if one["kind"] == "closed"]
+    if not all("again" in one for one in closed):
+        return "The prompts come back, so the prefix cache and the memory of the guesses are warm."
+    again, replies = (sum(one[what] for one in closed) for what in ("again", "replies"))
+    times = (
+        "No prompt was asked twice" if not again else f"Of {replies} requests {again} had a prompt of an earlier one"
+    )
+    captures = sum(one["captures"] for one in closed)
+    return f"{times}. Nothing was warmed up; {captures} steps were captured after the server was ready."
+
+
 def number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
@@ -63,11 +76,11 @@ def page(found: dict[str, Any], picture: str | None) -> str:
         "`python benchmarks/serve_load.py`.",
         "",
         f"Clients in a process of their own stream greedy answers of {found['tokens']} tokens from one server, each "
-        "asking again when its answer has ended. With guesses and without take turns, by the body's `lookahead`. The "
-        "prompts come back, so the prefix cache and the memory of the guesses are warm. Tokens per second are those of "
-        "a run's last three quarters; all else is counted from the beginning. Gap: the time between two "
-        "events of a stream. HTTP costs: a server with a few clients more than places, so that all places are always "
-        "taken, against the same requests handed to the engine in the server's process.",
+        "asking again when its answer has ended. With guesses and without take turns, by the body's `lookahead`. "
+        f"{repeated(records)} Tokens per second are those of a run's last three quarters; all else is counted from the "
+        "beginning, when all clients come at once. Gap: the time between two events of a stream. HTTP costs: a server "
+        "with a few clients more than places, so that all places are always taken, against the same requests handed to "
+        "the engine in the server's process.",
         "",
         table(records),
     ]

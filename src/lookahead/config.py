@@ -115,7 +115,9 @@ class LookaheadConfig:
     @property
     def deepest(self) -> int:
         """The largest depth of a guess. The default, 16, is also how deep half-precision steps on a GPU are exact."""
-        deepest = self.budget - 1 if "fixed-point" in self.sources else max(self.suffix_length, self.ngram - 1)
+        deepest = self.budget - 1
+        if "fixed-point" not in self.sources:
+            deepest = min(deepest, max(self.suffix_length, self.ngram - 1))
         return deepest if self.max_depth is None else min(deepest, self.max_depth)
 
     def within(self, nodes: int | None, depth: int | None) -> LookaheadConfig:

@@ -28,11 +28,21 @@ def test_the_steady_part_of_a_run(script: ModuleType) -> None:
     assert script.steady([], begin=10.0, seconds=4.0) == 0
 
 
+def test_no_prompt_is_asked_twice_while_there_are_new_ones(script: ModuleType) -> None:
+    deal = script.Deal([{"prompt": number} for number in range(10)])
+    assert [body["prompt"] for body in deal.take(4)] == [0, 1, 2, 3]
+    assert [deal.again(4, replies) for replies in (3, 4, 6)] == [0, 0, 2]
+    assert [body["prompt"] for body in deal.take(8)] == [4, 5, 6, 7, 8, 9, 0, 1]
+    assert [deal.again(8, replies) for replies in (6, 8)] == [0, 2]
+    deal.take(3)
+    assert deal.again(3, 2) == 2
+
+
 @pytest.mark.slow
 def test_a_short_load(script: ModuleType, model: Any, tokenizer: Any, settings: Any, tmp_path: Path) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings, backend="graph")
     order: dict[str, Any] = {"streams": [1, 2], "engine": [2], "repeats": 1, "rates": [20], "tokens": 6, "turns": 1}
-    order |= {"seconds": 0.8, "warm": 0.05, "crosstalk": 8, "pages": 12, "prompts": "builtin", "limit": 4}
+    order |= {"seconds": 0.8, "crosstalk": 8, "pages": 12, "prompts": "builtin", "limit": 4}
     found = script.measure(Namespace(**order, data_dir=None, out=tmp_path), loaded)
     records = found["records"]
     cells = {(one["kind"], one["way"], one.get("streams")) for one in records}

@@ -221,9 +221,12 @@ def test_half_precision_and_short_contexts_limit_the_budget() -> None:
     assert max(one.config.budget for one in all_candidates(curve(flat), half=True)) == 128
     assert max(one.config.budget for one in all_candidates(curve(flat), 256)) <= 64
     assert [one.config.budget for one in all_candidates(curve(flat), 2)] == [1]
-    exact = all_candidates(curve(steep), exact=33)
+    exact = all_candidates(curve(steep), nodes=33)
     assert max(one.config.budget for one in exact) == 33
     assert [one.name for one in exact if one.kind == FITTED] == ["default K<=33, fitted"]
+    deep = {one.config.deepest for one in all_candidates(curve(flat), nodes=128, depth=16)}
+    assert max(deep) == 16
+    assert max(one.config.deepest for one in all_candidates(curve(flat), nodes=128, depth=9)) == 9
     backend = ScriptedBackend(dtype=torch.bfloat16)
     tuner = Tuner(ScriptedModel(flat, accepts, backend=backend), cost=curve(flat))
     assert max(one.config.budget for one in tuner.candidates) == 128

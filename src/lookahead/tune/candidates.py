@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ def all_candidates(
             if config.step_cost is not None and largest not in fitted:
                 fitted.add(largest)
                 found.append(Candidate(f"default K<={largest}, fitted", FITTED, config))
-    return [one for one in found if one.config.budget <= max(most, 1) and one.config.deepest <= (depth or 1 << 30)]
+    return [replace(one, config=one.config.within(None, depth)) for one in found if one.config.budget <= max(most, 1)]
 
 
 def follow(prior_of: Callable[[float], float], known: Mapping[Any, float]) -> Callable[[float], float]:

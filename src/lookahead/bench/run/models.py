@@ -24,6 +24,7 @@ def in_shape(lm: Any, shape: str, backend: str, say: Say | None = None) -> Looka
 
 def _loaded(model: Any, tokenizer: Any, name: str, backend: str, say: Say | None) -> LookaheadModel:
     made = LookaheadModel(model, tokenizer, name, None, backend, say)
+    made.prepare(log=say)
     made.default_config = default_config(made.name, made.backend, say)
     return made
 
