@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
@@ -227,6 +228,9 @@ def relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
 def _one_by_one(model: Any, prefix: list[int], tokens: list[int], device: torch.device) -> list[torch.Tensor]:
     """The logits [V] of one pass over the prefix, and behind it of a pass over each token, as `generate` does."""
     output = model(**_inputs(model, prefix, 0, device), use_cache=True)
+    if output.past_key_values is None:  # some models take a cache and make none
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        output = model(**_inputs(model, prefix, 0, device), past_key_values=cache, use_cache=True)
     logits = [output.logits[0, -1].float()]
     for place, token in enumerate(tokens, len(prefix)):
         output = model(**_inputs(model, [token], place, device), past_key_values=output.past_key_values, use_cache=True)
