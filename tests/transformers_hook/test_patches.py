@@ -216,6 +216,27 @@ def test_a_hook_in_half_precision(rule: str) -> None:
     refused(model)
 
 
+@pytest.mark.parametrize("rule", ["one", "several", "two", "many"])
+@pytest.mark.parametrize("part", [0.3, 0.04])
+def test_a_hook_that_adds_little_in_half_precision(rule: str, part: float) -> None:
+    """Less than logits differ between kernels. What it does to its own module's outputs is seen, and the same hook is
+    taken if it does that to all tokens, or only records."""
+    model = tiny("Llama", seed=0).to(torch.bfloat16)
+    mlp, sizes = model.model.layers[0].mlp, list[float]()
+    recorded = mlp.register_forward_hook(lambda module, args, output: sizes.append(float(output.norm(dim=-1).mean())))
+    model.generate(**PROMPT, max_new_tokens=3, pad_token_id=0, custom_generate=decoding())
+    recorded.remove()
+    steer = (part * sizes[0] * STEER / STEER.norm()).to(torch.bfloat16)
+
+    def added(rule: Rule) -> Any:
+        return lambda module, args, output: output + steer if rule(output.shape[1]) else output
+
+    with mlp.register_forward_hook(added(RULES[rule])):
+        refused(model)
+    with mlp.register_forward_hook(added(always)):
+        model.generate(**PROMPT, max_new_tokens=3, pad_token_id=0, custom_generate=decoding())
+
+
 @pytest.mark.parametrize("place", slow_but(HOOKS, "a layer", "before attention", "the model", "all modules"))
 def test_a_hook_that_changes_every_token_alike(both: Any, model: Any, place: str) -> None:
     before = said(both, model)

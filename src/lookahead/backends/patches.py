@@ -35,16 +35,57 @@ def patch_of(modules: Iterable[torch.nn.Module]) -> str | None:
         return "a forward hook on all modules"
     classes: dict[type, None] = {}
     for module in modules:
-        name = type(module).__name__
         classes[type(module)] = None
-        if not all(str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks_of(module)):
-            return f"a forward hook on its {name}"
-        if _has_other_forward(module):
-            return f"the forward that was set on its {name}"
+        if (found := _own_patch(module)) is not None:
+            return found
     for kind in classes:
         if _is_foreign(kind):
             return f"the forward that was set on the class {kind.__name__}"
     return None
+
+
+def patched(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, str]]:
+    """All modules with such a hook or `forward`, and how messages name it."""
+    everywhere = "a forward hook on all modules" if global_hooks() else None
+    found = []
+    for module in modules:
+        patch = everywhere or _own_patch(module)
+        if patch is None and _is_foreign(type(module)):
+            patch = f"the forward that was set on the class {type(module).__name__}"
+        if patch is not None:
+            found.append((module, patch))
+    return found
+
+
+class Outputs:
+    """The last output of each of these modules: its rows [n, width] of a batch's first entry. Used as a context."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.rows: dict[torch.nn.Module, torch.Tensor] = {}
+        self._modules, self._handles = list(modules), list[Any]()
+
+    def __enter__(self) -> Outputs:
+        self._handles = [module.register_forward_hook(self._note) for module in self._modules]
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, module: torch.nn.Module, given: Any, output: Any) -> None:
+        while isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        output = getattr(output, "logits", getattr(output, "last_hidden_state", output))
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.dim() > 2:
+            self.rows[module] = output[0].flatten(1).float()
+
+
+def _own_patch(module: torch.nn.Module) -> str | None:
+    """The hook or `forward` that was set on this module itself."""
+    name = type(module).__name__
+    if not all(str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks_of(module)):
+        return f"a forward hook on its {name}"
+    return f"the forward that was set on its {name}" if _has_other_forward(module) else None
 
 
 def _has_other_forward(module: torch.nn.Module) -> bool:

@@ -14,8 +14,10 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.patches import patch_of
 from lookahead.backends.probe import (
+    TOLERANCE_HALF,
     check_finite,
     check_length,
+    check_patches,
     check_training,
     closeness,
     distance_of,
@@ -69,15 +71,19 @@ def lengths_of(widest: int, prompt: int) -> set[int]:
 @torch.no_grad()
 def probe_lengths(backend: EagerBackend, start: Start, lengths: Iterable[int]) -> None:
     """Run trees of these sizes after the first entry's prompt, on a model that went well on the probe's own tree."""
-    tree = forked(probe_tokens(backend.model, backend.vocab_size)[:4])
+    model, lengths = backend.model, list(lengths)
+    *prefix, token, other_token = probe_tokens(model, backend.vocab_size)[:5]
+    tree = forked(probe_tokens(model, backend.vocab_size)[:4])
     ours = _tree_logits(backend, start, (), tree, entries=1)
     for fan in fans_of(tree, lengths):
         try:
             other = _tree_logits(backend, start, (), fan, entries=1)
         except FAILURES as error:
             reason = f"its forward pass fails on a tree of {len(fan)} tokens ({first_line(error)})"
-            raise refusal(backend.model, reason) from error
+            raise refusal(model, reason) from error
         check_length(backend, ours, other)
+    if closeness(backend) == TOLERANCE_HALF:
+        check_patches(model, prefix, (token, other_token), lengths, backend.device)
 
 
 def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
