@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+HTTP = (
+    " HTTP costs: a server with a few clients more than places, so that all places are always taken, against the same "
+    "requests handed to the engine in the server's process."
+)
 Records = Sequence[dict[str, Any]]
 PLAIN, OURS = "plain", "lookahead"
 COLORS = {PLAIN: "#888888", OURS: "#1f77b4"}
@@ -27,11 +31,10 @@ def loads(records: Records, kind: str) -> list[float]:
 
 def table(records: Records) -> str:
     """One line per load. Times in ms, p50 / p99; what HTTP costs against the engine alone, where that was measured."""
-    lines = [
-        "| load | plain tok/s | lookahead tok/s | ratio | S | TTFT plain | TTFT lookahead | gap plain | gap lookahead "
-        "| HTTP costs plain | HTTP costs lookahead |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    costs = ["HTTP costs plain", "HTTP costs lookahead"] if loads(records, "full") else []
+    names = ["load", "plain tok/s", "lookahead tok/s", "ratio", "S", "TTFT plain", "TTFT lookahead", "gap plain"]
+    names += ["gap lookahead", *costs]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     measured = [(kind, load) for kind in ("closed", "open") for load in loads(records, kind)]
     for kind, load in measured or [("engine", load) for load in loads(records, "engine")]:
         plain, ours = (median(records, kind, load, way, "tokens_per_second") for way in (PLAIN, OURS))
@@ -41,7 +44,7 @@ def table(records: Records) -> str:
         for what in ("ttft_ms", "gap_ms"):
             for way in (PLAIN, OURS):
                 cells.append(" / ".join(number(median(records, kind, load, way, what, part)) for part in (0, 1)))
-        for way in (PLAIN, OURS):
+        for way in (PLAIN, OURS) if costs else ():
             rate, bare = (median(records, which, load, way, "tokens_per_second") for which in ("full", "engine"))
             cells.append(f"{100 * (1 - rate / bare):.1f}%" if kind == "closed" and bare and rate else "")
         lines.append(f"| {' | '.join(cells)} |")
@@ -78,9 +81,8 @@ def page(found: dict[str, Any], picture: str | None) -> str:
         f"Clients in a process of their own stream greedy answers of {found['tokens']} tokens from one server, each "
         "asking again when its answer has ended. With guesses and without take turns, by the body's `lookahead`. "
         f"{repeated(records)} Tokens per second are those of a run's last three quarters; all else is counted from the "
-        "beginning, when all clients come at once. Gap: the time between two events of a stream. HTTP costs: a server "
-        "with a few clients more than places, so that all places are always taken, against the same requests handed to "
-        "the engine in the server's process.",
+        "beginning, when all clients come at once. TTFT (the time to the first token) and gap (the time between two "
+        "events of a stream) in ms, p50 / p99." + (HTTP if loads(records, "full") else ""),
         "",
         table(records),
     ]
