@@ -121,7 +121,7 @@ class LookaheadConfig:
         return deepest if self.max_depth is None else min(deepest, self.max_depth)
 
     def within(self, nodes: int | None, depth: int | None) -> LookaheadConfig:
-        """This config for steps whose trees have at most so many nodes, and no guess below this depth; None: any.
+        """This config for trees of at most `nodes` nodes, whose guesses are at most `depth` deep; None: any.
 
         Window nodes may be deeper, since they only make n-grams. ValueError if the window alone has more nodes.
         """

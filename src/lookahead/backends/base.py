@@ -122,8 +122,8 @@ class Backend(Protocol):
     # A step
 
     def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
-        """Compile and capture in advance what so many sequences of up to `tokens` tokens need for steps of up to
-        `budget` tokens each."""
+        """Compile and capture in advance what up to `sequences` sequences need at once, with prompts of up to `tokens`
+        tokens and trees of up to `budget` nodes each."""
         ...
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:

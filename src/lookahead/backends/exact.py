@@ -24,7 +24,7 @@ def exact_limits(backend: Backend) -> tuple[int | None, int | None]:
 def exact_config(
     config: LookaheadConfig, backend: Backend, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig:
-    """The config with its budget and depth lowered to what is exact on this backend, which `log` is told in one line.
+    """The config with its budget and depth lowered to what is exact on this backend; `log` gets one line about it.
 
     ValueError if its window alone is too large. A config with `exact=False` is returned as it is.
     """

@@ -68,7 +68,7 @@ class Adjusting:
         return self._free.pop()
 
     def grow(self, lines: int) -> None:
-        """Make the tables anew, with so many lines. Captured steps have the old ones."""
+        """Replace the tables by larger ones, with this number of lines. Captured steps still read the old ones."""
         before = len(self.counts)
         self._free = [*range(lines - 1, before - 1, -1), *self._free]
         self.counts, self.bias = (

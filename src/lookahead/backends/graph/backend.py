@@ -196,7 +196,7 @@ class GraphBackend:
 
     @on_its_device
     def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
-        """Capture in advance all steps that so many sequences of up to `tokens` tokens and this budget may need.
+        """Capture in advance all steps that up to `sequences` sequences of up to `tokens` tokens and this budget need.
 
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """

@@ -10,18 +10,21 @@ from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.products import Product
 from lookahead.backends.graph.sizes import MOST_NEEDED
-from lookahead.backends.graph.state import DeviceState, most_tiles
+from lookahead.backends.graph.state import Captured, DeviceState, most_tiles
 
 
-class CapturedForward:
+class CapturedForward(Captured):
     """All forward passes of one kind: their packet and, once captured, their graph.
 
     `_run` is what the device does in a pass. `_run_ahead` is a pass of one token per sequence that needs nothing from
     the host. It is captured when it is first asked for.
     """
 
+    packet: Packet
+
     def __init__(self, state: DeviceState, kind: ForwardKind) -> None:
-        self.state, self.kind = state, kind
+        super().__init__(state)
+        self.kind = kind
         w, device = state.weights, state.device
         group = w.heads // w.kv_heads
         # Plan the matrix products. Some are given more rows than the step has.
@@ -51,23 +54,7 @@ class CapturedForward:
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
         self.rows = new_rows(self.views, state.kv.tables, min(kind.rows, MOST_NEEDED))
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.graph_ahead: torch.cuda.CUDAGraph | None = None
-        self._get_ready()
-
-    def _get_ready(self) -> None:
-        """Compile the kernels and capture the pass. In the packet every row is padding, so nothing is changed."""
-        if self.state.capture:
-            self.packet.put_nothing()
-            self._run()
-        self.graph = self.state.captured(self._run)
-
-    def run(self) -> None:
-        """Run the pass that the packet describes."""
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self._run()
+        self.get_ready()
 
     def run_ahead(self) -> None:
         """Run the one-token pass that follows the last step of this kind.

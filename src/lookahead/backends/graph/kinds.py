@@ -54,7 +54,7 @@ class ForwardKind(NamedTuple):
 
 
 class TargetsKind(NamedTuple):
-    """Which captured end of a step serves it: how targets come from the logits of so many needed rows.
+    """Which captured end of a step serves it: how targets come from the logits of `needed` rows.
 
     `drawn`: targets are drawn, and not only the argmax taken; `raced`: with noise, as `torch.multinomial` draws.
     `adjusted`: from adjusted logits (see `sampling.adjusted`). `logprobs`: log-probabilities are returned.
@@ -115,7 +115,7 @@ def forward_kind(
     processors: int,
     invariant: bool,
 ) -> ForwardKind:
-    """The kind of a forward pass over trees and trails of so many rows, for the logits of `needed` of them."""
+    """The kind of a forward pass over trees and prompt chunks (`trails`) of these sizes, with `needed` logits rows."""
     group, parts, largest = model.heads // model.kv_heads, list(trees), max(trees)
     small = largest <= few_rows(group)  # small tiles are faster then, which need not be worked out in every step
     if not small or any(trails):
@@ -136,7 +136,7 @@ def forward_kind(
 
 
 def few_rows(group: int) -> int:
-    """Up to so many rows a tree has small tiles, where `group` query heads share a K/V head."""
+    """The most rows of a tree that always gets small tiles, where `group` query heads share a K/V head."""
     return 2 * SMALL // group
 
 
@@ -157,7 +157,7 @@ def _small_tiles_are_faster(trees: Sequence[int], trails: Sequence[int], lengths
 
 
 def stand_in(kind: ForwardKind, trail: bool, most: int) -> ForwardKind:
-    """The kind of a larger pass, of at most so many rows, that can do what this one does, with the same bits if it is
+    """The kind of a larger pass, of at most `most` rows, that can do what this one does, with the same bits if it is
     invariant. `trail`: some of the rows are a prompt's.
 
     Few kinds stand in for all others, so that few have to be captured before anything can run.

@@ -76,7 +76,7 @@ class Ops:
 
 
 def new_top_work(rows: int, vocabulary: int, top: int, device: torch.device) -> Any:
-    """Memory for finding the `top` best tokens of up to so many rows, which all steps share; None on a CPU."""
+    """Memory for finding the `top` best tokens of up to `rows` rows, which all steps share; None on a CPU."""
     if device.type != "cuda":
         return None
     from lookahead.backends.graph.kernels.top import TopWork

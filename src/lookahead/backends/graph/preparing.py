@@ -59,7 +59,7 @@ def forwards_ahead(model: Heads, processors: int, invariant: bool, sequences: in
 
 
 def every_end(needed: int) -> Iterator[TargetsKind]:
-    """All ways to choose the targets of so many rows: greedy or drawn, from adjusted logits or not, with
+    """All ways to choose the targets of `needed` rows: greedy or drawn, from adjusted logits or not, with
     log-probabilities or not."""
     for drawn, adjusted, logprobs in product((False, True), repeat=3):
         yield TargetsKind(needed, drawn, False, adjusted, logprobs)

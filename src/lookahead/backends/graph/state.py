@@ -144,6 +144,37 @@ def most_tiles(rows: int, group: int, block: int) -> int:
     return min(rows, 2 * MOST_ENTRIES) + -(-rows * group // block)
 
 
+class Captured:
+    """Work of the device that reads a packet, and once captured is replayed as a CUDA graph.
+
+    `_run` is that work. `graph_ahead` is of the same work for a step ahead, captured when one is first asked for.
+    """
+
+    packet: Any  # a `Packet` or a `TargetsPacket`
+
+    def __init__(self, state: DeviceState) -> None:
+        self.state = state
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_ahead: torch.cuda.CUDAGraph | None = None
+
+    def get_ready(self) -> None:
+        """Compile the kernels and capture the work. The packet has no entries then, so that nothing is changed."""
+        if self.state.capture:
+            self.packet.put_nothing()
+            self._run()
+        self.graph = self.state.captured(self._run)
+
+    def run(self) -> None:
+        """Do what the packet describes."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
 _capturing = Lock()
 
 

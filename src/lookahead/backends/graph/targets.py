@@ -9,16 +9,19 @@ import torch
 
 from lookahead.backends.graph.kinds import TargetsKind
 from lookahead.backends.graph.ops import LogProbs, TopTokens
-from lookahead.backends.graph.state import DeviceState
+from lookahead.backends.graph.state import Captured, DeviceState
 from lookahead.backends.graph.targets_packet import TargetsPacket
 from lookahead.config import MOST_LOGPROBS
 
 
-class CapturedTargets:
-    """The targets of one kind of step: their packet and, once captured, their graph."""
+class CapturedTargets(Captured):
+    """The targets of one kind of step, from the logits that were computed last."""
+
+    packet: TargetsPacket
 
     def __init__(self, state: DeviceState, kind: TargetsKind) -> None:
-        self.state, self.kind = state, kind
+        super().__init__(state)
+        self.kind = kind
         device, buffers = state.device, state.buffers
         self.packet = TargetsPacket(
             kind.needed, device.type == "cuda", drawn=kind.drawn, adjusted=kind.adjusted, most_rows=state.most_rows
@@ -36,23 +39,7 @@ class CapturedTargets:
         if kind.logprobs:
             top = min(MOST_LOGPROBS, buffers.logits.shape[1])
             self.logprobs = LogProbs(kind.needed, top, device, buffers.top_work(top))
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.graph_ahead: torch.cuda.CUDAGraph | None = None
-        self._get_ready()
-
-    def _get_ready(self) -> None:
-        """Compile the kernels and capture the work. The packet has no entries, so nothing is changed."""
-        if self.state.capture:
-            self.packet.put_nothing()
-            self._run()
-        self.graph = self.state.captured(self._run)
-
-    def run(self) -> None:
-        """Choose the targets of the step whose logits were computed last, as the packet says."""
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self._run()
+        self.get_ready()
 
     def run_ahead(self, turn: int) -> None:
         """Choose the targets of a step ahead, and send its results to host copy `turn`.
