@@ -263,6 +263,7 @@ def test_a_share_is_what_costs_nearly_nothing_more() -> None:
 
 
 def test_a_size_that_is_asked_for_is_taken_at_its_word() -> None:
+    assert hash(LookaheadConfig(step_cost=[1.0, 2.0])) == hash(LookaheadConfig(step_cost=(1.0, 2.0)))  # type: ignore[arg-type]
     config = LookaheadConfig(window=0, step_cost=(1.0, 2.0, 3.0))
     assert config.adapted(budget=16).step_cost is None
     assert config.adapted(window=3).step_cost is None

@@ -84,6 +84,7 @@ class LookaheadConfig:
                 f"than budget={self.budget}; lower the window or raise the budget"
             )
         if self.step_cost is not None:
+            object.__setattr__(self, "step_cost", tuple(self.step_cost))
             bad = [t for t in self.step_cost if not 0 < t < math.inf]
             if bad or not self.step_cost:
                 raise ValueError(f"step_cost needs positive times, one per step size, not {bad[0] if bad else 'none'}")
@@ -119,6 +120,10 @@ class LookaheadConfig:
         if "fixed-point" not in self.sources:
             deepest = min(deepest, max(self.suffix_length, self.ngram - 1))
         return deepest if self.max_depth is None else min(deepest, self.max_depth)
+
+    def is_within(self, nodes: int | None, depth: int | None) -> bool:
+        """Whether trees have at most `nodes` nodes, and guesses at most this depth; None: any."""
+        return (nodes is None or self.budget <= nodes) and (depth is None or self.deepest <= depth)
 
     def within(self, nodes: int | None, depth: int | None) -> LookaheadConfig:
         """This config for trees of at most `nodes` nodes, whose guesses are at most `depth` deep; None: any.

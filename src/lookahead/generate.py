@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
-from lookahead.backends.exact import exact_config
+from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
@@ -67,7 +67,7 @@ class LookaheadModel:
         self.engine = Engine(self.backend)
         self.front = Front(self.engine)
         self.remember_fits(log or logger.warning)
-        self.default_config = self.exact_config(config or LookaheadConfig())
+        self.default_config = default_within(self.backend) if config is None else self.exact_config(config)
         self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
 
@@ -79,10 +79,12 @@ class LookaheadModel:
         is not captured again.
         """
         begin, before, backend = perf_counter(), self.backend.captures, self.backend
-        budget = max(self.default_config.budget, self.exact_config(LookaheadConfig()).budget)
+        budget = max(self.default_config.budget, default_within(backend).budget)
         try:
             self.front.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # torch's own error for it, or CUDA's while it captures
+            if "out of memory" not in str(error).lower():
+                raise
             if log is not None:
                 log("note: there is too little GPU memory to capture all steps in advance; some requests will wait")
         seconds = perf_counter() - begin

@@ -290,6 +290,22 @@ def test_requests_that_cannot_be_right_are_refused() -> None:
         engine.submit(both)
 
 
+def test_tables_that_cannot_grow_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = adjusting.Adjusting(50, torch.device("cpu"), False)
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(torch, "cat", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.grow(100)
+    assert tables.lines == len(tables._free) == 64
+    tables.grow(100)
+    assert sorted(tables._free) == list(range(100))
+    assert len(tables.bias) == tables.lines == 100
+
+
 def test_only_adjusted_steps_send_more(device: str) -> None:
     """A plain step's packet and kind are those of a backend that never heard of penalties."""
     backend = GraphBackend(model(device))

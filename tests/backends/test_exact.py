@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.exact import exact_config
+from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
@@ -155,6 +156,31 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
     assert any(not invariant for invariant, _ in kinds)
     assert requests[1].salt == requests[3].salt == ""
     assert requests[0].salt == requests[2].salt != ""
+
+
+def test_deep_guesses_leave_nothing_for_others_either() -> None:
+    """K/V of accepted guesses that are deeper than exact ones are, are shared with inexact requests alone."""
+    engine = Engine(GraphBackend(tiny("Llama").to(torch.bfloat16)))
+    configs = (LookaheadConfig(suffix_length=64, exact=False), LookaheadConfig(exact=False), LookaheadConfig())
+    requests = [Request(DecodingSequence(REPEATED, config)) for config in configs]
+    for request in requests:
+        engine.submit(request)
+    assert [request.salt != "" for request in requests] == [True, False, False]
+    assert [len(one.parts) + len(one.waiting) for one in engine._scheduler.schedule()] == [2, 1]
+    exact_anyway = Engine(GraphBackend(tiny("Llama")))  # fp32
+    request = Request(DecodingSequence(REPEATED, configs[0]))
+    exact_anyway.submit(request)
+    assert request.salt == ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "budget", "window"), [(1, 1, 0), (8, 8, 0), (33, 33, 0), (128, 128, 5), (None, 128, 5)]
+)
+def test_the_default_fits_any_backend(nodes: int | None, budget: int, window: int) -> None:
+    """A CPU whose kernels pass for small trees only, say: in int8 the window alone would be too large."""
+    backend: Any = SimpleNamespace(dtype=torch.int8, exact_nodes=nodes, exact_depth=None)
+    config = default_within(backend)
+    assert (config.budget, config.window) == (budget, window)
 
 
 def test_the_hook_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:

@@ -479,6 +479,7 @@ def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:
     assert not is_calm([[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [3.0, 3.0, 3.0]])
     assert is_calm([[1.0, 1.0], []])
     assert not is_calm([[1.0], [2.0]]), "no second round"
+    assert not is_calm([[], []]), "nothing was timed"
 
 
 # Passes of several sequences.

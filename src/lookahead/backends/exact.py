@@ -42,11 +42,19 @@ def exact_config(
     return fitted
 
 
+def default_within(backend: Backend) -> LookaheadConfig:
+    """The default config with the trees that this backend runs exactly, and no window where that would fill them."""
+    config, nodes = LookaheadConfig(), backend.exact_nodes
+    if nodes is not None and nodes < config.budget:
+        config = config.adapted(budget=nodes)
+    return exact_config(config, backend)
+
+
 def check_exact(config: LookaheadConfig, backend: Backend) -> None:
     """Raise ValueError for a config that `exact_config` would change."""
     if config.exact:
         nodes, depth = exact_limits(backend)
-        if config.within(nodes, depth) is not config:
+        if not config.is_within(nodes, depth):
             raise ValueError(
                 f"steps of {config.budget} tokens with guesses of {config.deepest} are not exact on this backend, "
                 f"which is exact up to {nodes} tokens and a depth of {depth}; fit the config with `exact_config`, or "

@@ -13,6 +13,7 @@ from time import perf_counter
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, Backend
+from lookahead.backends.exact import exact_limits
 from lookahead.engine.request import Request, Verifier
 
 
@@ -136,10 +137,10 @@ class Scheduler:
         return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
 
     def _is_inexact(self, request: Request) -> bool:
-        """Whether its trees may be too large to be exact. Such a tree takes the exactness of its whole pass, so these
-        requests run in passes of their own."""
-        nodes, config = self.backend.exact_nodes, request.sequence.config
-        return not config.exact and nodes is not None and config.budget > nodes
+        """Whether its trees may be too large or too deep to be exact. Such a tree takes the exactness of its whole pass
+        and leaves inexact K/V, so these requests run in passes of their own and share no K/V with others."""
+        config = request.sequence.config
+        return not config.exact and not config.is_within(*exact_limits(self.backend))
 
     def _admit(self) -> None:
         """Open slots for waiting requests, in their order, while there is room for the next one's text and a step."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.backends.base import Backend
-from lookahead.backends.exact import exact_config
+from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.cache import cache_dir
@@ -28,7 +28,7 @@ def default_config(name: str, backend: Backend, log: Callable[[str], None] | Non
         except ValueError as error:
             if log is not None:
                 log(f"note: the tuned profile is not used: {error}")
-    return fitted(LookaheadConfig(), backend, cache_dir(), log)
+    return fitted(default_within(backend), backend, cache_dir(), log)
 
 
 def batch_cost(

@@ -38,8 +38,6 @@ def fitted(
     """
     if (getattr(backend.model, "_tp_size", None) or 1) > 1:
         return config
-    if backend.exact_nodes is not None and backend.exact_nodes < config.budget:
-        config = config.adapted(budget=backend.exact_nodes)
     identity = {**identity_of(backend), "torch": torch.__version__}
     return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
 

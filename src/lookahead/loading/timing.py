@@ -142,7 +142,7 @@ def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
     """
     timed = [sorted(taken) for taken in rounds if taken]
     calm = [taken for taken in timed if len(taken) > 1 and taken[1] <= CALM * taken[0]]
-    return 2 * len(calm) >= len(timed)
+    return bool(timed) and 2 * len(calm) >= len(timed)
 
 
 def worth_timing(backend: Backend) -> list[int]:
@@ -180,5 +180,7 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
     finally:
         for slot in slots:
             backend.close(slot)
-    found = {size: taken for size, taken in best.items() if taken != NOT_A_STEP} or {1: 1.0}
+    found = {size: taken for size, taken in best.items() if taken != NOT_A_STEP}
+    if not found:
+        return StepCost((1,), (1.0,), calm=False)
     return StepCost(tuple(found), tuple(found.values()))

@@ -88,7 +88,8 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise refusal(matcher.get_error())
-        check_begin(matcher, self._model.backend.vocab_size, self._model.stop_ids)
+        if not full:  # a grammar whose lexer is renewed has passed
+            check_begin(matcher, self._model.backend.vocab_size, self._model.stop_ids)
         return matcher
 
     def _refused(self) -> str:

@@ -51,9 +51,9 @@ finding_out = RLock()
 
 def of(model: Any, modules: Sequence[torch.nn.Module]) -> ModelFacts:
     """The model's facts; new ones where its state has changed."""
-    code, named = code_of(modules)
-    state = (*state_of(model, modules), *named)
-    with finding_out:
+    with finding_out:  # while another thread probes, modules have a hook more
+        code, named = code_of(modules)
+        state = (*state_of(model, modules), *named)
         facts = known.get(model)
         # An id may come again once its object has gone.
         if facts is None or facts.state != state or any(reference() is None for reference in facts.code):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chains import chain
 from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 
@@ -420,6 +421,22 @@ def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeyp
     assert {
         kind.rows for kind, captured in backend._steps.pairs.items() if captured.forward.graph_ahead is not None
     } == {1, 4}
+
+
+def test_a_step_ahead_is_captured_without_a_trace() -> None:
+    """After real steps as well: what is captured then must not write to the pages of any sequence."""
+    backend = GraphBackend(tiny("Llama"))
+    slot = backend.open()
+    backend.step([StepInput(slot, [5, 6, 7], chain([8], 1), SamplingParams(), ())])
+    backend.commit([(slot, ())])
+    backend.step([StepInput(slot, (), chain([9], 1), SamplingParams(), ())])
+    backend.commit([(slot, ())])
+    backend.step([StepInput(slot, (), chain([1, 2, 3, 4], 4), SamplingParams(), ())])
+    backend.commit([(slot, (1, 2, 3))])
+    before = [part.clone() for layer in backend.cached(slot) for part in layer]
+    for step in list(backend._steps.pairs.values()):
+        step.get_ready_ahead()
+    assert all(map(torch.equal, before, [part for layer in backend.cached(slot) for part in layer]))
 
 
 # Whatever the host asks for next

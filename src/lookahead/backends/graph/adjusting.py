@@ -70,10 +70,11 @@ class Adjusting:
     def grow(self, lines: int) -> None:
         """Replace the tables by larger ones, with this number of lines. Captured steps still read the old ones."""
         before = len(self.counts)
-        self._free = [*range(lines - 1, before - 1, -1), *self._free]
-        self.counts, self.bias = (
+        grown = [
             torch.cat([table, table.new_zeros(lines - before, self.vocabulary)]) for table in (self.counts, self.bias)
-        )
+        ]
+        self.counts, self.bias = grown
+        self._free = [*range(lines - 1, before - 1, -1), *self._free]
 
     @property
     def lines(self) -> int:

@@ -1,11 +1,12 @@
-"""The graph backend: Llama-like models, with K/V in pages, fused layers, and each step as one CUDA graph.
+"""The graph backend: Llama-like models, with K/V in pages, fused layers, and each step as two CUDA graphs.
 
 A step is a flat list of rows: the tokens of all its sequences, one sequence after the other, without padding between
-them. To run a step, the host writes one packet of numbers into pinned memory, replays the graph that was captured for
-the number of rows, and reads one array of results back. The graph (`captured.CapturedStep`) copies the packet to the
-device, moves the K/V of the tokens accepted last, runs the layers, computes targets and top tokens, and copies them to
-the host. It reads lengths, pages and positions on the device, so that one graph serves every context length and every
-division of the rows among sequences. A plain one-token step can even start before the host asks for it: see `ahead`.
+them. To run a step, the host writes one packet of numbers into pinned memory, replays the graphs that were captured for
+the number of rows, and reads one array of results back. The first graph (`forward.CapturedForward`) copies the packet
+to the device, moves the K/V of the tokens accepted last, and runs the layers. The second (`targets.CapturedTargets`)
+computes targets and top tokens, and copies them to the host. They read lengths, pages and positions on the device, so
+that they serve every context length and every division of the rows among sequences. A plain one-token step can even
+start before the host asks for it: see `ahead`.
 
 On a CPU the same steps run uncaptured, on the kernels' slow twins. That is for tests, not for speed.
 """
