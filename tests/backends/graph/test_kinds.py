@@ -45,6 +45,7 @@ def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: 
     ("heads", "kv_heads", "dim"), [(64, 64, 64), (9, 3, 64), (32, 8, 128), (32, 4, 128), (4, 2, 256)]
 )
 @pytest.mark.parametrize("sequences", [1, 3, 64, 256])
+@pytest.mark.thinned(1)
 def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim: int, sequences: int) -> None:
     """Whatever the trees and prompts that come together in a pass. A step has at most 512 needed rows."""
     rng, weights = random.Random(sequences), SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
