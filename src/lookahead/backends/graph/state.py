@@ -77,7 +77,7 @@ class Buffers:
 
     def __init__(self, weights: Weights, ops: Ops, most_rows: int) -> None:
         w, like = weights, weights.embedding
-        rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be given so many
+        rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to that
         hidden, inner = like.shape[1], w.layers[0].down.shape[1]
 
         def new(width: int, count: int = rows) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Buffers:
 
 
 def most_tiles(rows: int, group: int, block: int) -> int:
-    """The most tiles that a step of so many rows can have."""
+    """The most tiles of a step with this number of rows."""
     return min(rows, 2 * MOST_ENTRIES) + -(-rows * group // block)
 
 
