@@ -13,8 +13,8 @@ from lookahead.config import LookaheadConfig
 from lookahead.loading.embedded import ModelError
 
 if TYPE_CHECKING:
-    from lookahead.backends.support import UnsupportedModelError
     from lookahead.generate import Completion, LookaheadModel, Piece, Stream, load
+    from lookahead.models.facts import UnsupportedModelError
     from lookahead.transformers_hook import Decoding, decoding
 
 __version__ = "0.1.0"

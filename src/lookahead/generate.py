@@ -19,7 +19,6 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.exact import default_within, exact_config
-from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
 from lookahead.engine.engine import Engine
@@ -30,6 +29,7 @@ from lookahead.engine.request import Request, raise_errors
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import INT8, asked_for, open_model, processors, stop_ids
+from lookahead.models.facts import UnsupportedModelError
 from lookahead.stats import Stats
 
 KNOWN_CONFIGS = 64

@@ -13,7 +13,7 @@ import lookahead
 from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.support import UnsupportedModelError
+from lookahead.models.facts import UnsupportedModelError
 
 CpuBackend = pytest.importorskip("lookahead.backends.cpu.backend", reason="needs onnxruntime").CpuBackend
 

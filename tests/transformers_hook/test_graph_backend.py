@@ -21,7 +21,7 @@ from lookahead.backends import choose
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import kv
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.support import UnsupportedModelError
+from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
 
 MANY = 24

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import lookahead
 from lookahead.backends import choose
-from lookahead.backends.patches import patch_of
+from lookahead.models.patches import patch_of
 from lookahead.transformers_hook import facts
 
 PROMPT = ids([5, 9, 17, 23, 5, 9, 17, 23, 5, 9])

@@ -12,8 +12,9 @@ from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.families import check_family
 from lookahead.backends.probe import probe
-from lookahead.backends.support import UnsupportedModelError, check_supported, first_line, input_device
+from lookahead.backends.support import check_supported, input_device
 from lookahead.config import BACKENDS
+from lookahead.models.facts import UnsupportedModelError, first_line
 
 HOOK_BACKENDS = ("auto", "eager", "graph")
 """Those that `transformers_hook` knows: the CPU backend keeps packed weights, which a call of `generate` has no time

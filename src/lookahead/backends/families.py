@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.patches import patch_of
-from lookahead.backends.support import UnsupportedModelError
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.patches import patch_of
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -12,9 +12,10 @@ from transformers import DynamicCache
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
-from lookahead.backends.patches import Outputs, patch_of, patched
-from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line, kind_of, refusal
+from lookahead.backends.support import FAILURES
 from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.models.facts import UnsupportedModelError, first_line, kind_of, refusal
+from lookahead.models.patches import Outputs, patch_of, patched
 
 
 @torch.inference_mode()

@@ -12,10 +12,10 @@ import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.patches import global_hooks, patch_of
 from lookahead.backends.support import input_device
 from lookahead.config import LookaheadConfig
 from lookahead.engine.pace import Pace
+from lookahead.models.patches import global_hooks, patch_of
 
 
 @dataclass

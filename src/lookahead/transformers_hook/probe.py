@@ -12,7 +12,6 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.patches import patch_of
 from lookahead.backends.probe import (
     TOLERANCE_HALF,
     check_finite,
@@ -25,8 +24,10 @@ from lookahead.backends.probe import (
     forked,
     probe_tokens,
 )
-from lookahead.backends.support import FAILURES, UnsupportedModelError, first_line, refusal
+from lookahead.backends.support import FAILURES
 from lookahead.config import SamplingParams
+from lookahead.models.facts import UnsupportedModelError, first_line, refusal
+from lookahead.models.patches import patch_of
 from lookahead.transformers_hook.prompt import Start
 
 

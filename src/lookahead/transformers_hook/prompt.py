@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationMixin
 
 from lookahead.backends.base import Layers
-from lookahead.backends.support import chunks, kind_of, refusal, sliding_windows
+from lookahead.models.facts import chunks, kind_of, refusal, sliding_windows
 from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Batch
 

@@ -25,13 +25,14 @@ from lookahead.backends.exact import exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.probe import probe
-from lookahead.backends.support import PositionLimit, UnsupportedModelError, cached_shapes, kind_of, position_limit
+from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
+from lookahead.models.facts import PositionLimit, UnsupportedModelError, kind_of, position_limit
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.draws import StepNoise, raced

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.support import chunks, sliding_windows
 from lookahead.engine.request import Event
+from lookahead.models.facts import chunks, sliding_windows
 from lookahead.transformers_hook.arguments import Batch
 
 NAMES = ("hidden_states", "attentions")

@@ -27,8 +27,8 @@ from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.invariance import PATH, SIZES, invariant_nodes, tree_around
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import SamplingParams
+from lookahead.models.facts import UnsupportedModelError
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 AUTOREGRESSIVE = LookaheadConfig.autoregressive()

@@ -22,10 +22,10 @@ from lookahead.backends.eager import kv
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.eager.kv import BLOCK, KVBuffer
 from lookahead.backends.probe import probe
-from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.models.facts import UnsupportedModelError
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 

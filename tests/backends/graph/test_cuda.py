@@ -23,10 +23,10 @@ from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import PAGE, bucket
-from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook.facts import known
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -40,11 +40,11 @@ from lookahead.backends.graph.kinds import ForwardKind, TargetsKind
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.weights import check_graph, relay
-from lookahead.backends.support import UnsupportedModelError
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.processors import PathVerifier, Rule
 from lookahead.engine.request import Request
+from lookahead.models.facts import UnsupportedModelError
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 

@@ -28,7 +28,8 @@ from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.cpu.weights import Array, Weights, check_cpu, weights_of
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
-from lookahead.backends.support import check_supported, context_length
+from lookahead.backends.support import check_supported
+from lookahead.models.facts import context_length
 
 MOST_ROWS = 256
 """The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of so many

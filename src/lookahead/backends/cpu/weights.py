@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lookahead.backends.families import check_family, rotary_tables
-from lookahead.backends.support import UnsupportedModelError, position_limit, sliding_windows
+from lookahead.models.facts import UnsupportedModelError, position_limit, sliding_windows
 
 Array = npt.NDArray[np.float32]
 

@@ -19,14 +19,8 @@ from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
-from lookahead.backends.support import (
-    check_supported,
-    chunks,
-    context_length,
-    input_device,
-    layer_shapes,
-    sliding_windows,
-)
+from lookahead.backends.support import check_supported, input_device, layer_shapes
+from lookahead.models.facts import chunks, context_length, sliding_windows
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """What torch's attention may use on CUDA. cuDNN's takes tens of milliseconds to plan a shape that it has not seen, and

@@ -37,8 +37,9 @@ from lookahead.backends.graph.slots import Slot, Slots
 from lookahead.backends.graph.state import Buffers, DeviceState
 from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.graph.weights import Weights, check_graph, relay
-from lookahead.backends.support import UnsupportedModelError, check_supported, context_length
+from lookahead.backends.support import check_supported
 from lookahead.config import SamplingParams
+from lookahead.models.facts import UnsupportedModelError, context_length
 
 P = ParamSpec("P")
 R = TypeVar("R")

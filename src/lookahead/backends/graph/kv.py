@@ -9,7 +9,7 @@ import torch
 from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE
 from lookahead.backends.graph.weights import Weights
-from lookahead.backends.support import UnsupportedModelError
+from lookahead.models.facts import UnsupportedModelError
 
 KV_SEQUENCES, KV_SHARE = 16, 0.5
 """Without a `kv_tokens` the pages hold this many sequences of the whole context, if these take no more than this share

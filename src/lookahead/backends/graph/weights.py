@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.families import check_family, rotary_tables
-from lookahead.backends.support import position_limit, sliding_windows
+from lookahead.models.facts import position_limit, sliding_windows
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""What a model's config says: which positions it can be decoded on, and which of its layers have a window.
+
+`UnsupportedModelError` is what every refusal of a model raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class UnsupportedModelError(ValueError):
+    """A model that cannot be decoded exactly; the message names its type and the reason."""
+
+
+WIDEST = 512
+"""The most tokens of a step, for a model that minds at which place of a pass a token stands."""
+
+
+def scaled_from(config: Any) -> int:
+    """The place from which on a model with `attn_temperature_tuning` scales attention, as far as no tree reaches it."""
+    return int(getattr(config, "floor_scale", 0)) - 1 - WIDEST
+
+
+@dataclass(frozen=True)
+class PositionLimit:
+    """Up to how many positions a model can be decoded exactly, and the reason. None means that there is no limit.
+
+    Beyond a `hard` limit tokens would be wrong without any error, so a request that may reach it must be refused
+    before its first token.
+    """
+
+    positions: int | None
+    reason: str = ""
+    hard: bool = False
+
+
+def named_positions(config: Any) -> int | None:
+    """How many positions the config says that the model was made for. XLNet says -1, and means that there is no end."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    return limit if limit is None or limit > 0 else None
+
+
+def position_limit(config: Any) -> PositionLimit:
+    """The limit of this config. A table of positions has an end; rotary positions have none, with two exceptions.
+
+    Longrope and dynamic rotary factors depend on the furthest position of a pass, so one far guess would change all of
+    its tokens. Within the original context the factors are constant, so that is the limit of such models.
+    """
+    limit = named_positions(config)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "attn_temperature_tuning", False):
+        return PositionLimit(scaled_from(config), "from there on attention is scaled by place in the cache", hard=True)
+    window = getattr(config, "sliding_window", None)
+    if window and doubtful_window(config):
+        return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = part.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = part.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            known = [x for x in (limit, original) if x is not None]
+            return PositionLimit(min(known) if known else None, f"{kind} rotary factors", hard=True)
+    return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
+
+
+def context_length(config: Any) -> int | None:
+    """The context: as many positions as the model was made for and can be decoded exactly on, if its config says."""
+    limit = named_positions(config)
+    exact = position_limit(config).positions
+    return limit if exact is None else exact
+
+
+def sliding_windows(config: Any) -> dict[str, int | None]:
+    """Kind of attention layer -> its sliding window, or None. In a model with one kind of layer the kind is ''."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds & {"sliding_attention", "chunked_attention"}:
+        return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    uses = getattr(config, "use_sliding_window", True)
+    return {"": window if uses and not doubtful_window(config) else None}
+
+
+def chunks(config: Any) -> dict[str, int]:
+    """Kind of attention layer -> its chunk: a token sees only those whose position is in the same chunk as its own."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    chunk = getattr(config, "attention_chunk_size", None)
+    return {"chunked_attention": chunk} if chunk and "chunked_attention" in kinds else {}
+
+
+def doubtful_window(config: Any) -> bool:
+    """True when the config names a sliding window, but does not tell whether the model uses it.
+
+    That is so when the config also lists layer types without a sliding one: some models then use the window, some do
+    not. Moshi names a window that its decoder does not use. Below the window's length it makes no difference.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") == "moshi"
+
+
+def kind_of(model: Any) -> str:
+    """The model type, as messages name it."""
+    return getattr(model.config, "model_type", None) or type(model).__name__
+
+
+def refusal(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"model type {kind_of(model)!r} cannot be decoded exactly: {reason}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,57 @@
+"""Describe a Hugging Face model: find the reader of its class, and refuse a model that is not what its class says.
+
+A reader is a function in a module of `models.families` that takes a model and returns a `Decoder`. The module names the
+classes that it reads in `READERS`. See "Add a model family" in docs/development.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+import torch
+
+from lookahead.models import families
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.patches import patch_of
+from lookahead.models.spec import Decoder
+
+Reader = Callable[[Any], Decoder]
+
+
+@cache
+def readers() -> Mapping[str, Reader]:
+    """Model class -> its reader."""
+    modules = [import_module(f"{families.__name__}.{found.name}") for found in iter_modules(families.__path__)]
+    return {name: reader for module in modules for name, reader in module.READERS.items()}
+
+
+def read(model: Any, backend: str) -> Decoder:
+    """The model's description. Raises UnsupportedModelError, in the name of this backend, for a model without a reader,
+    and for one whose modules are not what its class says: then the description would not be the model's."""
+    name = type(model).__name__
+    try:
+        if name not in readers():
+            raise UnsupportedModelError(f"it knows {', '.join(sorted(readers()))}, and not {name}")
+        _check_whole(model)
+        return readers()[name](model)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"the {backend} backend does not run this model: {error}") from None
+
+
+def _check_whole(model: Any) -> None:
+    """Refuse a model that is spread over devices or processes, or into whose forward pass a program has put code."""
+    for module in model.modules():
+        if getattr(module, "_hf_hook", None) is not None:
+            raise UnsupportedModelError("it is spread over devices")
+    patch = patch_of(model.modules())
+    if patch is not None:
+        raise UnsupportedModelError(f"{patch} would not be called")
+    plain = all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
+    if not plain or (getattr(model, "_tp_size", None) or 1) > 1:
+        raise UnsupportedModelError("its weights are quantised or split between processes")
+    if len({(parameter.dtype, parameter.device) for parameter in model.parameters()}) > 1:
+        raise UnsupportedModelError("its weights have several dtypes or devices")
