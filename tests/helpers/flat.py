@@ -61,12 +61,12 @@ def rows_of(
     """The rows of a step of these parts, placed. `padding` rows are left over. Part i uses line lines[i]."""
     size = sum(part.trail + len(part.parents) for part in parts) + padding
     group, block = queries
-    packet = Packet(size, size, 2 * len(parts) + -(-size * group // block), False)
+    packet = Packet(size, size, [2 * len(parts) + -(-size * group // block)], 1, False)
     packet.begin()
     trails, trees = [[1] * part.trail for part in parts], [tree_of(part.parents) for part in parts]
-    packet.put(lines or range(len(parts)), [part.length for part in parts], trails, trees, queries)
-    packet.end((), ())
+    packet.put(lines or range(len(parts)), [part.length for part in parts], trails, trees, [queries])
+    packet.end((), [()])
     most = max(len(part.parents) for part in parts)
-    rows = new_rows(packet.views(packet.host.to(tables.device)), tables, max(32, most))
+    rows = new_rows(packet.views(packet.host.to(tables.device)), 0, tables, max(32, most))
     reference.place_nodes(rows)
     return rows

@@ -85,10 +85,10 @@ def cpu_backend(model: Any, int8: bool = False) -> Backend:
     return CpuBackend(model, int8=int8)
 
 
-def graph_backend(model: Any, *, patient: bool = False) -> Backend:
+def graph_backend(model: Any, *, patient: bool = False, drop_pages: bool = True) -> Backend:
     """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run.
 
-    `patient`: see `GraphBackend`.
+    `patient` and `drop_pages`: see `GraphBackend`.
     """
     from lookahead.backends.graph.backend import GraphBackend
 
@@ -97,6 +97,6 @@ def graph_backend(model: Any, *, patient: bool = False) -> Backend:
             import lookahead.backends.graph.kernels.attention  # noqa: F401
         except ImportError as error:
             raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from error
-    backend = GraphBackend(model, patient=patient)
+    backend = GraphBackend(model, patient=patient, drop_pages=drop_pages)
     probe(backend)
     return backend

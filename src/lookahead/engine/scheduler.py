@@ -118,6 +118,8 @@ class Scheduler:
                 decoding.append(request)
             else:
                 unread.append(request)
+                if cached(request.slot) > request.cached:  # before its pages behind a window are given back
+                    self.remember(request)
         if (most := self.backend.most_rows) is not None:
             if not self.running:
                 return []

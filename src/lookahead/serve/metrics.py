@@ -134,7 +134,7 @@ class Metrics:
         gauges = {
             "num_requests_running": ("Sequences that run.", max(0, len(engine.running) - waiting)),
             "num_requests_waiting": ("Sequences in the queue.", waiting),
-            "kv_cache_usage_perc": ("Part of the K/V pages in use, 0 to 1.", pool.used / pool.pages if pool else 0.0),
+            "kv_cache_usage_perc": ("Part of the K/V pages in use, 0 to 1.", pool.usage if pool else 0.0),
             "compression": ("S: generated tokens per step.", _ratio(totals["generation_tokens"], totals["steps"])),
         }
         for name, (what, value) in gauges.items():

@@ -23,7 +23,6 @@ from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.weights import check_graph, relay
 from lookahead.backends.probe import probe
 from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
@@ -33,6 +32,7 @@ from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
 from lookahead.models.facts import PositionLimit, UnsupportedModelError, kind_of, position_limit
+from lookahead.models.read import read
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.draws import StepNoise, raced
@@ -74,14 +74,15 @@ class Run:
         if self.model.training:
             raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
         if self.facts.graph is None:
-            check_graph(self.model)
+            read(self.model, "graph")  # or it is refused before others have to wait
         # What becomes the model's parameters must be fit for training, too.
         with self.facts.turn, torch.inference_mode(False):
             kept, places = self.facts.graph, facts.places_of(self._modules)
-            if kept is None or kept.weights.has_copies or places != self.facts.places:
-                if kept is None or not kept.weights.follow(relay(self.model)):
-                    # A script may call once or twice, with a prompt of another length each time.
-                    kept = cast(GraphBackend, graph_backend(self.model, patient=True))
+            if kept is None or places != self.facts.places:
+                if kept is None or not kept.follows(self.model):
+                    # A script may call once or twice, with a prompt of another length each time. A cache that it gave
+                    # gets all K/V.
+                    kept = cast(GraphBackend, graph_backend(self.model, patient=True, drop_pages=False))
                     kept.model = proxy(self.model)  # or the model would live as long as what is known about it
                     self.facts.graph = kept
                 self.facts.places = facts.places_of(self._modules)

@@ -279,7 +279,7 @@ def test_a_step_ahead_moves_all_that_tells_the_length(device: str, ran: list[str
     assert ran.count("ahead") == 5
     (step,) = (one for kind, one in backend._steps.pairs.items() if kind.rows == 1)
     views = step.forward.views
-    assert views["tiles"][0, 1] == views["entries"][0, 1] == len(PROMPTS[0]) + 5
+    assert views["tiles_0"][0, 1] == views["entries"][0, 1] == len(PROMPTS[0]) + 5
 
 
 @pytest.mark.parametrize("count", slow_but([20, 33, 34, 80], 34))
@@ -345,7 +345,7 @@ def test_a_new_sequence_while_a_step_is_ahead(device: str, plain: Plain, ran: li
     """Its prompt runs instead of the step ahead. Nothing is captured anew, and no K/V is copied."""
     model = tiny("Llama", device=device)
     backend = GraphBackend(tiny("Llama", device=device))
-    engine, cache = Engine(backend), backend.kv.cache
+    engine, cache = Engine(backend), backend.kv.caches[0]
     sequences = [sequence_of(prompt, 40) for prompt in PROMPTS]
     for sequence in sequences:
         assert ran[-1:] in ([], ["ahead"])
@@ -353,7 +353,7 @@ def test_a_new_sequence_while_a_step_is_ahead(device: str, plain: Plain, ran: li
         for _ in range(5):
             engine.step()
     finish(engine)
-    assert backend.kv.cache is cache
+    assert backend.kv.caches[0] is cache
     assert [sequence.output for sequence in sequences] == [plain(model, prompt, 40) for prompt in PROMPTS]
 
 
@@ -365,13 +365,13 @@ def test_pages_of_a_wasted_step_ahead(device: str, plain: Plain, ran: list[str])
     for _ in range(3):
         tokens = hinted(backend, [slot], tokens)
     assert ran[-1] == "ahead"
-    pages = list(backend._slots[slot].table.pages)
+    pages = list(backend._slots[slot].tables[0].pages)
     backend.close(slot)
     following = sequence_of(PROMPTS[2], 40)
     engine = Engine(backend)
     engine.submit(Request(following))
     engine.step()
-    assert backend._slots[slot + 1].table.pages[0] == pages[0]
+    assert backend._slots[slot + 1].tables[0].pages[0] == pages[0]
     finish(engine)
     assert following.output == plain(model, PROMPTS[2], 40)
 

@@ -199,13 +199,13 @@ def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int
     (captured,) = [step for kind, step in backend._steps.pairs.items() if kind.rows == kind.needed == bucket(count)]
     assert captured.forward.graph is not None
     logits = backend.state.buffers.logits
-    first, cache = logits[:count].clone(), backend.kv.cache.clone()
+    first, cache = logits[:count].clone(), backend.kv.caches[0].clone()
     differed = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(3000):
         captured.forward.graph.replay()
         differed += (logits[:count] != first).any()
     assert int(differed) == 0
-    assert torch.equal(backend.kv.cache, cache)
+    assert torch.equal(backend.kv.caches[0], cache)
 
 
 @pytest.mark.parametrize("invariant", [True, False])

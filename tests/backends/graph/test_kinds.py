@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from chains import chain
 
 from lookahead.backends.base import NO_TREE, StepInput
-from lookahead.backends.graph.kernels.tiles import tiles_for
-from lookahead.backends.graph.kinds import ForwardKind, forward_kind, kind_of, stand_in
+from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, tiles_for
+from lookahead.backends.graph.kinds import Device, ForwardKind, forward_kind, kind_of, stand_in
 from lookahead.backends.graph.preparing import every_forward, forwards_ahead
 from lookahead.config import SamplingParams
 
@@ -20,24 +18,28 @@ PROCESSORS = 132
 MOST_ROWS = 1024
 
 
-def kind(weights: Any, trail: int, nodes: int, needed: int) -> ForwardKind:
+def device(*shapes: HeadShape, invariant: bool = True) -> Device:
+    return Device(shapes, PROCESSORS, invariant)
+
+
+def kind(on: Device, trail: int, nodes: int, needed: int) -> ForwardKind:
     tree = chain([0] * nodes, needed) if nodes else NO_TREE
     item = StepInput(0, [0] * trail, tree, SamplingParams(), ())
-    return kind_of([item], [0], weights, PROCESSORS, invariant=True).forward
+    return kind_of([item], [0], on).forward
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 256), (9, 3, 64), (32, 8, 128), (32, 32, 128)])
 @pytest.mark.thinned(1)
 def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: int, tokens: int, budget: int) -> None:
-    weights = SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
-    prepared = set(every_forward(weights, PROCESSORS, True, 1, tokens, budget, MOST_ROWS))
+    on = device(HeadShape(heads, kv_heads, dim))
+    prepared = set(every_forward(on, 1, tokens, budget, MOST_ROWS))
     wanted = set()
     for trail in range(tokens + 1):
         for nodes in range(0 if trail else 1, budget + 1):
             for needed in {nodes, min(1, nodes)}:
-                wanted.add(kind(weights, trail, nodes, needed))
-                assert kind(weights, trail, nodes, needed) in prepared, (trail, nodes, needed)
+                wanted.add(kind(on, trail, nodes, needed))
+                assert kind(on, trail, nodes, needed) in prepared, (trail, nodes, needed)
     assert len(prepared) <= 2 * len(wanted)  # each takes time to capture
 
 
@@ -48,10 +50,10 @@ def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: 
 @pytest.mark.thinned(1)
 def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim: int, sequences: int) -> None:
     """Whatever the trees and prompts that come together in a pass. A step has at most 512 needed rows."""
-    rng, weights = random.Random(sequences), SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
-    prepared = set(every_forward(weights, PROCESSORS, True, sequences, 1 << 15, 128, MOST_ROWS))
+    rng, on = random.Random(sequences), device(HeadShape(heads, kv_heads, dim))
+    prepared = set(every_forward(on, sequences, 1 << 15, 128, MOST_ROWS))
     assert len(prepared) <= 120, "captures before a server is ready"
-    ahead = forwards_ahead(weights, PROCESSORS, True, sequences)
+    ahead = forwards_ahead(on, sequences)
     assert set(ahead) <= prepared
     for _ in range(400):
         count, rows = rng.randint(1, sequences), rng.choice([1, 2, 3, 6, 12, 20, 40, 70, 120, 200, 400, 700, MOST_ROWS])
@@ -67,7 +69,7 @@ def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim
                 left, nodes, trees[-1] = left + trees[-1], nodes + trees[-1], 0
         lengths = [rng.choice([0, 50, 300, 5000]) for _ in trees]
         needed = rng.choice([sum(trees), len(trees)])
-        found = forward_kind(trees, trails, lengths, needed, weights, PROCESSORS, True)
+        found = forward_kind(trees, trails, lengths, needed, on)
         assert found in prepared, (trees, trails, lengths)
 
 
@@ -84,13 +86,14 @@ def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim
 def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
     trees: list[int], trails: list[int], length: int, small: bool
 ) -> None:
-    weights: Any = SimpleNamespace(heads=32, kv_heads=32, dim=128)
+    on = device(HeadShape(32, 32, 128))
     trails = [0] * (len(trees) - len(trails)) + trails
     items = [
         StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
         for nodes, trail in zip(trees, trails, strict=True)
     ]
-    assert kind_of(items, [length] * len(items), weights, PROCESSORS, invariant=True).forward.small == small
+    (cut,) = kind_of(items, [length] * len(items), on).forward.cuts
+    assert (cut.size is TileSize.SMALL) == small
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
 def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) -> None:
     """Where a tile's splits have programs of their own, no program takes a second tile. A few sequences have such
     programs, and many do not."""
-    weights: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, dim=dim)
+    shape = HeadShape(heads, kv_heads, dim)
     rng, found = random.Random(0), set()
     for _ in range(400):
         count = rng.choice([1, 2, 3, 5, 9, 40, 64])
@@ -110,11 +113,11 @@ def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) 
             for nodes, trail in zip(trees, trails, strict=True)
         ]
         lengths = [rng.randrange(3000)] * count
-        own = kind_of(items, lengths, weights, PROCESSORS, invariant=rng.random() < 0.8).forward
+        own = kind_of(items, lengths, device(shape, invariant=rng.random() < 0.8)).forward
         for kind in (own, stand_in(own, any(trails), MOST_ROWS)):
-            how = {"small": kind.small, "alone": kind.alone, "one": kind.one, "invariant": kind.invariant}
-            cut = tiles_for(kind.rows, heads, kv_heads, dim, **how, processors=PROCESSORS)
-            tiles = sum(-(-rows * (heads // kv_heads) // cut.block_m) for rows in (*trees, *trails))
-            assert kind.alone or tiles <= cut.programs
-            found.add((count > 1, kind.alone, kind.one))
-    assert found >= {(False, False, True), (True, False, False), (True, True, False)}
+            (cut,) = kind.cuts
+            tiled = tiles_for(kind.rows, shape, cut, invariant=kind.invariant, processors=PROCESSORS)
+            tiles = sum(-(-rows * shape.group // tiled.block_m) for rows in (*trees, *trails))
+            assert cut.grid is Grid.WHOLE or tiles <= tiled.programs
+            found.add((count > 1, cut.grid))
+    assert found >= {(False, Grid.SINGLE), (True, Grid.SPLIT), (True, Grid.WHOLE)}

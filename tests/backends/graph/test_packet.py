@@ -27,13 +27,13 @@ ENTRIES: dict[str, list[tuple[int, Sequence[int], TokenTree]]] = {
 @pytest.mark.parametrize("queries", [(1, 16), (4, 2)])
 def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
     entries, (group, block) = ENTRIES[case], queries
-    packet = Packet(32, 24, 80, False)
+    packet = Packet(32, 24, [80, 40], 2, False)
     for field in packet.fields.values():
         field.fill(77)  # what an earlier step has left
     packet.begin()
     lengths, trails, trees = (list(part) for part in zip(*entries, strict=True))
-    starts = packet.put([10 + i for i in range(len(entries))], lengths, trails, trees, queries)
-    packet.end([0, 2], [8, 9, 10, 11])
+    starts = packet.put([10 + i for i in range(len(entries))], lengths, trails, trees, [queries, (1, 64)])
+    packet.end([0, 2], [[8, 9, 10, 11], [4, 5, 6, 7]])
 
     tokens, parents, owners, needed = list[int](), list[int](), list[int](), list[int]()
     expected, tiles, begins = list[list[int]](), list[list[int]](), list[int]()
@@ -48,6 +48,7 @@ def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
         expected.append([line, length, first, len(trail), len(tree)])
         for start, rows, is_tree in ((first, len(trail), 0), (root, len(tree), 1)):
             tiles += [[line, begin, start, rows, n, is_tree] for n in range(-(-rows * group // block))]
+    others = sum(-(-len(rows) // 64) for _, trail, tree in entries for rows in (trail, tree.tokens))
     fields, pad = packet.fields, 32 - len(tokens)
     assert (starts, packet.needed) == (begins, len(needed))
     assert fields["tokens"].tolist() == tokens + [0] * pad
@@ -55,10 +56,10 @@ def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
     assert fields["entry_of"].tolist() == owners + [-1] * pad
     assert fields["needed"].tolist() == needed + [0] * (24 - len(needed))
     assert fields["entries"][: len(entries)].tolist() == expected
-    assert fields["tiles"][: len(tiles)].tolist() == tiles
-    assert fields["counts"].tolist() == [len(tiles), 1]
+    assert fields["tiles_0"][: len(tiles)].tolist() == tiles
+    assert fields["counts"].tolist() == [[len(tiles), 1], [others, 1]]
     assert fields["commits"][0].tolist() == [0, 2]
-    assert fields["moves"][:2].tolist() == [[8, 9], [10, 11]]
+    assert fields["moves"][:, :2].tolist() == [[[8, 9], [10, 11]], [[4, 5], [6, 7]]]
 
 
 def test_draws_of_different_requests() -> None:
@@ -81,7 +82,7 @@ def test_draws_of_different_requests() -> None:
 
 def test_more_tiles_than_there_is_room_for() -> None:
     """They would be written over other fields, or get no program of attention."""
-    packet = Packet(32, 24, 2, False)
-    packet.put([1, 2], [3, 70], [(), ()], [FORKED, FORKED], (1, 16))
+    packet = Packet(32, 24, [2], 1, False)
+    packet.put([1, 2], [3, 70], [(), ()], [FORKED, FORKED], [(1, 16)])
     with pytest.raises(ValueError, match="3 tiles of attention in a step that has room for 2"):
-        packet.put([1, 2], [3, 70], [(), [1, 2]], [FORKED, FORKED], (1, 16))
+        packet.put([1, 2], [3, 70], [(), [1, 2]], [FORKED, FORKED], [(1, 16)])

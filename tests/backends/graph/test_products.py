@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lookahead.backends.graph import cublaslt
-from lookahead.backends.graph.found import Found
-from lookahead.backends.graph.products import Pieces, Product, Products, by_torch, cancelling
+from lookahead.backends.graph.matrices import cublaslt
+from lookahead.backends.graph.matrices.found import Found
+from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -40,15 +40,17 @@ def test_torch_is_given_the_rows_that_make_it_invariant(
         FakeKernel(0, usual=30 <= len(x) != 64 and len(x) < 200)(x, y.t(), out)
 
     monkeypatch.setattr(torch, "mm", mm)
-    rows = [products.plan(weights, size).rows for size in (1, 2, 16, 32, 64, 96, 128)]
+    rows = [products.plan(weights[0], size, weights).rows for size in (1, 2, 16, 32, 64, 96, 128)]
     assert rows == [32, 32, 32, 32, 96, 96, 128]
-    assert products.plan(weights, 256) == Product(256, by_torch)  # in fp32 it does not matter
+    assert products.plan(weights[0], 256, weights) == Product(256, by_torch)  # in fp32 it does not matter
     monkeypatch.setattr(products, "dtype", torch.bfloat16)
-    assert products.plan(weights, 192) == Product(192, by_torch)
-    assert_pieces(products.plan(weights, 256), weights[0], 256)
-    assert_pieces(products.plan(weights, 768), weights[0], 768)
+    assert products.plan(weights[0], 192, weights) == Product(192, by_torch)
+    assert_pieces(products.plan(weights[0], 256, weights), weights[0], 256)
+    assert_pieces(products.plan(weights[0], 768, weights), weights[0], 768)
     monkeypatch.setattr(products, "invariant", False)
-    assert [products.plan(weights, size) for size in (1, 64, 256)] == [Product(k, by_torch) for k in (1, 64, 256)]
+    assert [products.plan(weights[0], size, weights) for size in (1, 64, 256)] == [
+        Product(k, by_torch) for k in (1, 64, 256)
+    ]
 
 
 def assert_pieces(plan: Product, weight: torch.Tensor, rows: int) -> None:
@@ -102,10 +104,10 @@ def test_the_fastest_kernel_of_the_same_bits_is_taken(
     slow, other, fast = FakeKernel(3), FakeKernel(1, usual=False), FakeKernel(2)
     many = [FakeKernel(9), *(FakeKernel(8 - i / 10) for i in range(6)), FakeKernel(5)]
     products = with_kernels({1: [slow, other, fast], 16: [slow], 32: [other], 128: many})
-    assert products.plan(weights, 1) == Product(1, fast)
-    assert products.plan(weights, 16) == Product(16, slow)
-    assert products.plan(weights, 32) == products.plan(weights, 64) == Product(128, many[-1])
-    assert products.plan(weights, 256) == Product(256, by_torch)
+    assert products.plan(weights[0], 1, weights) == Product(1, fast)
+    assert products.plan(weights[0], 16, weights) == Product(16, slow)
+    assert products.plan(weights[0], 32, weights) == products.plan(weights[0], 64, weights) == Product(128, many[-1])
+    assert products.plan(weights[0], 256, weights) == Product(256, by_torch)
 
 
 def test_the_clusters_of_the_fastest_families_are_timed(
@@ -115,7 +117,7 @@ def test_the_clusters_of_the_fastest_families_are_timed(
     families = [[FakeKernel(1), FakeKernel(7)], [FakeKernel(2)], [FakeKernel(3), FakeKernel(0.5)]]
     products = with_kernels({})
     monkeypatch.setattr(products, "_kernels", lambda weight, rows: [*families, [FakeKernel(4), FakeKernel(0)]])
-    assert products.plan(weights, 1).run is families[2][1]
+    assert products.plan(weights[0], 1, weights).run is families[2][1]
 
 
 def test_the_time_to_load_a_kernel_is_not_counted(
@@ -154,7 +156,7 @@ def test_the_first_kernel_for_128_rows_says_which_bits(
 ) -> None:
     usual, other = FakeKernel(1), FakeKernel(2, usual=False)
     products = with_kernels({1: [usual], 64: [other], 128: [FakeKernel(9, usual=False), usual]})
-    assert products.plan(weights, 1) == Product(64, other)
+    assert products.plan(weights[0], 1, weights) == Product(64, other)
 
 
 def test_a_large_step_has_the_bits_of_a_small_one(
@@ -164,13 +166,13 @@ def test_a_large_step_has_the_bits_of_a_small_one(
     whole, other, slow, fast = FakeKernel(9), FakeKernel(1, usual=False), FakeKernel(3), FakeKernel(2)
     products = with_kernels({128: [whole], 256: [other, slow, fast], 192: [other]})
     monkeypatch.setattr(products, "dtype", torch.bfloat16)
-    assert products.plan(weights, 256) == Product(256, fast)
+    assert products.plan(weights[0], 256, weights) == Product(256, fast)
     calls: list[int] = []
     monkeypatch.setattr(FakeKernel, "__call__", noting(FakeKernel.__call__, whole, calls))
-    assert_pieces(products.plan(weights, 192), weights[0], 256)
+    assert_pieces(products.plan(weights[0], 192, weights), weights[0], 256)
     assert calls[-2:] == [128, 128]
     monkeypatch.setattr(products, "invariant", False)
-    assert products.plan(weights, 256) == Product(256, by_torch)
+    assert products.plan(weights[0], 256, weights) == Product(256, by_torch)
 
 
 def noting(call: Callable[..., None], which: FakeKernel, calls: list[int]) -> Callable[..., None]:
@@ -188,11 +190,11 @@ def test_torch_is_asked_where_there_is_no_kernel(
     with_kernels: Callable[[Kernels], Products], weights: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products = with_kernels({})
-    assert products.plan(weights, 1).run is by_torch
+    assert products.plan(weights[0], 1, weights).run is by_torch
     products = with_kernels({128: [FakeKernel(1)]})
     monkeypatch.setattr(cublaslt, "takes", lambda weight: weight is not weights[1])
-    assert products.plan(weights[:1], 128).run is not by_torch
-    assert products.plan(weights, 128).run is by_torch
+    assert products.plan(weights[0], 128, weights).run is not by_torch
+    assert products.plan(weights[1], 128, weights).run is by_torch
 
 
 class KnownKernel(cublaslt.Kernel):
@@ -235,21 +237,21 @@ def test_what_was_found_is_not_timed_again(
         return products
 
     first = later()
-    assert first.plan(weights, 1).run is kernels[3]
-    assert first.plan(weights, 512).run == Pieces(kernels[5], 128)
+    assert first.plan(weights[0], 1, weights).run is kernels[3]
+    assert first.plan(weights[0], 512, weights).run == Pieces(kernels[5], 128)
     assert not restored
     again = later()
     with monkeypatch.context() as only:
         only.setattr(again, "_by_speed", None)  # nothing is timed
-        assert again.plan(weights, 1).run is kernels[3]
-        assert again.plan(weights, 512).run == Pieces(kernels[5], 128)
+        assert again.plan(weights[0], 1, weights).run is kernels[3]
+        assert again.plan(weights[0], 512, weights).run == Pieces(kernels[5], 128)
     assert restored == [3, 5]
     first.found.put("24 x 16 x 1", bytes(kernels[2].algorithm).hex())  # it has other bits
-    assert later().plan(weights, 1).run is kernels[3]
+    assert later().plan(weights[0], 1, weights).run is kernels[3]
     for broken in ("?", bytes([7] * 64).hex()):
         first.found.put("24 x 16 x 1", broken)
         monkeypatch.setattr(Problem, "kernel", lambda self, algorithm: cublaslt.Problem.kernel(self, algorithm[:5]))
-        assert later().plan(weights, 1).run is kernels[3]
+        assert later().plan(weights[0], 1, weights).run is kernels[3]
 
 
 def test_found_things_outlive_their_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,7 +293,7 @@ def test_a_kernel_with_a_fault_is_not_taken(
 
     right = FakeKernel(2)
     products = with_kernels({1: [Faulty(1), right], 128: [right]})
-    assert products.plan(weights, 1) == Product(1, right)
+    assert products.plan(weights[0], 1, weights) == Product(1, right)
 
 
 def test_inputs_that_cancel_tell_orders_apart() -> None:
@@ -338,8 +340,8 @@ def test_rows_have_the_same_bits_in_every_size(shape: tuple[int, int], dtype: to
         torch.zeros(1024, shape[0], dtype=dtype, device="cuda"),
     )
     state = torch.cuda.get_rng_state()
-    plans = {size: products.plan(weights, size) for size in (1, 2, 8, 16, 32, 64, 96, 128)}
-    large = {size: products.plan(weights, size) for size in (192, 256, 768, 1024)}
+    plans = {size: products.plan(weights[0], size, weights) for size in (1, 2, 8, 16, 32, 64, 96, 128)}
+    large = {size: products.plan(weights[0], size, weights) for size in (192, 256, 768, 1024)}
     assert torch.equal(torch.cuda.get_rng_state(), state)
     exact = x.double() @ weights[0].double().t()
     plans[128](x, weights[0], out)

@@ -1,4 +1,4 @@
-"""The graph backend: Llama-like models, with K/V in pages, fused layers, and each step as two CUDA graphs.
+"""The graph backend: described models, with K/V in pages, fused layers, and each step as two CUDA graphs.
 
 A step is a flat list of rows: the tokens of all its sequences, one sequence after the other, without padding between
 them. To run a step, the host writes one packet of numbers into pinned memory, replays the graphs that were captured for
@@ -25,21 +25,23 @@ from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.kernels.tiles import REACH
-from lookahead.backends.graph.kinds import StepKind, TargetsKind
-from lookahead.backends.graph.kv import PagedKV, new_kv
+from lookahead.backends.graph.kinds import StepKind, Targets, TargetsKind
+from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv
+from lookahead.backends.graph.matrices.products import products_of
+from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import MOST_ENTRIES
-from lookahead.backends.graph.pages import PagePool
+from lookahead.backends.graph.pages import PagePools
 from lookahead.backends.graph.preparing import every_end, every_forward, first_forwards, forwards_ahead
-from lookahead.backends.graph.products import products_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.graph.slots import Slot, Slots
 from lookahead.backends.graph.state import Buffers, DeviceState
 from lookahead.backends.graph.steps import CapturedSteps
-from lookahead.backends.graph.weights import Weights, check_graph, relay
 from lookahead.backends.support import check_supported
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError, context_length
+from lookahead.models.read import read
+from lookahead.models.spec import Decoder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +61,7 @@ def on_its_device(call: Callable[Concatenate[GraphBackend, P], R]) -> Callable[C
 
 
 class GraphBackend:
-    """A `Backend` for the models that `check_graph` accepts.
+    """A `Backend` for the models that have a reader (`models.read`).
 
     With `invariant`, a row's result in half precision does not depend on the other rows of its step, bit for bit:
     attention adds up each row in the order of its positions (see `kernels.attention`), and the matrix products add in
@@ -67,6 +69,8 @@ class GraphBackend:
     `kv_tokens` is how many tokens the pages hold. `most_rows` is the most rows of a pass. `capture=False` runs the
     steps uncaptured. `patient`: an invariant step of a new kind is captured only when it has been asked for a number of
     times. Until then a larger one stands in for it. That is for callers who come once and do not want to wait.
+    `drop_pages=False`: layers with a window keep the pages behind it, so that `cached` can return all K/V.
+    `description` is used in place of the one that the model's reader gives.
     """
 
     def __init__(
@@ -78,12 +82,13 @@ class GraphBackend:
         kv_tokens: int | None = None,
         most_rows: int = ROW_SIZES[-1],
         patient: bool = False,
+        drop_pages: bool = True,
+        description: Decoder | None = None,
     ) -> None:
         check_supported(model)
-        check_graph(model)
-        self.model = model
-        self.weights = relay(model)
-        self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
+        decoder = read(model, "graph") if description is None else description
+        self.model, self._drop_pages = model, drop_pages
+        self.device, self.dtype = decoder.embedding.device, decoder.embedding.dtype
         self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
         self.max_length = context_length(model.config)
         self.most_rows: int | None = bucket(most_rows)
@@ -91,22 +96,22 @@ class GraphBackend:
         self.most_nodes: int | None = min(self._most_rows, MOST_NEEDED)
         self.exact_nodes: int | None = INVARIANT_ROWS if self.invariant else None
         self.exact_depth: int | None = REACH if self.invariant else None
-        self.vocab_size: int = len(self.weights.embedding)
+        self.vocab_size: int = len(decoder.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
-        ops = Ops(self.device)
-        buffers = Buffers(self.weights, ops, self._most_rows)
+        ops, products = Ops(self.device), products_of(self.device, self.dtype, invariant)
+        self.layers = GraphModel(decoder, ops, products, drop_pages=drop_pages)
+        buffers = Buffers(self.layers, ops, self._most_rows)
         self.state = DeviceState(
-            weights=self.weights,
+            model=self.layers,
             ops=ops,
-            products=products_of(self.device, self.dtype, invariant),
-            kv=self._new_kv(kv_tokens),
+            kv=self._first_kv(kv_tokens),
             buffers=buffers,
             capture=self.capture,
             pool=self._new_graph_pool(),
             stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
             most_rows=self._most_rows,
         )
-        self._slots = Slots(self.kv)
+        self._slots = Slots(self.kv, self._most_rows)
         self._steps = CapturedSteps(self.state, invariant=self.invariant, patient=patient)
         self._prepared: set[bool] = set()
         self._ahead = StepAhead(self.device)
@@ -116,9 +121,16 @@ class GraphBackend:
         return self.state.kv
 
     @property
-    def pool(self) -> PagePool:
+    def pool(self) -> PagePools:
         """The pages, and which of them are in use or kept for later sequences."""
         return self._slots.pool
+
+    def follows(self, model: Any) -> bool:
+        """Whether captured steps read the weights that the model has now. Its matrices are fused again where they were
+        replaced."""
+        state, products = self.state, products_of(self.device, self.dtype, self.invariant)
+        now = GraphModel(read(model, "graph"), state.ops, products, drop_pages=self._drop_pages)
+        return now.addresses() == self.layers.addresses()
 
     # Memory.
 
@@ -126,9 +138,21 @@ class GraphBackend:
         """Memory that all captured graphs share. It ends with the last graph that used it."""
         return torch.cuda.graph_pool_handle() if self.capture else None
 
-    def _new_kv(self, tokens: int | None, longest: int = 0) -> PagedKV:
+    def _first_kv(self, tokens: int | None) -> PagedKV:
+        """Pages for so many tokens, or as many as are useful and leave enough memory."""
+        groups, longest = self.layers.groups, longest_text(self.max_length)
+        if tokens is None:
+            tokens = default_tokens(groups, longest, self._pass_rows, self.layers.like)
+        return self._new_kv(group_pages(groups, tokens, self._pass_rows), tokens, longest)
+
+    def _new_kv(self, pages: Sequence[int], tokens: int, longest: int) -> PagedKV:
         """See `kv.new_kv`."""
-        return new_kv(self.weights, tokens, self.max_length, longest, max(self._most_rows, INVARIANT_ROWS))
+        return new_kv(self.layers.groups, pages, tokens, longest, self._pass_rows, self.layers.like)
+
+    @property
+    def _pass_rows(self) -> int:
+        """How many rows of a pass may stand behind a sequence's cached tokens."""
+        return max(self._most_rows, INVARIANT_ROWS)
 
     @on_its_device
     def check_room(self, sequences: int, tokens: int) -> None:
@@ -136,11 +160,13 @@ class GraphBackend:
 
         If they do not, and no slot is open, larger pages replace these. UnsupportedModelError if that cannot be.
         """
-        each = -(-(tokens + INVARIANT_ROWS) // PAGE)
-        if sequences * each <= self.kv.pages and each <= self.kv.longest:
+        groups, longest = self.layers.groups, tokens + INVARIANT_ROWS
+        needs = [sequences * group.most_pages(longest, self._pass_rows) for group in groups]
+        if all(map(int.__le__, needs, self.kv.pages)) and longest <= self.kv.longest * PAGE:
             return
         if self._slots:
-            raise UnsupportedModelError(f"the graph backend's pages hold {self.kv.pages * PAGE} tokens and are in use")
+            held = max(self.kv.pages) * PAGE
+            raise UnsupportedModelError(f"the graph backend's pages hold {held} tokens and are in use")
         self._ahead.forget()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a forgotten step ahead may still use what is freed here
@@ -148,11 +174,13 @@ class GraphBackend:
         self._prepared.clear()
         self.state.pool = self._new_graph_pool()
         pages, positions = self.kv.pages, self.kv.longest * PAGE
-        self.state.kv = PagedKV(self.weights, 1, PAGE)  # the old pages are freed before the new ones are made
+        # The old pages are freed before the new ones are made.
+        self.state.kv = PagedKV(groups, [1] * len(groups), PAGE, self.layers.like)
         try:
-            self.state.kv = self._new_kv(max(sequences * each, pages) * PAGE, tokens)
+            larger = list(map(max, needs, pages))
+            self.state.kv = self._new_kv(larger, max(larger) * PAGE, max(longest_text(self.max_length), tokens))
         except UnsupportedModelError:
-            self.state.kv = PagedKV(self.weights, pages, positions)
+            self.state.kv = PagedKV(groups, pages, positions, self.layers.like)
             raise
         finally:
             self._slots.replace_pages(self.kv)
@@ -183,13 +211,13 @@ class GraphBackend:
         return self.state.buffers.noise
 
     def holds(self) -> int | None:
-        """All pages, as far as a sequence's table has room for them."""
-        return min(self.kv.pages, self.kv.longest) * PAGE
+        """All positions that a sequence's table has room for: no more than its pages hold."""
+        return self.kv.longest * PAGE
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Let later sequences share the full pages of these tokens, which are the slot's cached ones."""
         state = self._slots[slot]
-        self.pool.remember(state.table, tokens[: state.length])
+        self.pool.remember(state.tables, tokens[: state.length])
 
     @property
     def captures(self) -> int:
@@ -203,21 +231,21 @@ class GraphBackend:
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
         self._ahead.forget()
-        most, heads = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE), self._heads
+        most, device = self._most_prepared, self._steps.device
         budget, sequences = min(budget, MOST_NEEDED, most), min(sequences, MOST_ENTRIES, most)
         adjusting = self.state.buffers.adjusting
         if adjusting.lines < sequences:
             adjusting.grow(sequences)
             self._steps.forget_adjusted()
-        forwards = list(every_forward(*heads, self.invariant, sequences, min(tokens, most), budget, most))
+        forwards = list(every_forward(device, sequences, min(tokens, most), budget, most))
         for kind in forwards:
             self._steps.forward(kind)
         for needed in sorted({kind.needed for kind in forwards}, reverse=True):
             for end in every_end(needed):
                 self._steps.end(end)
-        for kind in forwards_ahead(*heads, self.invariant, sequences) if self.capture else ():
-            for drawn in (False, True):
-                self._steps.get(StepKind(kind, TargetsKind(kind.needed, drawn))).get_ready_ahead()
+        for kind in forwards_ahead(device, sequences) if self.capture else ():
+            for targets in (Targets.GREEDY, Targets.DRAWN):
+                self._steps.get(StepKind(kind, TargetsKind(kind.needed, targets))).get_ready_ahead()
 
     @on_its_device
     def prepare_stand_ins(self, noise: bool = False) -> None:
@@ -225,14 +253,14 @@ class GraphBackend:
         those that draw from it. The first call then takes a moment longer, and the next ones wait for nothing."""
         if self.capture and self._steps.patient and self.invariant and noise not in self._prepared:
             self._prepared.add(noise)
-            most = min(self._most_rows, self.kv.pages * PAGE, self.kv.longest * PAGE)
-            for kind in first_forwards(*self._heads, most):
-                self._steps.get(StepKind(kind, TargetsKind(kind.needed, noise, noise)))
+            targets = Targets.MULTINOMIAL if noise else Targets.GREEDY
+            for kind in first_forwards(self._steps.device, self._most_prepared):
+                self._steps.get(StepKind(kind, TargetsKind(kind.needed, targets)))
 
     @property
-    def _heads(self) -> tuple[Weights, int]:
-        """What the kinds of steps depend on."""
-        return self.weights, self.state.ops.processors
+    def _most_prepared(self) -> int:
+        """The most rows of a pass: no more than its pages hold."""
+        return min(self._most_rows, min(self.kv.pages) * PAGE, self.kv.longest * PAGE)
 
     # A step.
 
@@ -279,17 +307,18 @@ class GraphBackend:
             items[place] = replace(items[place], trail=trail[self._most_rows :])
             rows -= len(trail) - len(items[place].trail)
             lengths[place] = slots[place].length
+            self._slots.need_pages([slots[place]], [needs[place]])  # those of the next rows, where there is a window
         # 3. Choose the captured step.
         step = self._steps.choose(items, lengths)
         # 4. Fill the packet, and go.
-        packet, ends, (_, drawn, _, adjusted, _) = step.packet, step.targets.packet, step.kind.targets
+        packet, ends, (_, targets, adjusted, _) = step.packet, step.targets.packet, step.kind.targets
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
         self._slots.tell_all_pages(slots)
         trails, trees = [item.trail for item in items], [item.tree for item in items]
         starts = packet.put([slot.line for slot in slots], lengths, trails, trees, step.queries)
         packet.end(commits, moves)
-        if drawn:
+        if targets is not Targets.GREEDY:
             ends.put_draws(items)
         if adjusted:
             self.state.buffers.adjusting.put(ends, slots, items)
@@ -323,7 +352,7 @@ class GraphBackend:
         """Run a pass of one trail, and wait for it: its packet may be written again then."""
         self._start([item]).wait()
 
-    def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[int]]:
+    def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[list[int]]]:
         """The commits that the next packet carries, and their moves; see `Packet`. They then count as done."""
         if not self._slots.pending_fit(most, most_moves):
             self._flush()
@@ -335,9 +364,12 @@ class GraphBackend:
         """Move the accepted K/V of all pending commits now, without a step."""
         self._ahead.forget()
         if self._slots.pending:
-            commits, moves = (torch.tensor(part, dtype=torch.int32).view(-1, 2) for part in self._slots.take_pending())
-            counts = torch.tensor([0, len(commits)], dtype=torch.int32)
-            self.state.ops.move_accepted(self.kv.cache, *(part.to(self.device) for part in (counts, commits, moves)))
+            commits, moves = self._slots.take_pending()
+            numbers = torch.tensor(commits, dtype=torch.int32, device=self.device).view(-1, 2)
+            counts = torch.tensor([0, len(numbers)], dtype=torch.int32, device=self.device)
+            for cache, own in zip(self.kv.caches, moves, strict=True):
+                places = torch.tensor(own, dtype=torch.int32, device=self.device).view(-1, 2)
+                self.state.ops.move_accepted(cache, counts, numbers, places)
 
     @on_its_device
     def collect(self, running: RunningStep) -> list[StepOutput]:
@@ -368,15 +400,25 @@ class GraphBackend:
             raise ValueError(f"the graph backend's positions are places, and cannot be moved by {tuple(offset)}")
         self._flush()  # a pending move might write to the pages that are taken now
         state = self._slots[slot]
-        self._slots.forget_pages(state)
-        self._slots.need_pages([state], [length])
-        self.kv.write([page + 1 for page in state.table.pages], length, layers)
-        state.length = length
+        self._slots.forget_pages(state, length)
+        before, state.length = state.length, length
+        try:
+            self._slots.need_pages([state], [length])
+        except MemoryError:
+            state.length = before
+            raise
+        self.kv.write(device_pages(state), length, layers)
 
     @on_its_device
     @torch.inference_mode()
     def cached(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]."""
+        """Copies of a sequence's K/V: per layer, keys and values [Hkv, length, D]. Of a layer with a window these may
+        be only the tokens that it still reads."""
         state = self._slots[slot]
         self._flush()
-        return self.kv.read([page + 1 for page in state.table.pages], state.length)
+        return self.kv.read(device_pages(state), state.length)
+
+
+def device_pages(slot: Slot) -> list[list[int]]:
+    """For each attention group, the sequence's pages as the device counts them: from 1, and 0 for a dropped one."""
+    return [[page + 1 for page in table.pages] for table in slot.tables]

@@ -9,6 +9,7 @@ import torch
 
 from lookahead.backends.graph.kernels import reference, reference_draw
 from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.kernels.tiles import Cut, HeadShape, tiles_for
 
 
 class Ops:
@@ -30,12 +31,15 @@ class Ops:
         source: Any = reference
         self.attend: Any = reference.attend
         if self.compiled:
-            from lookahead.backends.graph.kernels import attention, depths, fused, tiles
+            from lookahead.backends.graph.kernels import attention, depths, fused
 
             source = fused
-            self.attend, self._attention, self._depths, self._tiles = attention.attend, attention, depths, tiles
+            self.attend, self._attention, self._depths = attention.attend, attention, depths
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
+        self.rotate_write = lambda a, b, qn, kn, *r: source.rotate_write(
+            a, b, None if qn is None else torch.stack([qn, kn]), *r
+        )  # TEMP
         self.gate, self.move_accepted, self.copy_pinned = source.gate, source.move_accepted, source.copy_pinned
         self.place_nodes = source.place_nodes
 
@@ -56,23 +60,11 @@ class Ops:
         """How many multiprocessors the device has. A CPU has none, so that there every tile is done alone."""
         return self._processors if self.compiled else 0
 
-    def tiles(
-        self, rows: int, heads: int, kv_heads: int, dim: int, *, small: bool, alone: bool, one: bool, invariant: bool
-    ) -> Any:
-        """How `attend` cuts a step of so many rows into programs; see `kernels.tiles`."""
+    def tiles(self, rows: int, shape: HeadShape, cut: Cut, *, invariant: bool) -> Any:
+        """How `attend` cuts a step of so many rows into programs; see `kernels.tiles`. None where it is not cut."""
         if not self.compiled:
             return None
-        return self._tiles.tiles_for(
-            rows,
-            heads,
-            kv_heads,
-            dim,
-            small=small,
-            alone=alone,
-            one=one,
-            invariant=invariant,
-            processors=self._processors,
-        )
+        return tiles_for(rows, shape, cut, invariant=invariant, processors=self._processors)
 
 
 def new_top_work(rows: int, vocabulary: int, top: int, device: torch.device) -> Any:
@@ -185,7 +177,7 @@ class Drawing:
         """Draw by inverse CDF, as `sampling.pick` does, into column 0 of out [R, 1 + 2 n]; see `draw.draw_targets`."""
         self._draws.draw_targets(logits, settings, out, tops, self._work)
 
-    def race(
+    def draw_multinomial(
         self,
         logits: torch.Tensor,
         settings: torch.Tensor,

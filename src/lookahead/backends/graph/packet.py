@@ -62,28 +62,29 @@ class Packet(Fields):
     then the nodes of its tree. A *tile* is a block of queries of one entry, all of its trail or all of its tree, which
     one program of attention works on. How targets are chosen is sent apart: see `targets_packet`.
 
-    counts [2]         how many tiles and commits there are
+    counts [S, 2]      for each of the S head shapes of the model's layers, how many tiles and commits there are
     tokens [R]         the rows' tokens
     entry_of [R]       the rows' entries, -1 for a row that pads the step
     parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
     entries [E, 5]     see `ENTRY`
-    tiles [T, 6]       see `TILE`
+    tiles_s [T, 6]     for head shape s, see `TILE`
     commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
-    moves [M, 2]       from where to where, as places in the pool of pages
+    moves [G, M, 2]    for each of the G attention groups: from where to where, as places in its pool of pages
     needed [N]         the rows whose logits are needed
     """
 
-    def __init__(self, rows: int, needed: int, tiles: int, pinned: bool) -> None:
+    def __init__(self, rows: int, needed: int, tiles: Sequence[int], groups: int, pinned: bool) -> None:
+        """`tiles`: for each head shape, the most tiles there are."""
         entries, moves, whole = min(rows, MOST_ENTRIES), rows + SPARE_MOVES, torch.int32
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "counts": ((2,), whole),
+            "counts": ((len(tiles), 2), whole),
             "tokens": ((rows,), whole),
             "entry_of": ((rows,), whole),
             "parents": ((rows,), whole),
             "entries": ((entries, ENTRY), whole),
-            "tiles": ((tiles, TILE), whole),
+            **{f"tiles_{shape}": ((count, TILE), whole) for shape, count in enumerate(tiles)},
             "commits": ((entries, 2), whole),
-            "moves": ((moves, 2), whole),
+            "moves": ((groups, moves, 2), whole),
             "needed": ((needed,), whole),
         }
         super().__init__(parts, pinned)
@@ -93,12 +94,12 @@ class Packet(Fields):
         self._zeros, self._minus_ones = bytes(4 * rows), b"\xff" * (4 * rows)
         self._counting = array("i", range(rows)).tobytes()
         self._numbers = [array("i", (entry,)).tobytes() for entry in range(entries)]
-        self.entries_room, self.moves_room, self.tiles_room = entries, moves, tiles
+        self.entries_room, self.moves_room, self.tiles_room = entries, moves, list(tiles)
         self.begin()
 
     def begin(self) -> None:
         """Start a new step: no entries yet."""
-        self.needed = self._tiles = 0
+        self.needed, self._tiles = 0, [0] * len(self.tiles_room)
 
     def put_nothing(self) -> None:
         """Write a step in which every row is padding."""
@@ -106,7 +107,7 @@ class Packet(Fields):
         for name, rest in (("tokens", self._zeros), ("parents", self._minus_ones), ("entry_of", self._minus_ones)):
             self._write(name, b"", rest)
         self._write("needed", b"", self._zeros)
-        self.end((), ())
+        self.end((), [()] * self.fields["moves"].shape[0])
 
     def put(
         self,
@@ -114,12 +115,12 @@ class Packet(Fields):
         lengths: Sequence[int],
         trails: Sequence[Sequence[int]],
         trees: Sequence[TokenTree],
-        queries: tuple[int, int],
+        queries: Sequence[tuple[int, int]],
     ) -> list[int]:
         """Write the entries. Returns where the needed rows of each begin.
 
-        `lines` are the sequences' lines in the page tables, `lengths` their cached tokens. `queries` are how many
-        queries a row has per K/V head, and how many a tile has.
+        `lines` are the sequences' lines in the page tables, `lengths` their cached tokens. `queries` are, for each head
+        shape, how many queries a row has per K/V head, and how many a tile has.
         """
         # 1. The rows: of each entry its trail, then its tree.
         trail_rows, nodes = [len(trail) for trail in trails], [tree.size for tree in trees]
@@ -151,16 +152,17 @@ class Packet(Fields):
         for place, field in enumerate((lines, lengths, firsts, trail_rows, nodes)):
             entries[place::ENTRY] = field
         self._write_first("entries", entries)
-        (group, block), tiles = queries, list[int]()
-        for line, end, first, trail, root, size in zip(lines, ends, firsts, trail_rows, roots, nodes, strict=True):
-            for number in range(-(-trail * group // block)):
-                tiles += line, end, first, trail, number, 0
-            for number in range(-(-size * group // block)):
-                tiles += line, end, root, size, number, 1
-        self._tiles = len(tiles) // TILE
-        if self._tiles > self.tiles_room:
-            raise ValueError(f"{self._tiles} tiles of attention in a step that has room for {self.tiles_room}")
-        self._write_first("tiles", tiles)
+        for shape, (group, block) in enumerate(queries):
+            tiles: list[int] = []
+            for line, end, first, trail, root, size in zip(lines, ends, firsts, trail_rows, roots, nodes, strict=True):
+                for number in range(-(-trail * group // block)):
+                    tiles += line, end, first, trail, number, 0
+                for number in range(-(-size * group // block)):
+                    tiles += line, end, root, size, number, 1
+            count = self._tiles[shape] = len(tiles) // TILE
+            if count > self.tiles_room[shape]:
+                raise ValueError(f"{count} tiles of attention in a step that has room for {self.tiles_room[shape]}")
+            self._write_first(f"tiles_{shape}", tiles)
         *starts, self.needed = accumulate(wanted, initial=0)
         return starts
 
@@ -171,12 +173,14 @@ class Packet(Fields):
         self._memory[start:middle] = numbers
         self._memory[middle:end] = rest[: end - middle]
 
-    def _write_first(self, name: str, numbers: Sequence[int]) -> None:
-        """Write the first numbers of a field."""
-        pack_into(f"{len(numbers)}i", self._memory, 4 * self._places[name][0], *numbers)
+    def _write_first(self, name: str, numbers: Sequence[int], skip: int = 0) -> None:
+        """Write the first numbers of a field, or those behind the `skip` first ones."""
+        pack_into(f"{len(numbers)}i", self._memory, 4 * (self._places[name][0] + skip), *numbers)
 
-    def end(self, commits: Sequence[int], moves: Sequence[int]) -> None:
-        """Write the moves of accepted K/V, flat as in the fields, and how many tiles and commits there are."""
+    def end(self, commits: Sequence[int], moves: Sequence[Sequence[int]]) -> None:
+        """Write the commits and every group's moves of accepted K/V, flat as in the fields, and how many tiles and
+        commits there are."""
         self._write_first("commits", commits)
-        self._write_first("moves", moves)
-        self._write_first("counts", (self._tiles, len(commits) // 2))
+        for group, own in enumerate(moves):
+            self._write_first("moves", own, 2 * self.moves_room * group)
+        self._write_first("counts", [number for tiles in self._tiles for number in (tiles, len(commits) // 2)])

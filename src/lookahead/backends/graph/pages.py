@@ -1,8 +1,9 @@
 """Which page of the K/V memory belongs to whom. Only numbers live here: the memory itself is the device's.
 
-A page holds the K/V of `page_size` tokens. A sequence has a `PageTable`. Full pages can be remembered under a hash of
-all the text up to their end, so that a sequence that begins the same shares them. Such a page outlives its sequences,
-until its room is needed.
+A page holds the K/V of `page_size` tokens. A sequence has a `PageTable` in the pool of every attention group. Full
+pages can be remembered under a hash of all the text up to their end, so that a sequence that begins the same shares
+them. Such a page outlives its sequences, until its room is needed. Where layers have a window, a sequence gives the
+pages behind it back while it goes on.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 PAGE_SIZE = 64
+DROPPED = -1
+"""In a table, in place of a page that the sequence has given back because it lies behind the window."""
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
     """One sequence's pages, in the order of its tokens. `cached` tokens were there when it was opened.
 
-    `digests` are the hashes of its first pages, as far as they were found or remembered. Its own page may be a second
-    copy of the one that is known under the same hash.
+    The first `dropped` pages lie behind the window, and are `DROPPED`. `digests` are the hashes of its first pages, as
+    far as they were found or remembered. Its own page may be a second copy of the one that is known under the same
+    hash.
     """
 
     root: bytes
     cached: int = 0
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    dropped: int = 0
 
 
 class PagePool:
@@ -35,13 +40,15 @@ class PagePool:
 
     A page is known by a 128-bit BLAKE2b hash over the hash before it and its own tokens; the first one hashes the salt.
     The tokens themselves are not compared: among 2^32 pages, two different texts share a hash with a chance of 2^-65.
+    With a `window`, no row sees further back than that, and `most_rows` is the most rows of a pass.
     """
 
-    def __init__(self, pages: int, page_size: int = PAGE_SIZE) -> None:
+    def __init__(self, pages: int, page_size: int = PAGE_SIZE, window: int | None = None, most_rows: int = 1) -> None:
         if pages < 1 or page_size < 1:
             raise ValueError(f"a pool of {pages} pages of {page_size} tokens holds nothing")
-        self.pages, self.page_size = pages, page_size
+        self.pages, self.page_size, self.window = pages, page_size, window
         self.queries = self.query_tokens = self.hit_tokens = 0
+        self._most_pages = pages_in_window(window, most_rows, page_size) if window is not None else 0
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages
         self._known: dict[bytes, int] = {}
@@ -63,29 +70,49 @@ class PagePool:
         """Pages that sequences use."""
         return self.pages - self.free - self.kept
 
+    @property
+    def usage(self) -> float:
+        """The part of the pages in use, 0 to 1."""
+        return self.used / self.pages
+
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> PageTable:
-        """A table for a sequence that begins with these tokens.
+        """A table for a sequence that begins with these tokens; see `open_together`."""
+        return open_together([self], tokens, salt)[0]
 
-        It has the longest known run of full pages, at most len(tokens) - 1 tokens: the last token always has to run.
-        """
-        table = PageTable(blake2b(salt.encode(), digest_size=16).digest())
-        for digest in self._hashes(table, tokens, max(0, len(tokens) - 1) // self.page_size):
-            page = self._known.get(digest)
-            if page is None:
-                break
+    def first_page(self, tokens: int) -> int:
+        """The first page that a sequence with this many cached tokens keeps: the first one that a row behind its last
+        full page reads, so that another sequence can begin there."""
+        if self.window is None:
+            return 0
+        return max(0, tokens // self.page_size * self.page_size - self.window + 1) // self.page_size
+
+    def can_begin(self, digests: Sequence[bytes]) -> list[bool]:
+        """For n = 0, 1, ...: whether a sequence can begin with n cached pages, because all that it reads are known."""
+        run, found = 0, [True]
+        for count, digest in enumerate(digests, start=1):
+            run = run + 1 if digest in self._known else 0
+            found.append(run >= count - self.first_page(count * self.page_size))
+        return found
+
+    def begin(self, root: bytes, digests: Sequence[bytes]) -> PageTable:
+        """A table that begins with the known pages of these hashes, without those behind the window."""
+        first = self.first_page(len(digests) * self.page_size)
+        shared = [self._known[digest] for digest in digests[first:]]
+        for page in shared:
             self._use(page)
-            table.pages.append(page)
-            table.digests.append(digest)
-        table.cached = len(table.pages) * self.page_size
-        if tokens:
-            self.queries += 1
-            self.query_tokens += len(tokens)
-            self.hit_tokens += table.cached
-        return table
+        return PageTable(root, len(digests) * self.page_size, [DROPPED] * first + shared, list(digests), first)
 
-    def reserve(self, table: PageTable, tokens: int) -> bool:
+    def lacks(self, table: PageTable, tokens: int, cached: int) -> int:
+        """How many pages the table lacks to hold this many tokens. `cached` of them are there before the next pass:
+        with a window no more is needed than the pass can read or write."""
+        end = self._pages_of(tokens)
+        if self.window is not None:
+            end = min(end, self.first_page(cached) + self._most_pages)
+        return end - len(table.pages)
+
+    def reserve(self, table: PageTable, tokens: int, cached: int = 0) -> bool:
         """Let the table grow until it holds so many tokens. If there is no room for all of them, nothing changes."""
-        lacking = self._pages_of(tokens) - len(table.pages)
+        lacking = self.lacks(table, tokens, cached)
         if lacking > self.free + self.kept:
             return False
         for _ in range(lacking):
@@ -93,6 +120,20 @@ class PagePool:
             self._use(page)
             table.pages.append(page)
         return True
+
+    def drop_behind(self, table: PageTable, cached: int) -> None:
+        """Give back the pages that a sequence with this many cached tokens does not read any more."""
+        end = min(self.first_page(cached), len(table.pages))
+        for place in range(table.dropped, end):
+            self._give_back(table.pages[place])
+            table.pages[place] = DROPPED
+        table.dropped = max(table.dropped, end)
+
+    def skip_behind(self, table: PageTable, cached: int) -> None:
+        """Let an empty table begin behind the pages that a sequence with this many cached tokens does not read."""
+        if not table.pages:
+            table.dropped = self.first_page(cached)
+            table.pages = [DROPPED] * table.dropped
 
     def shrink(self, table: PageTable, tokens: int) -> None:
         """Give the pages beyond so many tokens back."""
@@ -105,7 +146,8 @@ class PagePool:
         Where another page is known for the same text, that one stays the known one.
         """
         whole = min(len(tokens) // self.page_size, len(table.pages))
-        for digest in self._hashes(table, tokens, whole):
+        for digest in hashes(table.digests[-1] if table.digests else table.root, tokens, self.page_size,
+                             len(table.digests), whole):  # fmt: skip
             self._publish(digest, table.pages[len(table.digests)])
             table.digests.append(digest)
 
@@ -117,16 +159,8 @@ class PagePool:
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _hashes(self, table: PageTable, tokens: Sequence[int], whole: int) -> Iterator[bytes]:
-        """The hashes of the text's first `whole` pages, without those that the table has already."""
-        digest, size = table.digests[-1] if table.digests else table.root, self.page_size
-        for page in range(len(table.digests), whole):
-            text = array("q", tokens[page * size : (page + 1) * size]).tobytes()
-            digest = blake2b(digest + text, digest_size=16).digest()
-            yield digest
-
     def _publish(self, digest: bytes, page: int) -> None:
-        if digest not in self._known:
+        if digest not in self._known and page != DROPPED:
             self._known[digest], self._digest[page] = page, digest
 
     def _use(self, page: int) -> None:
@@ -138,6 +172,15 @@ class PagePool:
         del self._known[self._digest.pop(page)]
         return page
 
+    def _give_back(self, page: int) -> None:
+        """One user less. A known page without users is kept, an unknown one is free."""
+        self._users[page] -= 1
+        if not self._users[page]:
+            if page in self._digest:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
     def _release(self, table: PageTable, count: int) -> None:
         """Take all but the first `count` pages from the table.
 
@@ -148,15 +191,116 @@ class PagePool:
             self._publish(digest, page)
         for place in range(len(table.pages) - 1, -1, -1):
             page = table.pages[place]
-            if place >= count:
-                self._users[page] -= 1
-                if not self._users[page]:
-                    if page in self._digest:
-                        self._kept[page] = None
-                    else:
-                        self._free.append(page)
+            if place >= count and page != DROPPED:
+                self._give_back(page)
             if place < len(table.digests):
-                known = self._known[table.digests[place]]
-                if known in self._kept:
+                known = self._known.get(table.digests[place])
+                if known is not None and known in self._kept:
                     self._kept.move_to_end(known)
         del table.pages[count:], table.digests[count:]
+        table.dropped = min(table.dropped, count)
+
+
+class PagePools:
+    """The pools of all attention groups. A sequence has a table in each."""
+
+    def __init__(self, pools: Sequence[PagePool]) -> None:
+        self.pools = list(pools)
+
+    @property
+    def pages(self) -> int:
+        return sum(pool.pages for pool in self.pools)
+
+    @property
+    def free(self) -> int:
+        """Pages that hold nothing, in the pool that has the fewest."""
+        return min([pool.free for pool in self.pools])
+
+    @property
+    def kept(self) -> int:
+        return sum(pool.kept for pool in self.pools)
+
+    @property
+    def used(self) -> int:
+        return sum(pool.used for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """The part of the pages in use, 0 to 1, of the pool that is fullest."""
+        return max(pool.usage for pool in self.pools)
+
+    @property
+    def query_tokens(self) -> int:
+        return self.pools[0].query_tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.pools[0].hit_tokens
+
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> list[PageTable]:
+        return open_together(self.pools, tokens, salt)
+
+    def reserve(self, tables: Sequence[PageTable], tokens: int, cached: int) -> bool:
+        """See `PagePool.reserve`: in all pools, or in none."""
+        pairs = list(zip(self.pools, tables, strict=True))
+        if len(pairs) > 1 and any(pool.lacks(table, tokens, cached) > pool.free + pool.kept for pool, table in pairs):
+            return False
+        return all(pool.reserve(table, tokens, cached) for pool, table in pairs)
+
+    def drop_behind(self, tables: Sequence[PageTable], cached: int) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            if pool.window is not None:
+                pool.drop_behind(table, cached)
+
+    def skip_behind(self, tables: Sequence[PageTable], cached: int) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.skip_behind(table, cached)
+
+    def shrink(self, tables: Sequence[PageTable], tokens: int) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.shrink(table, tokens)
+
+    def remember(self, tables: Sequence[PageTable], tokens: Sequence[int]) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.remember(table, tokens)
+
+    def close(self, tables: Sequence[PageTable]) -> None:
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.close(table)
+
+
+def open_together(pools: Sequence[PagePool], tokens: Sequence[int], salt: str) -> list[PageTable]:
+    """A sequence's table in each of these pools, for a sequence that begins with these tokens.
+
+    They have the longest run of full pages of which every pool knows what its layers read, at most len(tokens) - 1
+    tokens: the last token always has to run.
+    """
+    root, size = blake2b(salt.encode(), digest_size=16).digest(), pools[0].page_size
+    whole = next((pool for pool in pools if pool.window is None), None)
+    digests: list[bytes] = []
+    for digest in hashes(root, tokens, size, 0, max(0, len(tokens) - 1) // size):
+        if whole is not None and digest not in whole._known:
+            break  # layers without a window read everything before
+        digests.append(digest)
+    possible = map(all, zip(*(pool.can_begin(digests) for pool in pools), strict=True))
+    count = max(n for n, known in enumerate(possible) if known)
+    tables = [pool.begin(root, digests[:count]) for pool in pools]
+    for pool in pools if tokens else ():
+        pool.queries += 1
+        pool.query_tokens += len(tokens)
+        pool.hit_tokens += count * size
+    return tables
+
+
+def hashes(before: bytes, tokens: Sequence[int], size: int, first: int, end: int) -> Iterator[bytes]:
+    """The hashes of a text's pages `first` to `end`; `before` is that of the page before them, or the salt's."""
+    for page in range(first, end):
+        text = array("q", tokens[page * size : (page + 1) * size]).tobytes()
+        before = blake2b(before + text, digest_size=16).digest()
+        yield before
+
+
+def pages_in_window(window: int, most_rows: int, page_size: int) -> int:
+    """The most pages that a sequence keeps for a pass: those of the window before its last full page, and those of the
+    rows behind that page. Neither begins where a page does."""
+    return -(-(window + most_rows) // page_size) + 2

@@ -8,41 +8,48 @@ from dataclasses import dataclass
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.packet import MOST_ENTRIES
-from lookahead.backends.graph.pages import PagePool, PageTable
+from lookahead.backends.graph.pages import PagePool, PagePools, PageTable
 from lookahead.backends.graph.sizes import PAGE
 
 
 @dataclass(slots=True)
 class Slot:
-    """A sequence: its `line` in the device's tables, its pages, and how many of its tokens are cached.
+    """A sequence: its `line` in the device's tables, its pages in every attention group, and its cached tokens.
 
-    `told` pages are in the device's table. `rules_line` is its line in the tables of `adjusting`, or -1; the first
-    `counted` tokens of its text are counted there.
+    `room`: how many tokens its pages hold, in all groups. `told` pages of each group are in the device's table.
+    `rules_line` is its line in the tables of `adjusting`, or -1; the first `counted` tokens of its text are counted
+    there.
     """
 
     line: int
-    table: PageTable
+    tables: list[PageTable]
     length: int
-    told: int = 0
+    room: int
+    told: list[int]
     rules_line: int = -1
     counted: int = 0
 
-    def place(self, position: int) -> int:
-        """Where a token stands in all pages. The pool's page 0 is the device's page 1."""
-        return (self.table.pages[position // PAGE] + 1) * PAGE + position % PAGE
+    def place(self, group: int, position: int) -> int:
+        """Where a token stands in all pages of a group. The pool's page 0 is the device's page 1."""
+        return (self.tables[group].pages[position // PAGE] + 1) * PAGE + position % PAGE
+
+    def count_room(self) -> None:
+        """Bring `room` up to date with the tables."""
+        self.room = min([len(table.pages) for table in self.tables]) * PAGE
 
 
 class Slots:
     """All open slots (`by_number`), and the pages of `kv` that they share.
 
     `lines` are those of the device's tables that no slot has. `pending` are the commits whose K/V have not moved yet:
-    per sequence, from where to where.
+    per sequence and attention group, from where to where. `most_rows` is the most rows of a pass.
     """
 
-    def __init__(self, kv: PagedKV) -> None:
-        self.kv, self.pool = kv, PagePool(kv.pages, PAGE)
+    def __init__(self, kv: PagedKV, most_rows: int) -> None:
+        self._most_rows = most_rows
+        self.replace_pages(kv)
         self.lines = list(range(MOST_ENTRIES - 1, -1, -1))
-        self.pending: list[list[int]] = []
+        self.pending: list[list[list[int]]] = []
         self.by_number: dict[int, Slot] = {}
         self._next = 0
 
@@ -64,74 +71,89 @@ class Slots:
         """A slot for a new sequence, with the pages of an earlier one that began the same, if there is one."""
         if not self.lines:
             raise RuntimeError(f"{MOST_ENTRIES} sequences are open; close one before you open another")
-        number, table = self._next, self.pool.open(tokens, salt)
+        number, tables = self._next, self.pool.open(tokens, salt)
         self._next += 1
-        self.by_number[number] = Slot(self.lines.pop(), table, table.cached)
+        cached = tables[0].cached
+        self.by_number[number] = Slot(self.lines.pop(), tables, cached, cached, [0] * len(tables))
         return number
 
     def close(self, number: int) -> Slot:
         """Give a slot's line and pages back. What the pool remembers stays while there is room."""
         closed = self.by_number.pop(number)
         self.lines.append(closed.line)
-        self.pool.close(closed.table)
+        self.pool.close(closed.tables)
         return closed
 
     # Pages.
 
     def replace_pages(self, kv: PagedKV) -> None:
         """Take other pages. No slot is open."""
-        self.kv, self.pool = kv, PagePool(kv.pages, PAGE)
+        pairs = zip(kv.groups, kv.pages, strict=True)
+        self.kv = kv
+        self.pool = PagePools([PagePool(pages, PAGE, group.window, self._most_rows) for group, pages in pairs])
 
-    def has_pages(self, slot: Slot, tokens: int) -> bool:
-        """Whether the sequence has pages for so many tokens; if need be, it gets some."""
-        if len(slot.table.pages) * PAGE >= tokens and self.pool.free:
+    def has_pages(self, slot: Slot, tokens: int, *, drop: bool = True) -> bool:
+        """Whether the sequence has pages for this many tokens; if need be, it gets some. Of a longer text that is still
+        to be read, a group with a window has the pages of the next pass. `drop`: pages behind a window are given back
+        first; what others may share of them has been remembered by then."""
+        if slot.room >= tokens and self.pool.free:
             return True
+        if drop:
+            self.pool.drop_behind(slot.tables, slot.length)
         if not self.pool.free:  # give back what a larger tree needed before
-            self.pool.shrink(slot.table, tokens)
-            slot.told = min(slot.told, len(slot.table.pages))
-        return tokens <= self.kv.longest * PAGE and self.pool.reserve(slot.table, tokens)
+            self.pool.shrink(slot.tables, tokens)
+            slot.told = [min(told, len(table.pages)) for told, table in zip(slot.told, slot.tables, strict=True)]
+        found = tokens <= self.kv.longest * PAGE and self.pool.reserve(slot.tables, tokens, slot.length)
+        slot.count_room()
+        return found
 
     def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
         """Take pages for so many tokens of each sequence, or raise MemoryError."""
         free = self.pool.free
         for slot, count in zip(slots, tokens, strict=True):
-            if free and len(slot.table.pages) * PAGE >= count:
+            if free and slot.room >= count:
                 continue  # as `has_pages` would say, in a third of the time
             if not self.has_pages(slot, count):
                 raise MemoryError(
-                    f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.kv.pages} pages are in use, "
-                    f"and a sequence may have {self.kv.longest} of them"
+                    f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.pool.pages} pages are in "
+                    f"use, and a sequence may have {self.kv.longest} of them"
                 )
             free = self.pool.free
 
     def tell_pages(self, slot: Slot) -> None:
-        """Tell the device which pages the sequence has got since it was told last."""
-        pages = slot.table.pages
-        if slot.told < len(pages):
-            self.kv.set_table(slot.line, [page + 1 for page in pages], slot.told)
-            slot.told = len(pages)
+        """Send the device the pages that the sequence has got since the last time. Pages behind a window stay in its
+        table: they are numbers of pages still, and their keys are not seen."""
+        for group, (table, told) in enumerate(zip(slot.tables, slot.told, strict=True)):
+            if told < len(table.pages):
+                self.kv.set_table(group, slot.line, [page + 1 for page in table.pages[told:]], told)
+                slot.told[group] = len(table.pages)
 
     def tell_all_pages(self, slots: Sequence[Slot]) -> None:
-        """Tell the device of all pages that these sequences have."""
+        """Send the device all pages that these sequences have."""
         for slot in slots:
-            if slot.told < len(slot.table.pages):
-                self.tell_pages(slot)
+            for table, told in zip(slot.tables, slot.told, strict=True):
+                if told < len(table.pages):
+                    self.tell_pages(slot)
+                    break
 
     def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
         """Take the pages that sequences of so many tokens may need next, if there are plenty.
 
-        It takes long to tell the device of a page, so it is told while it runs a step, not between two of them.
+        It takes long to send the device a page, so it is sent while the device runs a step, not between two of them.
         """
         for slot, count in zip(slots, tokens, strict=True):
-            enough = len(slot.table.pages) * PAGE >= count + PAGE // 2
-            if not enough and self.pool.free > len(self) and self.has_pages(slot, count + PAGE // 2):
+            enough = slot.room >= count + PAGE // 2
+            if not enough and self.pool.free > len(self) and self.has_pages(slot, count + PAGE // 2, drop=False):
                 self.tell_pages(slot)
 
-    def forget_pages(self, slot: Slot) -> None:
-        """Give all pages of a sequence back, if others may share some of them: new ones are its own."""
-        if slot.table.digests:
-            self.pool.shrink(slot.table, 0)
-            slot.told = 0
+    def forget_pages(self, slot: Slot, length: int) -> None:
+        """Give all pages of a sequence back, if others may share some of them: new ones are its own, and hold the last
+        of `length` tokens that its layers read."""
+        if slot.tables[0].digests:
+            self.pool.shrink(slot.tables, 0)
+            slot.told = [0] * len(slot.tables)
+        self.pool.skip_behind(slot.tables, length)
+        slot.count_room()
 
     # Commits.
 
@@ -142,22 +164,25 @@ class Slots:
             if path and path[-1] != len(path):  # some nodes do not stand right behind the root
                 # They are noted as places in the pages, because the sequence may give some of its pages back, or end,
                 # before they move. That is no harm: a step moves them before it writes anything.
-                moves: list[int] = []
-                for target, node in enumerate(path, start=1):
-                    moves += slot.place(slot.length + node), slot.place(slot.length + target)
+                moves: list[list[int]] = []
+                for group in range(len(slot.tables)):
+                    moves.append([])
+                    for target, node in enumerate(path, start=1):
+                        moves[group] += slot.place(group, slot.length + node), slot.place(group, slot.length + target)
                 self.pending.append(moves)
             slot.length += 1 + len(path)
 
     def pending_fit(self, most: int, most_moves: int) -> bool:
         """Whether a packet with room for so many commits and moves can carry all that is pending."""
-        return len(self.pending) <= most and sum(map(len, self.pending)) <= 2 * most_moves
+        return len(self.pending) <= most and sum([len(moves[0]) for moves in self.pending]) <= 2 * most_moves
 
-    def take_pending(self) -> tuple[list[int], list[int]]:
-        """The pending commits and their moves, flat, as the packet has them. They then count as done."""
+    def take_pending(self) -> tuple[list[int], list[list[int]]]:
+        """The pending commits, and their moves in each group, flat, as the packet has them. They then count as done."""
         pending, self.pending = self.pending, []
         commits: list[int] = []
-        moves: list[int] = []
+        all_moves: list[list[int]] = [[] for _ in self.kv.groups]
         for own in pending:
-            commits += len(moves) // 2, len(own) // 2
-            moves += own
-        return commits, moves
+            commits += len(all_moves[0]) // 2, len(own[0]) // 2
+            for moves, group in zip(all_moves, own, strict=True):
+                moves += group
+        return commits, all_moves

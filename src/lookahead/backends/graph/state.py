@@ -1,4 +1,4 @@
-"""What all captured work of a graph backend shares: weights, K/V, buffers, and how work is captured.
+"""What all captured work of a graph backend shares: layers, K/V, buffers, and how work is captured.
 
 Capturing means: let CUDA record what a function launches, so that later one call replays all of it. On a CPU nothing is
 captured, and the same functions run directly.
@@ -19,12 +19,12 @@ import torch
 
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.backends.graph.adjusting import Adjusting
+from lookahead.backends.graph.kernels.tiles import Cut, Grid, HeadShape, TileSize
 from lookahead.backends.graph.kv import PagedKV
+from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Drawing, Ops, new_top_work
 from lookahead.backends.graph.packet import MOST_ENTRIES
-from lookahead.backends.graph.products import Products
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
-from lookahead.backends.graph.weights import Weights
 
 NOISE_LINES = 32
 """Output positions whose noise is kept at once: more than a tree is deep."""
@@ -39,9 +39,8 @@ class DeviceState:
     counts what was made ready so far, captured or not.
     """
 
-    weights: Weights
+    model: GraphModel
     ops: Ops
-    products: Products
     kv: PagedKV
     buffers: Buffers
     capture: bool
@@ -52,7 +51,7 @@ class DeviceState:
 
     @property
     def device(self) -> torch.device:
-        return self.weights.embedding.device
+        return self.model.like.device
 
     def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """A graph of what `work` launches, without running it. It has run once: what that compiles cannot be compiled
@@ -69,38 +68,28 @@ class DeviceState:
 
 
 class Buffers:
-    """The activations of a step, [rows, width] each, for the largest step. Smaller steps use their first rows.
+    """The activations of a step for the largest step, and what else captured steps share because they never run at the
+    same time.
 
-    All captured steps share them, because they never run at the same time. So is `results`, where every step leaves its
-    targets and top tokens (see `ops.TopTokens`): a step ahead finds its tokens there.
+    A layer asks for a buffer by its name and width. Layers of different widths share its memory. `logits` [needed
+    rows, V] are of the needed rows alone. `results`: every step leaves its targets and top tokens there (see
+    `ops.TopTokens`), and a step ahead finds its tokens there. `work`: for each attention group, memory of its kernels.
     """
 
-    def __init__(self, weights: Weights, ops: Ops, most_rows: int) -> None:
-        w, like = weights, weights.embedding
-        rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to that
-        hidden, inner = like.shape[1], w.layers[0].down.shape[1]
-
-        def new(width: int, count: int = rows) -> torch.Tensor:
-            return like.new_zeros(count, width)
-
-        self.residual, self.normed, self.delta = new(hidden), new(hidden), new(hidden)
-        self.qkv = new((w.heads + 2 * w.kv_heads) * w.dim)
-        self.q, self.mixed = new(w.heads * w.dim), new(w.heads * w.dim)
-        self.gate_up, self.active = new(2 * inner), new(inner)
-        self.logits = new(len(w.head), min(rows, MOST_NEEDED))
+    def __init__(self, model: GraphModel, ops: Ops, most_rows: int) -> None:
+        like, vocabulary = model.like, model.head.head.out
+        self._rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to that
+        self._memory = {name: like.new_zeros(self._rows * width) for name, width in model.buffers().items()}
+        self.logits = like.new_zeros(min(self._rows, MOST_NEEDED), vocabulary)
         self._compiled = ops.compiled
-        self.results = like.new_zeros(len(self.logits), 1 + 2 * min(KEPT_TOKENS, len(w.head)), dtype=torch.int32)
+        self.results = like.new_zeros(len(self.logits), 1 + 2 * min(KEPT_TOKENS, vocabulary), dtype=torch.int32)
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self._top_work: dict[int, Any] = {}
-        self.work = ops.workspace()
-        group = w.heads // w.kv_heads
-        for size in sizes_to(most_rows) if self.work is not None else ():
-            for small, alone, one, invariant in product((False, True), repeat=4):
-                tiles = ops.tiles(
-                    size, w.heads, w.kv_heads, w.dim, small=small, alone=alone, one=one, invariant=invariant
-                )
-                count = most_tiles(size, group, tiles.block_m)
-                self.work.reserve(size, count, tiles, w.heads, w.kv_heads, w.dim)
+        self.work = [new_work(ops, group.shape, most_rows) for group in model.groups]
+
+    def rows(self, name: str, width: int) -> torch.Tensor:
+        """The buffer of this name as [rows of the largest step, width]."""
+        return self._memory[name][: self._rows * width].view(self._rows, width)
 
     def top_work(self, top: int) -> Any:
         """Memory for finding the `top` best tokens of any step's rows; None on a CPU."""
@@ -137,6 +126,16 @@ class Buffers:
     def noise(self) -> torch.Tensor:
         """See `GraphBackend.noise`."""
         return torch.ones(NOISE_LINES, self.logits.shape[1], dtype=torch.float32, device=self.logits.device)
+
+
+def new_work(ops: Ops, shape: HeadShape, most_rows: int) -> Any:
+    """Memory for attention over heads of this shape, in every step of up to `most_rows` rows; None on a CPU."""
+    work = ops.workspace()
+    for rows in sizes_to(most_rows) if work is not None else ():
+        for size, grid, invariant in product(TileSize, Grid, (False, True)):
+            tiles = ops.tiles(rows, shape, Cut(size, grid), invariant=invariant)
+            work.reserve(rows, most_tiles(rows, shape.group, tiles.block_m), tiles, *shape)
+    return work
 
 
 def most_tiles(rows: int, group: int, block: int) -> int:

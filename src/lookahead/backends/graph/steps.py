@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.forward import CapturedForward
-from lookahead.backends.graph.kinds import ForwardKind, StepKind, TargetsKind, kind_of, stand_in
+from lookahead.backends.graph.kinds import Device, ForwardKind, StepKind, TargetsKind, kind_of, stand_in
 from lookahead.backends.graph.state import DeviceState
 from lookahead.backends.graph.targets import CapturedTargets
 
@@ -26,15 +26,16 @@ class CapturedSteps:
     """
 
     def __init__(self, state: DeviceState, *, invariant: bool, patient: bool) -> None:
-        self.state, self.invariant, self.patient = state, invariant, patient
+        self.state, self.patient = state, patient
+        self.device = Device(state.model.shapes, state.ops.processors, invariant)
         self.forwards: dict[ForwardKind, CapturedForward] = {}
         self.targets: dict[TargetsKind, CapturedTargets] = {}
         self.pairs: dict[StepKind, CapturedStep] = {}
         self._missed: Counter[ForwardKind] = Counter()  # how often a kind was asked for that was not there
 
     def kind(self, items: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
-        """The kind of a step of these inputs, whose sequences have so many tokens cached."""
-        return kind_of(items, lengths, self.state.weights, self.state.ops.processors, self.invariant)
+        """The kind of a step of these inputs, whose sequences have `lengths` tokens cached."""
+        return kind_of(items, lengths, self.device)
 
     def choose(self, items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
         """The captured step for these inputs."""

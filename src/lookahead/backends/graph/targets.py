@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.backends.graph.kinds import TargetsKind
+from lookahead.backends.graph.kinds import Targets, TargetsKind
 from lookahead.backends.graph.ops import LogProbs, TopTokens
 from lookahead.backends.graph.state import Captured, DeviceState
 from lookahead.backends.graph.targets_packet import TargetsPacket
@@ -21,10 +21,10 @@ class CapturedTargets(Captured):
 
     def __init__(self, state: DeviceState, kind: TargetsKind) -> None:
         super().__init__(state)
-        self.kind = kind
+        self.kind, self.draws = kind, kind.targets is not Targets.GREEDY
         device, buffers = state.device, state.buffers
         self.packet = TargetsPacket(
-            kind.needed, device.type == "cuda", drawn=kind.drawn, adjusted=kind.adjusted, most_rows=state.most_rows
+            kind.needed, device.type == "cuda", drawn=self.draws, adjusted=kind.adjusted, most_rows=state.most_rows
         )
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views = self.packet.views(self.memory)
@@ -32,7 +32,7 @@ class CapturedTargets(Captured):
         self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
         # What some kinds need is made here, because nothing may be made in a capture.
         self.logprobs: LogProbs | None = None
-        if kind.drawn:
+        if self.draws:
             buffers.drawing, buffers.noise  # noqa: B018
         if kind.adjusted:
             buffers.adjusting, buffers.scores(kind.needed)
@@ -67,7 +67,7 @@ class CapturedTargets(Captured):
             self.state.buffers.adjusting.count(self.views)
         # 2. The targets.
         self._choose()
-        if self.kind.drawn:
+        if self.draws:
             self.ahead.zero_()
         # 3. Copy the results to the host.
         ops.copy_pinned(self.top.out, self.top.host_copies[0])
@@ -77,7 +77,7 @@ class CapturedTargets(Captured):
     @torch.inference_mode()
     def _run_ahead(self) -> None:
         """The targets of one token further in every sequence."""
-        if self.kind.drawn:
+        if self.draws:
             self.views["draws"][:, 4] = self.views["next_uniforms"].index_select(1, self.ahead)[:, 0]
             self.ahead.add_(1)
         self._choose()
@@ -90,11 +90,13 @@ class CapturedTargets(Captured):
             scores, drawing = buffers.scores(kind.needed)
             buffers.adjusting.adjust(logits, scores, views)
         self.top.fill(scores)
-        if kind.drawn:
+        if self.draws:
             if not kind.adjusted:
                 drawing = buffers.drawing
-            if kind.raced:
-                drawing.race(scores, views["draws"], buffers.noise, views["noise"], self.top.out, self.top.work)
+            if kind.targets is Targets.MULTINOMIAL:
+                drawing.draw_multinomial(
+                    scores, views["draws"], buffers.noise, views["noise"], self.top.out, self.top.work
+                )
             else:
                 drawing.draw(scores, views["draws"], self.top.out, self.top.work)
         if self.logprobs is not None:

@@ -12,7 +12,8 @@ import torch
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kernels import attention, depths, fused, tiles
 from lookahead.backends.graph.kernels.rows import Rows, new_rows
-from lookahead.backends.graph.kinds import kind_of
+from lookahead.backends.graph.kernels.tiles import HeadShape
+from lookahead.backends.graph.kinds import Device, kind_of
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE, bucket
@@ -42,8 +43,8 @@ class Case:
     context: int
 
     @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
+    def shape(self) -> HeadShape:
+        return HeadShape(self.heads, self.kv_heads, self.dim)
 
     @property
     def bytes(self) -> int:
@@ -95,20 +96,20 @@ def _planned(case: Case, tables: torch.Tensor, invariant: bool) -> tuple[Rows, a
     ops, lines, lengths = Ops(tables.device), range(case.sequences), [case.context] * case.sequences
     trees = [tree_of(case.count)] * case.sequences
     items = [StepInput(line, (), tree, SamplingParams(), ()) for line, tree in zip(lines, trees, strict=True)]
-    kind = kind_of(items, lengths, case, ops.processors, invariant).forward
-    how = {"small": kind.small, "alone": kind.alone, "one": kind.one, "invariant": kind.invariant}
-    size, cut = kind.rows, ops.tiles(kind.rows, case.heads, case.kv_heads, case.dim, **how)
-    count = most_tiles(size, case.group, cut.block_m)
-    packet = Packet(size, size, count, pinned=False)
+    shape = case.shape
+    kind = kind_of(items, lengths, Device((shape,), ops.processors, invariant)).forward
+    size, cut = kind.rows, ops.tiles(kind.rows, shape, kind.cuts[0], invariant=kind.invariant)
+    count = most_tiles(size, shape.group, cut.block_m)
+    packet = Packet(size, size, [count], 1, pinned=False)
     packet.begin()
-    packet.put(lines, lengths, [()] * case.sequences, trees, (case.group, cut.block_m))
-    packet.end((), ())
-    rows = new_rows(packet.views(packet.host.to(tables.device)), tables, size)
+    packet.put(lines, lengths, [()] * case.sequences, trees, [(shape.group, cut.block_m)])
+    packet.end((), [()])
+    rows = new_rows(packet.views(packet.host.to(tables.device)), 0, tables, size)
     fused.place_nodes(rows)
     work = attention.Workspace(tables.device)
-    work.reserve(size, count, cut, case.heads, case.kv_heads, case.dim)
+    work.reserve(size, count, cut, *shape)
     if cut.reach:  # the trees' nodes by depth, once for all layers
-        depths.order_by_depth(rows, work.order, cut, case.group)
+        depths.order_by_depth(rows, work.order, cut, shape.group)
     return rows, work, cut
 
 
@@ -129,7 +130,7 @@ def _dense(case: Case, q: torch.Tensor, sets: int, scale: float) -> partial[None
     def run() -> None:
         for keys, values in caches:
             torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, enable_gqa=case.group > 1, scale=scale
+                query, keys, values, attn_mask=mask, enable_gqa=case.shape.group > 1, scale=scale
             )
 
     return partial(run)

@@ -149,7 +149,7 @@ def batch(bench: GpuBench) -> None:
     for label, sampling in SAMPLINGS.items():
         plain: dict[int, list[int]] = {}
         for count in SEQUENCES:
-            if (len(prompts[0]) + 2 * tokens) * count > backend.kv.pages * 64:
+            if (len(prompts[0]) + 2 * tokens) * count > min(backend.kv.pages) * 64:
                 continue
             for name, config in METHODS.items():
                 measured = []
@@ -166,7 +166,7 @@ def batch(bench: GpuBench) -> None:
                 same = sum(plain[number] == output for number, output in load.outputs.items())
                 record = {"batch": count, "method": name, "sampling": label, **measured[0]}
                 if name == "autoregressive":
-                    bound = count * bandwidth / bytes_read(backend.weights, count, record["context"])
+                    bound = count * bandwidth / bytes_read(backend.layers, count, record["context"])
                     record["of_bound"] = round(record["tok_s"] / bound, 3)
                 bench.add(record | {"answers": len(load.outputs), "as_first_seen": same})
 

@@ -64,7 +64,7 @@ def bound(bench: GpuBench) -> None:
     bandwidth = copy_bandwidth(backend.device)
     for sequences in BOUND_SEQUENCES:
         device, _ = step_ms(backend, 1, BOUND_CONTEXT, sequences)
-        least = 1e3 * bytes_read(backend.weights, sequences, BOUND_CONTEXT) / bandwidth
+        least = 1e3 * bytes_read(backend.layers, sequences, BOUND_CONTEXT) / bandwidth
         record = {"sequences": sequences, "context": BOUND_CONTEXT, "tok_s": round(1e3 * sequences / device, 1)}
         record |= {"device_ms": round(device, 3), "products_ms": round(products_ms(backend, sequences), 3)}
         bench.add(record | {"bound_ms": round(least, 3), "of_bound": round(least / device, 3)})

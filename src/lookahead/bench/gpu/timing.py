@@ -13,8 +13,8 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.sizes import bucket
-from lookahead.backends.graph.weights import Weights
+from lookahead.backends.graph.model import GraphModel
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE, bucket
 from lookahead.config import SamplingParams
 from lookahead.loading.timing import bush
 
@@ -53,11 +53,13 @@ def copy_bandwidth(device: torch.device | str = "cuda") -> float:
     return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) * 1e3
 
 
-def bytes_read(weights: Weights, sequences: int, context: int) -> int:
+def bytes_read(model: GraphModel, sequences: int, context: int) -> int:
     """What a step of one token per sequence has to read at least: the matrices, and every sequence's K/V."""
-    matrices = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    token = 2 * len(weights.layers) * weights.kv_heads * weights.dim * weights.head.element_size()
-    return sum(matrix.nbytes for matrix in (*matrices, weights.head)) + sequences * context * token
+    cached = 0
+    for group in model.groups:
+        seen = context if group.window is None else min(context, group.window)
+        cached += seen * group.page_bytes(model.like.element_size()) // PAGE
+    return sum(matrix.weight.nbytes for matrix in model.matrices) + sequences * cached
 
 
 def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -114,17 +116,16 @@ def step_ms(backend: GraphBackend, count: int, context: int, sequences: int = 1)
 
 def products_ms(backend: GraphBackend, count: int) -> float:
     """Device time of the matrix products of a step of this many tokens, and of nothing else."""
-    w, calls = backend.weights, []
-    matrices = [[getattr(layer, name) for layer in w.layers] for name in ("qkv", "out", "gate_up", "down")]
-    for weights in (*matrices, [w.head]):
-        product = backend.state.products.plan(weights, bucket(count))
-        x = weights[0].new_zeros(product.rows, weights[0].shape[1])
-        out = weights[0].new_empty(product.rows, len(weights[0]))
-        calls.append([(product, x, weight, out) for weight in weights])
-    layers = [call for layer in zip(*calls[:-1], strict=True) for call in layer]
+    rows, buffers, calls = bucket(count), dict[int, torch.Tensor](), []
+    for matrix in backend.layers.matrices:
+        outer, inner = matrix.weight.shape
+        for width in (outer, inner):
+            if width not in buffers:
+                buffers[width] = matrix.weight.new_zeros(max(rows, INVARIANT_ROWS), width)
+        calls.append((matrix.plan(rows), buffers[inner], buffers[outer]))
 
     def run() -> None:
-        for product, x, weight, out in (*layers, *calls[-1]):
-            product(x, weight, out)
+        for multiply, x, out in calls:
+            multiply(x, out)
 
     return median_ms(graphed(run))

@@ -37,13 +37,14 @@ class TreeRows:
     parents: torch.Tensor
 
 
-def new_rows(views: dict[str, torch.Tensor], tables: torch.Tensor, most_nodes: int) -> Rows:
-    """The rows that a packet's `views` describe, with trees of at most `most_nodes` nodes."""
+def new_rows(views: dict[str, torch.Tensor], shape: int, tables: torch.Tensor, most_nodes: int) -> Rows:
+    """The rows that a packet's `views` describe, for layers of head shape number `shape` whose pages are in `tables`,
+    with trees of at most `most_nodes` nodes."""
     size, like = len(views["entry_of"]), views["entry_of"]
     return Rows(
-        counts=views["counts"],
+        counts=views["counts"][shape],
         entries=views["entries"],
-        tiles=views["tiles"],
+        tiles=views[f"tiles_{shape}"],
         entry_of=like,
         parents=views["parents"],
         tables=tables,

@@ -7,8 +7,9 @@ A query is a pair of row and head. An invariant step's keys are cut the same way
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 REACH = 16
 """In an invariant step, keys nearer to a row than this are added one by one. No guess is further from the root."""
@@ -16,15 +17,55 @@ REACH = 16
 FAR = 32
 """From this block of keys on, all splits take part; before it, only the first `Tiles.near_splits` of them."""
 
-SMALL, LARGE = 16, 64
-"""Queries per tile: small tiles for sequences with few rows each, large ones for large trees and for prompts. A tile's
-keys are read once for all of its queries, and a tile of 64 queries takes longer than its keys take to be read."""
 
-SHARED_SMALL, SHARED_LARGE = 6.5, 4.5
-"""Up to so many programs per multiprocessor, every split of a small or a large tile has a program of its own. (Splits
-that only long contexts have are not counted.) On an H200, a layer's attention of four sequences of one row, with 64
-heads of 64 at a context of 512, takes 17 us that way, and 21 us with one program per tile. With eight sequences it is
-28 and 25 us."""
+class TileSize(IntEnum):
+    """Queries per tile: small tiles for sequences with few rows each, large ones for large trees and for prompts.
+
+    A tile's keys are read once for all of its queries, and a tile of 64 queries takes longer than its keys take to be
+    read. With heads wider than 128 a large tile has 32 queries.
+    """
+
+    SMALL = 16
+    LARGE = 64
+
+
+class Grid(IntEnum):
+    """How the programs of a launch share the tiles of a step.
+
+    SINGLE: every split of a tile has a program of its own, and there are no more tiles than if one sequence had all
+    rows. SPLIT: the same for the tiles of several sequences. WHOLE: there are many tiles, and each is done by one
+    program, one split after the other.
+    """
+
+    SINGLE = 0
+    SPLIT = 1
+    WHOLE = 2
+
+
+class Cut(NamedTuple):
+    """How attention is cut: into tiles of which size, and how programs share them."""
+
+    size: TileSize
+    grid: Grid
+
+
+class HeadShape(NamedTuple):
+    """The heads of an attention layer: query heads, K/V heads, and their width."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a K/V head."""
+        return self.heads // self.kv_heads
+
+
+MOST_PROGRAMS = {TileSize.SMALL: 6.5, TileSize.LARGE: 4.5}
+"""Up to this many programs per multiprocessor, every split of a tile has a program of its own. (Splits that only long
+contexts have are not counted.) On an H200, a layer's attention of four sequences of one row, with 64 heads of 64 at a
+context of 512, takes 17 us that way, and 21 us with one program per tile. With eight sequences it is 28 and 25 us."""
 
 SPARE_PROGRAMS = 64
 """Where each tile is done by one program, so many more than if one sequence had all rows: many sequences have more."""
@@ -62,58 +103,51 @@ class Tiles:
         return 1 if self.alone else self.splits + (self.reach > 0)
 
 
-def queries_per_tile(dim: int, *, small: bool) -> int:
+def queries_per_tile(dim: int, size: TileSize) -> int:
     """How many queries a tile has, with heads of this width."""
-    return SMALL if small else 32 if dim > 128 else LARGE
+    return min(int(size), 32) if dim > 128 else int(size)
 
 
 @cache
-def most_shared(heads: int, kv_heads: int, dim: int, processors: int, *, small: bool) -> int:
+def most_split(shape: HeadShape, processors: int, size: TileSize) -> int:
     """The most tiles whose splits have programs of their own; of more tiles, each is done by one program."""
-    near, _ = _invariant_splits(heads, kv_heads, dim, processors)
-    return int((SHARED_SMALL if small else SHARED_LARGE) * processors / ((near + 1) * kv_heads))
+    near, _ = _invariant_splits(shape, processors)
+    return int(MOST_PROGRAMS[size] * processors / ((near + 1) * shape.kv_heads))
 
 
-def tiles_for(
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    *,
-    small: bool,
-    alone: bool,
-    invariant: bool,
-    one: bool = False,
-    processors: int = 132,
-) -> Tiles:
-    """How to cut a step of so many rows. `small` chooses small tiles; `alone` that each is done by one program; `one`
-    that there are no more tiles than if one sequence had all rows. If neither is the case, there are at most
-    `most_shared` tiles."""
-    block_m = queries_per_tile(dim, small=small)
-    tiles = -(-rows * (heads // kv_heads) // block_m)
-    near, splits = _invariant_splits(heads, kv_heads, dim, processors)
-    if one and not invariant:  # about two programs per multiprocessor
-        near, splits = 0, max(1, min(64, 2 * (processors + 4) // (kv_heads * tiles)))
-    cut: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0, "alone": alone}
+def tiles_for(rows: int, shape: HeadShape, cut: Cut, *, invariant: bool, processors: int = 132) -> Tiles:
+    """How to cut a step of this many rows. With `Grid.SPLIT` there are at most `most_split` tiles."""
+    (size, grid), dim = cut, shape.dim
+    block_m = queries_per_tile(dim, size)
+    tiles = -(-rows * shape.group // block_m)
+    near, splits = _invariant_splits(shape, processors)
+    if grid is Grid.SINGLE and not invariant:  # about two programs per multiprocessor
+        near, splits = 0, max(1, min(64, 2 * (processors + 4) // (shape.kv_heads * tiles)))
     # Programs without a tile take time, too, so there are no more of them than may be needed.
-    shared = tiles if one else most_shared(heads, kv_heads, dim, processors, small=small)
-    cut |= {"programs": tiles + SPARE_PROGRAMS if alone else shared, "processors": processors}
+    programs = {
+        Grid.SINGLE: tiles,
+        Grid.SPLIT: most_split(shape, processors, size),
+        Grid.WHOLE: tiles + SPARE_PROGRAMS,
+    }
+    known: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0}
+    known |= {"alone": grid is Grid.WHOLE, "programs": programs[grid], "processors": processors}
+    small = size is TileSize.SMALL
     if dim > 128:
-        return Tiles(block_m, 32, warps=8, stages=1, **cut)
-    if small and alone:
-        return Tiles(block_m, 64, stages=3, warps=1 if dim <= 64 else 2, **cut)
-    if small and not one and dim <= 64:
-        return Tiles(block_m, 64, part_n=64, stages=3, warps=2, **cut)
-    return Tiles(block_m, 64, part_n=64, stages=3, registers=168 if dim <= 64 else None, **cut)
+        return Tiles(block_m, 32, warps=8, stages=1, **known)
+    if small and grid is Grid.WHOLE:
+        return Tiles(block_m, 64, stages=3, warps=1 if dim <= 64 else 2, **known)
+    if small and grid is Grid.SPLIT and dim <= 64:
+        return Tiles(block_m, 64, part_n=64, stages=3, warps=2, **known)
+    return Tiles(block_m, 64, part_n=64, stages=3, registers=168 if dim <= 64 else None, **known)
 
 
-def _invariant_splits(heads: int, kv_heads: int, dim: int, processors: int) -> tuple[int, int]:
-    """Near splits and splits of an invariant step: the same for all of a model's steps.
+def _invariant_splits(shape: HeadShape, processors: int) -> tuple[int, int]:
+    """Near splits and splits of an invariant step: the same for all steps of layers with these heads.
 
     There are few enough near splits that all programs of a step of 128 tokens fit on the GPU at once. Otherwise some
     would have to wait for others, and the step would take twice as long. With heads of 64 three programs fit on a
     multiprocessor, with heads of 128 two.
     """
-    room = processors * (3 if dim <= 64 else 2)
-    near = max(2, min(4, room // (2 * heads) - 1))
-    return near, max(near, min(15, processors // 2 // kv_heads))
+    room = processors * (3 if shape.dim <= 64 else 2)
+    near = max(2, min(4, room // (2 * shape.heads) - 1))
+    return near, max(near, min(15, processors // 2 // shape.kv_heads))

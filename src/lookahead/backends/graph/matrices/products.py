@@ -1,4 +1,4 @@
-"""A step's matrix products: how many rows each is given, and which kernel computes it.
+"""The products of matrices in fp32, fp16 or bf16: how many rows each is given, and which kernel computes it.
 
 In half precision a row must get the same bits in steps of every size, but the order in which a kernel adds depends on
 the number of rows. There are two ways to give a row the bits that it gets among INVARIANT_ROWS rows:
@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.graph import cublaslt
-from lookahead.backends.graph.found import Found
+from lookahead.backends.graph.matrices import cublaslt
+from lookahead.backends.graph.matrices.found import Found
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, ROW_SIZES
 
 TIMED_CALLS = 8
-"""Calls per timing, a quarter of it for large products. Each uses another layer's weights, so that large ones are read
-from memory and not from a cache."""
+"""Calls per timing, a quarter of it for large products, each with another layer's weights."""
 HEAD_START = 400_000
 """Clock ticks that the device sleeps before a timing, while the host queues all calls: 0.2 ms at 2 GHz."""
 PIECES = (INVARIANT_ROWS, 2 * INVARIANT_ROWS)
@@ -112,22 +111,24 @@ class Products:
         name = torch.cuda.get_device_name(self.device)
         return {"device": name, "dtype": str(self.dtype), "library": str(self.library.version()), "search": SEARCH}
 
-    def plan(self, weights: Sequence[torch.Tensor], size: int) -> Product:
-        """How to multiply `size` rows with any of these matrices [outer, inner]: the layers' matrices of one kind."""
+    def plan(self, weight: torch.Tensor, size: int, like: Sequence[torch.Tensor] = ()) -> Product:
+        """How to multiply `size` rows with this weight [outer, inner]. `like`: the model's weights of the same shape.
+        Kernels are timed on these in turn, so that large ones are read from memory and not from a cache."""
         half = self.dtype in (torch.float16, torch.bfloat16)
         if self.device.type != "cuda" or (size > INVARIANT_ROWS and not (self.invariant and half)):
             return Product(size, by_torch)
-        if self.library is not None and all(cublaslt.takes(weight) for weight in weights):
+        if self.library is not None and cublaslt.takes(weight):
+            timed = [weight, *(other for other in like if other is not weight and cublaslt.takes(other))]
             for rows in tried(size):
-                kernel = self._fastest_of(weights, rows)
+                kernel = self._fastest_of(timed, rows)
                 if kernel is not None:
                     return Product(rows, kernel)
         if not self.invariant:
             return Product(size, by_torch)
         if size <= INVARIANT_ROWS:
-            return Product(self._torch_rows(weights[0], size), by_torch)
-        piece = self.plan(weights, INVARIANT_ROWS).run
-        if piece is by_torch and same_bits(by_torch, *self._expected(weights[0], by_torch), size):
+            return Product(self._torch_rows(weight, size), by_torch)
+        piece = self.plan(weight, INVARIANT_ROWS, like).run
+        if piece is by_torch and same_bits(by_torch, *self._expected(weight, by_torch), size):
             return Product(size, by_torch)
         return Product(-(-size // INVARIANT_ROWS) * INVARIANT_ROWS, Pieces(piece, INVARIANT_ROWS))
 

@@ -1,0 +1,83 @@
+"""Matrices whose numbers are fp32, fp16 or bf16, as the model holds them.
+
+Modules that read the same input become one matrix, whose products are few and large. The modules' own parameters
+become views of that matrix, so nothing is held twice, the model still works on its own, and a change to its weights in
+place is seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lookahead.backends.graph.matrices.products import Products
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.spec import Matrix
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], None]
+"""A function of (x [rows, in], out [rows, out]) that computes out = x W^T, for at least the rows that were planned."""
+
+
+class DenseMatrix:
+    """W [out, in] and its bias [out] or None. `like` are all the model's matrices of this shape, this one included."""
+
+    def __init__(self, matrix: Matrix, products: Products, like: list[torch.Tensor]) -> None:
+        self.weight, self.bias = fuse_weights(matrix)
+        self._products, self._like = products, like
+        like.append(self.weight)
+
+    @property
+    def out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What captured steps read."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def plan(self, rows: int) -> Multiply:
+        """How a step of this many rows multiplies. The bias is not added: whoever reads the product does that."""
+        product, weight = self._products.plan(self.weight, rows, self._like), self.weight
+        return lambda x, out: product(x, weight, out)
+
+
+class DenseMatrices:
+    """Makes the matrices of one model."""
+
+    def __init__(self, products: Products) -> None:
+        self._products = products
+        self._like: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def lower(self, matrix: Matrix) -> DenseMatrix:
+        return DenseMatrix(matrix, self._products, self._like.setdefault(matrix.shape, []))
+
+
+def check_dense(matrix: Matrix) -> None:
+    """Raise UnsupportedModelError for a matrix that cannot be fused."""
+    if matrix.has_bias and any(part.bias is None for part in matrix.parts):
+        raise UnsupportedModelError("of projections that read the same input, some have a bias and some have none")
+
+
+@torch.no_grad()
+def fuse_weights(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The parts' weights as one matrix [out, in], and their biases as one vector [out], or None.
+
+    Each part's own weight and bias become views of them.
+    """
+    weight = _fuse(matrix.parts, "weight")
+    return weight, _fuse(matrix.parts, "bias") if matrix.has_bias else None
+
+
+def _fuse(modules: Sequence[torch.nn.Linear], name: str) -> torch.Tensor:
+    """The modules' parameters [n_i, ...] of this name as one tensor [sum of n_i, ...], of which they become views."""
+    parts: list[torch.Tensor] = [getattr(module, name).detach() for module in modules]
+    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+    one_piece = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    if len(parts) == 1 or (one_piece and [part.data_ptr() for part in parts[1:]] == ends[:-1]):  # fused already
+        return torch.as_strided(parts[0], (sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+    fused = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    for module, part, view in zip(modules, parts, fused.split([len(part) for part in parts]), strict=True):
+        view.copy_(part)
+        setattr(module, name, torch.nn.Parameter(view, requires_grad=False))
+    return fused

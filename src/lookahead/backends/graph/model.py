@@ -1,0 +1,127 @@
+"""A described model as the graph backend runs it: layers with kernels and buffers, in attention groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lookahead.backends.graph.groups import groups_of
+from lookahead.backends.graph.layers.attention import AttentionLayer
+from lookahead.backends.graph.layers.feed_forward import FeedForwardLayer
+from lookahead.backends.graph.layers.head import EmbeddingLayer, HeadLayer
+from lookahead.backends.graph.layers.norm import NormLayer
+from lookahead.backends.graph.layers.step import Run, StepContext
+from lookahead.backends.graph.matrices.dense import DenseMatrices, DenseMatrix, check_dense
+from lookahead.backends.graph.matrices.products import Products
+from lookahead.backends.graph.ops import Ops
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.spec import Decoder
+
+
+class PlannedBlock(NamedTuple):
+    """What a block does in every pass of one kind."""
+
+    attention_norm: Run
+    attention: Run
+    feed_forward_norm: Run
+    feed_forward: Run
+
+
+@dataclass(frozen=True)
+class GraphBlock:
+    """A block's layers."""
+
+    attention_norm: NormLayer
+    attention: AttentionLayer
+    feed_forward_norm: NormLayer
+    feed_forward: FeedForwardLayer
+
+    def plan(self, step: StepContext, *, first: bool) -> PlannedBlock:
+        return PlannedBlock(
+            self.attention_norm.plan(step, first=first),
+            self.attention.plan(step),
+            self.feed_forward_norm.plan(step),
+            self.feed_forward.plan(step),
+        )
+
+
+class GraphModel:
+    """The layers of a description. Making it fuses the model's matrices, whose own parameters become views of these.
+
+    `groups` are its attention groups, `shapes` the head shapes of its layers, each once.
+    """
+
+    def __init__(self, decoder: Decoder, ops: Ops, products: Products, *, drop_pages: bool = True) -> None:
+        check_lowered(decoder)
+        self.groups = groups_of(decoder, drop_pages=drop_pages)
+        self.shapes = tuple(dict.fromkeys(group.shape for group in self.groups))
+        place = {
+            layer: (number, index)
+            for number, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        matrices = DenseMatrices(products)
+        self.embedding = EmbeddingLayer(decoder.embedding, ops)
+        self.blocks = [
+            GraphBlock(
+                NormLayer(block.attention_norm, ops),
+                AttentionLayer(block.attention, *place[number], ops, matrices),
+                NormLayer(block.feed_forward_norm, ops),
+                FeedForwardLayer(block.feed_forward, ops, matrices),
+            )
+            for number, block in enumerate(decoder.blocks)
+        ]
+        self.head = HeadLayer(decoder, ops, matrices)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the model's dtype on its device."""
+        return self.embedding.table
+
+    @property
+    def matrices(self) -> list[DenseMatrix]:
+        """All matrices, in the order in which a pass multiplies with them."""
+        found = []
+        for block in self.blocks:
+            found += [block.attention.qkv, block.attention.out, block.feed_forward.gate_up, block.feed_forward.down]
+        return [*found, self.head.head]
+
+    def buffers(self) -> dict[str, int]:
+        """The activations that the layers need: the width of the widest, by their names."""
+        widths: dict[str, int] = {}
+        for layer in (
+            self.embedding,
+            self.head,
+            *(part for b in self.blocks for part in (b.attention, b.feed_forward)),
+        ):
+            for name, width in layer.buffers().items():
+                widths[name] = max(width, widths.get(name, 0))
+        return widths
+
+    def addresses(self) -> list[int]:
+        """Where all weights lie. Captured steps read them there, so that changes in place are seen; if a weight is
+        replaced by another tensor, they have to be captured again."""
+        return [tensor.data_ptr() for tensor in self._tensors()]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.embedding.tensors
+        for block in self.blocks:
+            for layer in (block.attention_norm, block.attention, block.feed_forward_norm, block.feed_forward):
+                yield from layer.tensors
+        yield from self.head.tensors
+
+
+def check_lowered(decoder: Decoder) -> None:
+    """Raise UnsupportedModelError, with the reason, for a description that has no kernels here. Weights stay as they
+    are."""
+    try:
+        HeadLayer.check(decoder)
+        for block in decoder.blocks:
+            AttentionLayer.check(block.attention)
+            FeedForwardLayer.check(block.feed_forward)
+            check_dense(block.attention.qkv)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from None
