@@ -16,7 +16,7 @@ import torch
 
 from lookahead.models import families
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.patches import patch_of
+from lookahead.models.patches import OWN, patch_of
 from lookahead.models.spec import Decoder
 
 Reader = Callable[[Any], Decoder]
@@ -36,10 +36,21 @@ def read(model: Any, backend: str) -> Decoder:
     try:
         if name not in readers():
             raise UnsupportedModelError(f"it knows {', '.join(sorted(readers()))}, and not {name}")
+        _check_own(model)
         _check_whole(model)
-        return readers()[name](model)
+        description = readers()[name](model)
+        for module in model.modules():  # after the reader, who can say what is wrong with a matrix
+            _check_own(module)
+        return description
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"the {backend} backend does not run this model: {error}") from None
+
+
+def _check_own(module: torch.nn.Module) -> None:
+    """Refuse a module of another package: an adapter around the embedding, or remote code with a known class's name."""
+    kind = type(module)
+    if kind.__module__.partition(".")[0] not in OWN:
+        raise UnsupportedModelError(f"its {kind.__name__} is one of {kind.__module__}, not of transformers")
 
 
 def _check_whole(model: Any) -> None:

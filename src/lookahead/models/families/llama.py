@@ -1,32 +1,45 @@
 """Llama, Mistral, Qwen2 and Qwen3: norms before attention and feed-forward, rotary positions, a SiLU gate.
 
-Mistral and Qwen2 may have a window, on all layers or on some; Qwen2 adds biases to q, k and v, Qwen3 norms of q and k.
+Mistral has a window on all layers or on none, Qwen2 and Qwen3 may have one on some. Qwen2 adds biases to q, k and v,
+Qwen3 norms of q and k. The window is the one that the class's forward pass uses: configs have fields of other classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from lookahead.models.facts import UnsupportedModelError, position_limit, sliding_windows
+from lookahead.models.facts import UnsupportedModelError, position_limit
 from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
 
 
-def read(model: Any) -> Decoder:
+def read_llama(model: Any) -> Decoder:
+    """Llama has no windows. If its config names one all the same, its text must stay below it: see `position_limit`."""
+    return _read(model, [None] * len(model.model.layers))
+
+
+def read_mistral(model: Any) -> Decoder:
+    return _read(model, [model.config.sliding_window] * len(model.model.layers))
+
+
+def read_qwen(model: Any) -> Decoder:
+    return _read(model, [layer.self_attn.sliding_window for layer in model.model.layers])
+
+
+def _read(model: Any, windows: Sequence[int | None]) -> Decoder:
+    """A model of these families whose layers have these windows."""
     config, base = model.config, model.model
     limit = position_limit(config)
-    windows = sliding_windows(config)
     rope = Rope(base.rotary_emb, base.layers[0].self_attn.head_dim, limit.positions if limit.hard else None)
-    blocks = []
-    for number, layer in enumerate(base.layers):
-        kind = "" if "" in windows else config.layer_types[number]
-        blocks.append(
-            Block(
-                _norm(layer.input_layernorm),
-                _attention(layer.self_attn, rope, windows.get(kind)),
-                _norm(layer.post_attention_layernorm),
-                _feed_forward(layer.mlp, config.hidden_act),
-            )
+    blocks = [
+        Block(
+            _norm(layer.input_layernorm),
+            _attention(layer.self_attn, rope, window),
+            _norm(layer.post_attention_layernorm),
+            _feed_forward(layer.mlp, config.hidden_act),
         )
+        for layer, window in zip(base.layers, windows, strict=True)
+    ]
     return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((model.lm_head,)))
 
 
@@ -56,4 +69,9 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight.detach(), module.variance_epsilon)
 
 
-READERS = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), read)
+READERS = {
+    "LlamaForCausalLM": read_llama,
+    "MistralForCausalLM": read_mistral,
+    "Qwen2ForCausalLM": read_qwen,
+    "Qwen3ForCausalLM": read_qwen,
+}
