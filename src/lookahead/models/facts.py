@@ -92,10 +92,11 @@ def doubtful_window(config: Any) -> bool:
     """True when the config names a sliding window, but does not tell whether the model uses it.
 
     That is so when the config also lists layer types without a sliding one: some models then use the window, some do
-    not. Moshi names a window that its decoder does not use. Below the window's length it makes no difference.
+    not. Moshi names a window that its decoder does not use. Llama's attention does not use one either, but the cache of
+    its `generate` drops the tokens outside of it. Below the window's length it makes no difference.
     """
     kinds = getattr(config, "layer_types", None) or ()
-    return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") == "moshi"
+    return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") in ("moshi", "llama")
 
 
 def kind_of(model: Any) -> str:
