@@ -10,11 +10,11 @@ import torch
 
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.families import check_family
 from lookahead.backends.probe import probe
 from lookahead.backends.support import check_supported, input_device
 from lookahead.config import BACKENDS
 from lookahead.models.facts import UnsupportedModelError, first_line
+from lookahead.models.read import read
 
 HOOK_BACKENDS = ("auto", "eager", "graph")
 """Those that `transformers_hook` knows: the CPU backend keeps packed weights, which a call of `generate` has no time
@@ -74,7 +74,7 @@ def choose(
 def cpu_backend(model: Any, int8: bool = False) -> Backend:
     """Make and probe the model's CPU backend. Raises UnsupportedModelError for a model it cannot run, and where ONNX
     Runtime is not installed."""
-    check_family(model, "cpu")
+    description = read(model, "cpu")
     try:
         from lookahead.backends.cpu.backend import CpuBackend
     except ImportError as error:
@@ -82,7 +82,7 @@ def cpu_backend(model: Any, int8: bool = False) -> Backend:
             f"the cpu backend, which is faster, is not there: {first_line(error)}; "
             "pip install 'lookahead-decoding[cpu]', with Python 3.11 or newer"
         ) from error
-    return CpuBackend(model, int8=int8)
+    return CpuBackend(model, int8=int8, description=description)
 
 
 def graph_backend(model: Any, *, patient: bool = False, drop_pages: bool = True) -> Backend:

@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one head each": ("Llama", {"num_key_value_heads": 4}),
     "one head for all": ("Llama", {"num_key_value_heads": 1}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 7}),
@@ -58,7 +59,9 @@ def backend(name: str = "llama", *, quantised: bool = False) -> CpuBackend:
 # Tokens
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "llama", "one head for all", "qwen3", "two kinds of layers"))
+@pytest.mark.parametrize(
+    "name", slow_but(MODELS, "llama", "biases", "one head for all", "qwen3", "two kinds of layers")
+)
 def test_greedy_tokens_are_transformers_own(name: str, settings: LookaheadConfig, plain: Plain) -> None:
     """Alone and in a batch, with trees of more nodes than fit into the spare cells."""
     expected = [plain(model(name), p, 24) for p in PROMPTS]

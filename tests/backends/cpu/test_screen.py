@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("onnxruntime")
 
+from described import matrix as matrix_of
 from tiny import PROMPTS, outputs, tiny
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.cpu import screen
 from lookahead.backends.cpu.backend import CpuBackend
-from lookahead.backends.cpu.describe import Products
 from lookahead.backends.cpu.heads import Heads
+from lookahead.backends.cpu.onnx_model import Products
 from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -40,7 +41,7 @@ def screen_every_head() -> Iterator[None]:
 
 
 def heads(matrix: Any) -> Heads:
-    made = Heads(np.ascontiguousarray(matrix, dtype=np.float32), Products(), threads=1)
+    made = Heads(matrix_of(np.ascontiguousarray(matrix, dtype=np.float32)), Products(), threads=1)
     assert made.screened is not None
     return made
 
@@ -141,15 +142,23 @@ def test_all_logits_many_rows_and_many_top_tokens_take_the_full_head() -> None:
 def test_a_head_that_adds_in_another_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, _ = random_case("random", 200, 576, 1, seed=3)
     monkeypatch.setattr(screen, "PIECE", 64)
-    assert Heads(matrix, Products(), threads=1).screened is None
+    assert Heads(matrix_of(matrix), Products(), threads=1).screened is None
 
 
 def test_a_small_head_is_not_screened(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, _ = random_case("random", 200, 32, 1, seed=4)
     monkeypatch.setattr(screen, "LEAST_WEIGHTS", matrix.size + 1)
-    assert Heads(matrix, Products(), threads=1).screened is None
+    assert Heads(matrix_of(matrix), Products(), threads=1).screened is None
     monkeypatch.setattr(screen, "LEAST_WEIGHTS", 0)
-    assert Heads(matrix[:CANDIDATES], Products(), threads=1).screened is None
+    assert Heads(matrix_of(matrix[:CANDIDATES]), Products(), threads=1).screened is None
+
+
+def test_a_head_with_a_bias_is_not_screened() -> None:
+    matrix, hidden = random_case("random", 200, 32, 2, seed=5)
+    bias = np.linspace(-50, 50, 200, dtype=np.float32)
+    made = Heads(matrix_of(matrix, bias), Products(), threads=1)
+    assert made.screened is None
+    assert np.allclose(made.run(hidden, 1, logits=False).logits, hidden @ matrix.T + bias, atol=1e-4)
 
 
 # In the backend

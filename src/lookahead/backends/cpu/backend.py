@@ -1,4 +1,4 @@
-"""The CPU backend: Llama-like models in fp32 or int8. A step is a run of an ONNX model that is built from the weights.
+"""The CPU backend: a model in fp32 or int8. A step is a run of an ONNX model that its description is lowered to.
 
 A row's numbers do not depend on the other rows of its step. So lookahead's text is the text of single steps bit for
 bit, ties included. `invariance` checks that on the machine at hand.
@@ -16,20 +16,24 @@ import torch
 from lookahead.algorithm.sampling import LEVELS, log_probs, pick, top_tokens
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
-from lookahead.backends.cpu.cells import BLOCK, blocks_for, home
-from lookahead.backends.cpu.describe import Products
+from lookahead.backends.cpu.cells import blocks_for, home
+from lookahead.backends.cpu.groups import layer_groups, ropes_of
 from lookahead.backends.cpu.head import Computed
 from lookahead.backends.cpu.heads import Heads
 from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import cut, invariant_nodes
 from lookahead.backends.cpu.kv import KVBuffer
+from lookahead.backends.cpu.lower import check_lowers
+from lookahead.backends.cpu.onnx_model import Array, Products
+from lookahead.backends.cpu.rotary import RotaryTables
 from lookahead.backends.cpu.rows import Part, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
-from lookahead.backends.cpu.weights import Array, Weights, check_cpu, weights_of
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
 from lookahead.backends.support import check_supported
 from lookahead.models.facts import context_length
+from lookahead.models.read import read
+from lookahead.models.spec import Decoder
 
 MOST_ROWS = 256
 """The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of so many
@@ -37,40 +41,43 @@ rows are limited by arithmetic."""
 
 
 class CpuBackend(Lanes[KVBuffer]):
-    """A `Backend` for the models that `check_cpu` accepts.
+    """A `Backend` for the models whose description `check_lowers` accepts.
 
     A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
     of a run to the longest. The weights are read when the backend is made; later changes to the model are not seen.
     `exact_nodes` is the most nodes of a tree whose rows are, bit for bit, what single steps compute.
     """
 
-    def __init__(self, model: Any, *, int8: bool = False, probed: bool = True, weights: Weights | None = None) -> None:
-        """`probed=False` leaves out all checks; `weights` are used in place of the model's own."""
+    def __init__(
+        self, model: Any, *, int8: bool = False, probed: bool = True, description: Decoder | None = None
+    ) -> None:
+        """`probed=False` leaves out all checks of numbers; `description` is run in place of the model's own."""
         check_supported(model)
-        check_cpu(model)
+        self.description = read(model, "cpu") if description is None else description
+        check_lowers(self.description)
         self.model = model
         self.device = torch.device("cpu")
         self.dtype = torch.int8 if int8 else torch.float32
-        config = model.config.get_text_config(decoder=True)
-        self.max_length = context_length(config)
-        self.vocab_size: int = config.vocab_size
+        self.max_length = context_length(model.config.get_text_config(decoder=True))
+        self.vocab_size = self.description.vocabulary
         self.most_rows: int | None = MOST_ROWS
         self.most_nodes: int | None = None
         self.exact_nodes: int | None = None
         self.exact_depth: int | None = None
         self.captures = 0
-        self._weights = weights_of(model) if weights is None else weights
         products, threads = Int8Products() if int8 else Products(), usable_threads()
-        self._session = Session(self._weights, products, threads)
-        self._heads = Heads(self._weights.head, products, threads, screened=not int8)
+        self._session = Session(self.description, products, threads)
+        self._heads = Heads(self.description.head, products, threads, screened=not int8)
         self.kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
-        super().__init__(KVBuffer(len(self._weights.layers), self._weights.kv_heads, self._weights.dim))
-        self._tables = self._weights.tables(1)
+        layers = layer_groups(self.description)
+        super().__init__(KVBuffer([(group.kv_heads, group.head_dim) for group in layers]))
+        self._groups = list(dict.fromkeys(layers))
+        self._rotary = RotaryTables(ropes_of(self.description))
         self._shift: dict[int, int] = {}  # slot -> how far positions are from places
         self._last: dict[int, Part] = {}
         if probed:
             probe(self)
-            small = CpuBackend(model, int8=int8, probed=False, weights=cut(self._weights))
+            small = CpuBackend(model, int8=int8, probed=False, description=cut(self.description))
             self.exact_nodes = invariant_nodes(small)
 
     def _forget(self, slot: int) -> None:
@@ -117,7 +124,7 @@ class CpuBackend(Lanes[KVBuffer]):
 
     def cached(self, slot: int) -> Layers:
         cells = home(np.arange(self._length[slot]))
-        return [self._buffer.read(self._lane[slot], layer, cells) for layer in range(len(self._weights.layers))]
+        return [self._buffer.read(self._lane[slot], layer, cells) for layer in range(len(self.description.blocks))]
 
     # Runs
 
@@ -141,13 +148,11 @@ class CpuBackend(Lanes[KVBuffer]):
         blocks = max(part.blocks for part in parts)
         self._buffer.reserve(len(self._lane), blocks)
         blocks = blocks if lanes == 1 else self._buffer.blocks  # several lanes are bound whole
-        weights = self._weights
-        inputs = layout(parts, blocks, weights.kv_heads, weights.heads // weights.kv_heads, weights.windows)
-        positions = inputs.pop("positions")
-        inputs["cosine"], inputs["sine"] = self._rotary(positions)
+        inputs, positions = layout(parts, blocks, self._groups)
+        inputs |= self._rotary.inputs(positions, self._groups)
         hidden = self._session.run(inputs, self._buffer, first, lanes, blocks)
         trees = [item for item in items if item.tree.tokens]
-        top = min(max([1, *(item.top for item in trees)]), len(weights.head))
+        top = min(max([1, *(item.top for item in trees)]), self.vocab_size)
         computed = self._heads.run(hidden, top, logits=any(map(_reads_logits, trees))) if trees else None
         outputs, start = {}, 0
         for part in parts:
@@ -159,19 +164,6 @@ class CpuBackend(Lanes[KVBuffer]):
             outputs[item.slot] = _output(item, computed, start)
             start += len(item.tree.needed)
         return outputs
-
-    def _rotary(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The rotary tables of the rows' vectors: queries and keys at these positions, values not turned."""
-        furthest = int(positions.max()) + 1
-        if furthest > len(self._tables[0]):
-            self._tables = self._weights.tables(-(-furthest // (8 * BLOCK)) * 8 * BLOCK)
-        heads, kv_heads = self._weights.heads, self._weights.kv_heads
-        made = []
-        for table, still in zip(self._tables, (1, 0), strict=True):
-            lines = np.full((len(positions), heads + 2 * kv_heads, table.shape[1]), still, np.float32)
-            lines[:, : heads + kv_heads] = table[positions][:, None]
-            made.append(lines.reshape(-1, table.shape[1]))
-        return made[0], made[1]
 
 
 def _reads_logits(item: StepInput) -> bool:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from onnx import helper
 
-from lookahead.backends.cpu.describe import FLOAT, INT64, Description, Products, onnx_file
+from lookahead.backends.cpu.onnx_model import FLOAT, INT64, Array, OnnxModel, Products
 from lookahead.backends.cpu.session import start
-from lookahead.backends.cpu.weights import Array, Linear
+from lookahead.models.spec import Matrix
 
 OUTPUTS = ("best_values", "best_ids", "total")
 
@@ -34,11 +34,11 @@ class Computed:
 class Head:
     """Computes all logits."""
 
-    def __init__(self, matrix: Array, products: Products, threads: int) -> None:
-        """`matrix` [V, H] are the head's weights."""
-        self._session = start(*describe_head(matrix, products), threads)
+    def __init__(self, matrix: Matrix, products: Products, threads: int) -> None:
+        """`matrix` [V, H] is the head itself, maybe with a bias."""
+        self._session = start(*lower_head(matrix, products), threads)
         self._binding = self._session.io_binding()
-        self._logits = torch.empty(0, len(matrix))
+        self._logits = torch.empty(0, matrix.shape[0])
 
     def run(self, hidden: Array, top: int) -> Computed:
         """Hidden states [N, H] -> logits, and the top tokens of each row."""
@@ -57,10 +57,10 @@ class Head:
         return Computed(values, ids, total, logits)
 
 
-def describe_head(matrix: Array, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def lower_head(matrix: Matrix, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of the full head, and the arrays of the weights that it names."""
-    made = Description()
-    products.linear(made, "head", "hidden", Linear(matrix))
+    made = OnnxModel()
+    products.linear(made, "head", "hidden", matrix)
     made.rename_last("logits")  # an Identity node would copy them
     made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
     add_total(made, "logits")
@@ -68,10 +68,10 @@ def describe_head(matrix: Array, products: Products) -> tuple[bytes, dict[str, n
     inputs = [value("hidden", FLOAT, ["N", matrix.shape[1]]), value("top", INT64, [1])]
     kinds = {"best_ids": INT64}
     outputs = [value(name, kinds.get(name, FLOAT), None) for name in (*OUTPUTS, "logits")]
-    return onnx_file(made, inputs, outputs), made.arrays
+    return made.file(inputs, outputs), made.arrays
 
 
-def add_total(made: Description, logits: str) -> None:
+def add_total(made: OnnxModel, logits: str) -> None:
     """Add the output `total`, for the rows whose best logits are in `best_values`."""
     powers = made.add("Exp", made.add("Sub", logits, made.add("Gather", "best_values", made.constant([0]), axis=1)))
     made.add_named("ReduceSum", [powers, made.constant([1])], ["total"], keepdims=1)

@@ -8,23 +8,28 @@ from __future__ import annotations
 import numpy as np
 
 from lookahead.backends.cpu import screen
-from lookahead.backends.cpu.describe import Products
 from lookahead.backends.cpu.head import Computed, Head
 from lookahead.backends.cpu.invariance import same_bits
+from lookahead.backends.cpu.onnx_model import Array, Products, array
 from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED, ScreenedHead
-from lookahead.backends.cpu.weights import Array
+from lookahead.models.spec import Matrix
 
 
 class Heads:
     """The full head of a model and, if it pays and is exact here, the screened one (`screened`, else None)."""
 
-    def __init__(self, matrix: Array, products: Products, threads: int, *, screened: bool = True) -> None:
-        """`matrix` [V, H] are the head's weights; `screened=False` is for products that are not in fp32."""
+    def __init__(self, matrix: Matrix, products: Products, threads: int, *, screened: bool = True) -> None:
+        """`matrix` [V, H] is the head itself; `screened=False` is for products that are not in fp32.
+
+        A head with a bias is not screened: the bound of `screen` is that of a product alone.
+        """
         self.full = Head(matrix, products, threads)
         self.screened: ScreenedHead | None = None
-        if screened and matrix.size >= screen.LEAST_WEIGHTS and len(matrix) > CANDIDATES:
-            made = ScreenedHead(matrix, threads)
-            exact = same_bits(self.full, made, matrix.shape[1], MOST_SCREENED, CANDIDATES)
+        tokens, width = matrix.shape
+        large = tokens * width >= screen.LEAST_WEIGHTS and tokens > CANDIDATES
+        if screened and large and not matrix.has_bias:
+            made = ScreenedHead(array(matrix.weight()), threads)
+            exact = same_bits(self.full, made, width, MOST_SCREENED, CANDIDATES)
             self.screened = made if exact else None
 
     def run(self, hidden: Array, top: int, *, logits: bool) -> Computed:

@@ -14,8 +14,8 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from lookahead.backends.cpu.describe import MICROSOFT, Description, Products
-from lookahead.backends.cpu.weights import Array, Linear
+from lookahead.backends.cpu.onnx_model import MICROSOFT, Array, OnnxModel, Products, array
+from lookahead.models.spec import Matrix
 
 LEVELS = 127
 """The largest magnitude of a quantised number."""
@@ -26,21 +26,22 @@ MIDDLE = 128
 class Int8Products(Products):
     """Linear layers in int8. Their weights are copies, a quarter as large as the model's own."""
 
-    def linear(self, made: Description, name: str, x: str, linear: Linear) -> str:
+    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix) -> str:
         # 1. Quantise the rows.
         rows, steps = quantised_bytes(made, x)
         # 2. Multiply the integers, then both scales.
-        quantised, scales = quantise(linear.matrix)
+        quantised, scales = quantise(array(matrix.weight()))
         result = made.add("Mul", integer_product(made, name, rows, quantised, scales), steps)
-        if linear.bias is not None:
-            result = made.add("Add", result, made.weight(f"{name}.bias", linear.bias))
+        bias = matrix.bias()
+        if bias is not None:
+            result = made.add("Add", result, made.weight(f"{name}.bias", array(bias)))
         return result
 
 
-def quantised_bytes(made: Description, x: str) -> tuple[str, str]:
+def quantised_bytes(made: OnnxModel, x: str) -> tuple[str, str]:
     """Rows [R, in] as bytes, and their scales [R, 1]: x is about (bytes - MIDDLE) * scales.
 
-    All that is quantised in one description must have the same number of rows. A row of zeros has the scale 0. Its
+    All that is quantised in one model must have the same number of rows. A row of zeros has the scale 0. Its
     bytes may be any, because the scale multiplies what becomes of them.
     """
     largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=0)
@@ -49,14 +50,14 @@ def quantised_bytes(made: Description, x: str) -> tuple[str, str]:
     return rows, made.add("Unsqueeze", steps, made.constant([1]))
 
 
-def _middles(made: Description, steps: str) -> str:
+def _middles(made: OnnxModel, steps: str) -> str:
     """The byte that stands for zero, once for each row."""
     middle = helper.make_tensor("middle", onnx.TensorProto.UINT8, [1], [MIDDLE])
     middles: str = made.add("ConstantOfShape", made.add("Shape", steps), value=middle)
     return middles
 
 
-def integer_product(made: Description, name: str, rows: str, quantised: np.ndarray[Any, Any], scales: Array) -> str:
+def integer_product(made: OnnxModel, name: str, rows: str, quantised: np.ndarray[Any, Any], scales: Array) -> str:
     """Rows [R, in] of bytes around MIDDLE, times int8 weights [in, out], times the scales [out]: [R, out]."""
     zero: Any = np.int8(0)
     if not signed_products_are_exact():

@@ -1,8 +1,8 @@
 """Check, on the machine at hand, that a row's numbers do not depend on the other rows of its step.
 
-Kernels differ between processors and releases. The check runs a model of one layer, with random K/V before it: a path
-of tokens, once in single steps and once inside trees of several sizes, and compares logits bit for bit. The two heads
-are compared with each other, in the same way.
+Kernels differ between processors and releases. The check runs a model with one layer of each kind, with random K/V
+before it: a path of tokens, once in single steps and once inside trees of several sizes, and compares logits bit for
+bit. The two heads are compared with each other, in the same way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import HOME, SPARE
-from lookahead.backends.cpu.weights import Weights
+from lookahead.backends.cpu.groups import layer_groups
 from lookahead.config import SamplingParams
+from lookahead.models.spec import Block, Decoder, Matrix
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
 """Cached tokens before the root. Some are so that the path crosses from one block into the next."""
@@ -30,16 +31,34 @@ SIZES = (PATH + 1, 5, 6, 8, 12, 16, 24, SPARE + 1)
 """Nodes of the trees that are compared with single steps."""
 
 
-def cut(weights: Weights) -> Weights:
-    """The weights of the model that is checked: one layer, and the beginning of the vocabulary."""
-    embedding, head = weights.embedding[:VOCABULARY], weights.head[:VOCABULARY]
-    return replace(weights, embedding=embedding, layers=weights.layers[:1], head=head)
+def cut(decoder: Decoder) -> Decoder:
+    """The model that is checked: the first layer of each kind, and the beginning of the vocabulary.
+
+    Layers are of one kind if they have the same group and matrices of the same shapes: then the same kernels run.
+    """
+    kinds: dict[Any, Block] = {}
+    for block, group in zip(decoder.blocks, layer_groups(decoder), strict=True):
+        attention, feed_forward = block.attention, block.feed_forward
+        matrices = attention.qkv, attention.out, feed_forward.gate_up, feed_forward.down
+        kinds.setdefault((group, tuple((matrix.shape, matrix.has_bias) for matrix in matrices)), block)
+    embedding, head = decoder.embedding[:VOCABULARY], first_rows(decoder.head, VOCABULARY)
+    return replace(decoder, embedding=embedding, blocks=list(kinds.values()), head=head)
+
+
+def first_rows(matrix: Matrix, rows: int) -> Matrix:
+    """The first `rows` outputs of a matrix, in the same memory."""
+    weight, bias = matrix.weight()[:rows], matrix.bias()
+    part = torch.nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+    part.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        part.bias = torch.nn.Parameter(bias[:rows], requires_grad=False)
+    return Matrix((part,))
 
 
 def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
     """The most nodes of a tree, up to SPARE + 1, whose rows equal single steps on this backend bit for bit; at least 1.
 
-    `backend` has one layer. Its slots are opened and closed.
+    `backend` runs what `cut` returns. Its slots are opened and closed.
     """
     passed = list(SIZES)
     limit = backend.max_length or max(lengths) + SIZES[-1]
@@ -48,17 +67,17 @@ def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
             continue
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(min(VOCABULARY, backend.vocab_size), (SPARE + 1,), generator=generator).tolist()
-        heads, dim = backend.model.config.num_key_value_heads, backend.model.model.layers[0].self_attn.head_dim
-        keys, values = torch.randn(2, heads, length, dim, generator=generator)
+        shapes = [(group.kv_heads, group.head_dim) for group in layer_groups(backend.description)]
+        cached = [tuple(torch.randn(2, heads, length, dim, generator=generator)) for heads, dim in shapes]
         slot = backend.open()
         try:
-            backend.adopt(slot, length, [(keys, values)])
+            backend.adopt(slot, length, cached)
             singles = []
             for token in tokens[: PATH + 1]:
                 singles.append(_logits(backend, slot, TokenTree([token], [-1], [0], [0]))[0])
                 backend.commit([(slot, ())])
             for size in list(passed):
-                backend.adopt(slot, length, [(keys, values)])
+                backend.adopt(slot, length, cached)
                 tree, path = tree_around(tokens, size)
                 found = _logits(backend, slot, tree)
                 if any(not torch.equal(found[node], single) for node, single in zip(path, singles, strict=True)):

@@ -11,7 +11,8 @@ import numpy as np
 from lookahead.algorithm.tree import below_trail, dense_visibility
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import BLOCK, Integers, place, positions_of
-from lookahead.backends.cpu.describe import HIDDEN
+from lookahead.backends.cpu.groups import Group
+from lookahead.backends.cpu.lower import HIDDEN
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Part:
         return int(self.cells.max()) // BLOCK + 1
 
 
-def layout(parts: Sequence[Part], blocks: int, kv_heads: int, group: int, windows: Sequence[int]) -> dict[str, Any]:
-    """The inputs of `describe` that say where rows stand, and the rows' `positions`, for runs on these blocks.
+def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple[dict[str, Any], Integers]:
+    """The inputs of `lower` that say where rows stand and what they see, for runs on these blocks, and the rows'
+    positions [R].
 
     The parts' lanes must be next to each other, in any order.
     """
@@ -44,11 +46,12 @@ def layout(parts: Sequence[Part], blocks: int, kv_heads: int, group: int, window
     lanes = max(part.lane for part in parts) - first + 1
     sizes = [len(part.cells) for part in parts]
     # A product with a single row has a kernel of its own, which adds up in another order.
-    places = max(max(sizes), 2 if group == 1 else 1)
+    places = max(max(sizes), 2 if any(group.sharing == 1 for group in groups) else 1)
     padded = np.zeros((lanes, places), dtype=np.int64)  # the row at each place
+    windows = dict.fromkeys(group.window for group in groups)
     masks = {window: np.full((lanes, places, blocks * BLOCK), HIDDEN, dtype=np.float32) for window in windows}
     home = positions_of(blocks * BLOCK)
-    tokens, positions, needed, written, unpadded = [], [], list[int](), [], []
+    tokens, positions, needed, unpadded = [], [], list[int](), []
     start = 0
     for part, size in zip(parts, sizes, strict=True):
         lane = part.lane - first
@@ -64,49 +67,56 @@ def layout(parts: Sequence[Part], blocks: int, kv_heads: int, group: int, window
         tokens.append(np.asarray(part.item.trail if tree is None else tree.tokens, dtype=np.int64))
         positions.append(own + part.shift)
         needed += [] if tree is None else [start + node for node in tree.needed]
-        spots = np.empty((size, kv_heads, 4), dtype=np.int64)
-        spots[..., 0] = lane
-        spots[..., 1], spots[..., 3] = (part.cells // BLOCK)[:, None], (part.cells % BLOCK)[:, None]
-        spots[..., 2] = np.arange(kv_heads)
-        written.append(spots)
         start += size
-    return {
+    inputs: dict[str, Any] = {
         "tokens": np.concatenate(tokens),
-        "positions": np.concatenate(positions),
-        "cells": np.concatenate(written)[None],
-        **vectors(padded, np.concatenate(unpadded), kv_heads, group),
         "ones": np.ones((2, blocks), dtype=np.float32),
         "needed": np.asarray(needed or [0], dtype=np.int64),
-        **{f"mask_{window}": per_block(mask, blocks, group) for window, mask in masks.items()},
     }
+    cells, spots = np.concatenate([part.cells for part in parts]), np.concatenate(unpadded)
+    for group in groups:
+        if group.input("query") not in inputs:
+            made = vectors(padded, spots, group) | {"cells": written(spots // places, cells, group)}
+            inputs |= {group.input(kind): array for kind, array in made.items()}
+        if group.input("mask") not in inputs:
+            inputs[group.input("mask")] = per_block(masks[group.window], blocks, group)
+    return inputs, np.concatenate(positions)
 
 
-def vectors(padded: Integers, unpadded: Integers, kv_heads: int, group: int) -> dict[str, Integers]:
+def vectors(padded: Integers, unpadded: Integers, group: Group) -> dict[str, Integers]:
     """The inputs that say which of the rows' vectors stands where.
 
     `padded` [L, P] are the rows at the places, and `unpadded` [R] the rows' places among all L P.
     """
     lanes, places = padded.shape
-    heads, rows = kv_heads * group, len(unpadded)
-    each = heads + 2 * kv_heads
-    head = np.arange(heads).reshape(kv_heads, group, 1)
-    query = (padded[:, None, None] * each + head).reshape(lanes, 1, kv_heads, group * places)
-    key = np.arange(rows)[:, None] * each + heads + np.arange(kv_heads)
+    heads, kv_heads, rows = group.heads, group.kv_heads, len(unpadded)
+    head = np.arange(heads).reshape(kv_heads, group.sharing, 1)
+    query = (padded[:, None, None] * group.vectors + head).reshape(lanes, 1, kv_heads, group.sharing * places)
+    key = np.arange(rows)[:, None] * group.vectors + heads + np.arange(kv_heads)
     # Results stand as [L, 2, heads, P]; both of a lane's halves are the same.
     lane, place = np.divmod(unpadded, places)
     answers = (lane[:, None] * 2 * heads + np.arange(heads)) * places + place[:, None]
-    everything = np.arange(rows * each)[None]
-    return {"vectors": everything, "query": query, "key": key, "value": key + kv_heads, "answers": answers}
+    return {"query": query, "key": key, "value": key + kv_heads, "answers": answers}
 
 
-def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int) -> np.ndarray[Any, Any]:
+def written(lanes: Integers, cells: Integers, group: Group) -> Integers:
+    """Where the K/V of rows go that stand in these lanes [R] and cells [R]: lane, block, K/V head and cell of the
+    block, [1, R, Hkv, 4]."""
+    spots = np.empty((1, len(cells), group.kv_heads, 4), dtype=np.int64)
+    spots[..., 0] = lanes[:, None]
+    spots[..., 1], spots[..., 3] = (cells // BLOCK)[:, None], (cells % BLOCK)[:, None]
+    spots[..., 2] = np.arange(group.kv_heads)
+    return spots
+
+
+def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int | None) -> np.ndarray[Any, Any]:
     """What rows at the places `own` [n] see of a lane's cells: 0 or HIDDEN, [n, cells].
 
     They see the cached tokens, and those of the step's tokens that `seen` [n, n] allows; with a window only the last
     `window` places.
     """
     cached = home < part.length
-    if not window:
+    if window is None:
         mask = np.broadcast_to(np.where(cached, np.float32(0), np.float32(HIDDEN)), (len(own), len(home))).copy()
     else:
         near = own[:, None] - home[None] < window
@@ -116,9 +126,9 @@ def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int) -
     return mask
 
 
-def per_block(mask: np.ndarray[Any, Any], blocks: int, group: int) -> np.ndarray[Any, Any]:
-    """A mask [L, P, cells] as attention reads it: [L, B, 1, G P, BLOCK], the same for each of a group's heads."""
+def per_block(mask: np.ndarray[Any, Any], blocks: int, group: Group) -> np.ndarray[Any, Any]:
+    """A mask [L, P, cells] as attention reads it: [L, B, 1, G P, BLOCK], the same for all query heads of a K/V head."""
     lanes, places, _ = mask.shape
     split = mask.reshape(lanes, places, blocks, BLOCK).transpose(0, 2, 1, 3)[:, :, None]
-    spread = np.broadcast_to(split, (lanes, blocks, group, places, BLOCK))
-    return np.ascontiguousarray(spread).reshape(lanes, blocks, 1, group * places, BLOCK)
+    spread = np.broadcast_to(split, (lanes, blocks, group.sharing, places, BLOCK))
+    return np.ascontiguousarray(spread).reshape(lanes, blocks, 1, group.sharing * places, BLOCK)

@@ -32,11 +32,10 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from lookahead.backends.cpu.describe import FLOAT, INT64, MICROSOFT, Description, onnx_file
 from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total
 from lookahead.backends.cpu.int8 import LEVELS, MIDDLE, integer_product, quantise
+from lookahead.backends.cpu.onnx_model import FLOAT, INT64, MICROSOFT, Array, OnnxModel
 from lookahead.backends.cpu.session import start
-from lookahead.backends.cpu.weights import Array
 
 CANDIDATES = 64
 """Tokens whose exact logits are computed. On texts of the embedded model the bound left 2 tokens in the median and at
@@ -59,7 +58,7 @@ class ScreenedHead:
 
     def __init__(self, matrix: Array, threads: int) -> None:
         """`matrix` [V, H] are the head's weights. They are read in place."""
-        self._session = start(*describe_screen(matrix), threads)
+        self._session = start(*lower_screen(matrix), threads)
         self._matrix = matrix
 
     def run(self, hidden: Array, top: int) -> tuple[Computed, np.ndarray[Any, Any]]:
@@ -69,9 +68,9 @@ class ScreenedHead:
         return Computed(values, ids, total), certain[:, 0]
 
 
-def describe_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def lower_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of the screened head, and the arrays of the weights that it names."""
-    made = Description()
+    made = OnnxModel()
     copy, scales, errors = quantised_copy(matrix)
     # 1. Integers and the rest.
     first, first_step, rest = _integers(made, "hidden")
@@ -100,10 +99,10 @@ def describe_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any
     inputs = [value("hidden", FLOAT, ["N", matrix.shape[1]]), value("top", INT64, [1])]
     kinds = {"best_ids": INT64, "certain": TensorProto.BOOL}
     outputs = [value(name, kinds.get(name, FLOAT), None) for name in (*OUTPUTS, "certain")]
-    return onnx_file(made, inputs, outputs), made.arrays
+    return made.file(inputs, outputs), made.arrays
 
 
-def _integers(made: Description, x: str) -> tuple[str, str, str]:
+def _integers(made: OnnxModel, x: str) -> tuple[str, str, str]:
     """Rows [N, H] as whole numbers times a step [N, 1], and what is left over. Returns all three."""
     largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
     largest = made.add("Max", largest, made.constant(1e-30, np.float32))
@@ -113,7 +112,7 @@ def _integers(made: Description, x: str) -> tuple[str, str, str]:
     return rounded, step, made.add("Sub", x, made.add("Mul", rounded, step))
 
 
-def _exact_logits(made: Description, weights: str, width: int) -> str:
+def _exact_logits(made: OnnxModel, weights: str, width: int) -> str:
     """Each hidden state [N, H] times its candidates' weights [N, C, H], with the bits of the full head: [N, C].
 
     Terms are added up in pieces, as the full head does it. Each state stands there twice, because a product with one

@@ -9,13 +9,14 @@ import numpy as np
 import onnxruntime
 import torch
 
-from lookahead.backends.cpu.describe import Products, describe
 from lookahead.backends.cpu.kv import KVBuffer
-from lookahead.backends.cpu.weights import Array, Weights
+from lookahead.backends.cpu.lower import lower
+from lookahead.backends.cpu.onnx_model import Array, Products
 from lookahead.machine import cores
+from lookahead.models.spec import Decoder
 
 REVISION = 2
-"""Counts the changes of `describe` that changed how long steps take. Times that were measured before are not used."""
+"""Counts the changes of `lower` that changed how long steps take. Times that were measured before are not used."""
 KERNELS = f"onnxruntime {onnxruntime.__version__}, step {REVISION}"
 """What computes a step. How long one takes depends on it."""
 
@@ -39,17 +40,18 @@ def start(file: bytes, arrays: Mapping[str, np.ndarray[Any, Any]], threads: int)
 class Session:
     """Runs steps of one model, up to the hidden states."""
 
-    def __init__(self, weights: Weights, products: Products, threads: int) -> None:
-        self._session = start(*describe(weights, products), threads)
-        self._embedding = weights.embedding  # the session reads it in place
-        self._layers = len(weights.layers)
+    def __init__(self, decoder: Decoder, products: Products, threads: int) -> None:
+        file, arrays = lower(decoder, products)
+        self._session = start(file, arrays, threads)
+        self._embedding = arrays["embedding"]  # the session may read it in place
+        self._layers = len(decoder.blocks)
         self._binding = self._session.io_binding()
         self._bound: Any = None
 
     def run(
         self, inputs: Mapping[str, np.ndarray[Any, Any]], kv: KVBuffer, first: int, lanes: int, blocks: int
     ) -> Array:
-        """Run a step on the lanes from `first` on. Returns the needed rows' hidden states [N, H]. See `describe` for
+        """Run a step on the lanes from `first` on. Returns the needed rows' hidden states [N, H]. See `lower` for
         the inputs."""
         self._bind_kv(kv, first, lanes, blocks)
         for name, array in inputs.items():
@@ -65,16 +67,17 @@ class Session:
         Several lanes must be whole, because their memory must be one piece.
         """
         blocks = blocks if lanes == 1 else kv.blocks
-        wanted = kv.keys.data_ptr(), kv.values.data_ptr(), first, lanes, blocks, tuple(kv.keys.shape)
+        addresses = [tensor.data_ptr() for tensor in kv.tensors()]
+        wanted = addresses, kv.lanes, kv.blocks, first, lanes, blocks
         if wanted == self._bound:
             return
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
         self._binding.bind_output("hidden", "cpu")  # outputs come in the order of their binding
         for number in range(self._layers):
-            for name, tensor in ((f"keys_{number}", kv.keys), (f"values_{number}", kv.values)):
-                shape = (lanes, blocks, *tensor.shape[3:])
-                address = tensor[number, first].data_ptr()
+            for name, tensor in zip((f"keys_{number}", f"values_{number}"), kv.layer(number), strict=True):
+                shape = (lanes, blocks, *tensor.shape[2:])
+                address = tensor[first].data_ptr()
                 self._binding.bind_input(name, "cpu", 0, np.float32, shape, address)
                 self._binding.bind_output(f"{name}_out", "cpu", 0, np.float32, shape, address)
         self._bound = wanted

@@ -1,0 +1,101 @@
+"""An ONNX model that is built node by node, and how it multiplies by a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+from onnx import helper, numpy_helper
+
+from lookahead.models.spec import Matrix
+
+OPSET, IR_VERSION = 18, 10
+MICROSOFT = "com.microsoft"
+
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+
+Array = npt.NDArray[np.float32]
+
+
+def array(tensor: torch.Tensor) -> Array:
+    """The tensor as an array, which shares its memory."""
+    return tensor.detach().contiguous().numpy()
+
+
+@dataclass
+class OnnxModel:
+    """An ONNX model that grows node by node. `arrays` are its large weights, which are not part of the file."""
+
+    nodes: list[Any] = field(default_factory=list)
+    initializers: list[Any] = field(default_factory=list)
+    arrays: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    _constants: dict[Any, str] = field(default_factory=dict)
+    _shared: dict[str, str] = field(default_factory=dict)
+    _values: int = 0
+
+    def add(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """Add a node. Returns the name of its output, or of its outputs."""
+        names = [f"value_{self._values + i}" for i in range(outputs)]
+        self._values += outputs
+        self.add_named(kind, inputs, names, domain, **attributes)
+        return names[0] if outputs == 1 else names
+
+    def add_named(self, kind: str, inputs: Any, names: list[str], domain: str = "", **attributes: Any) -> None:
+        """Add a node whose outputs have these names."""
+        self.nodes.append(helper.make_node(kind, list(inputs), names, domain=domain, **attributes))
+
+    def rename_last(self, name: str) -> None:
+        """Give the output of the last node this name."""
+        self.nodes[-1].output[0] = name
+
+    def constant(self, value: Any, dtype: Any = np.int64) -> str:
+        """A small constant, kept in the file."""
+        array = np.asarray(value, dtype=dtype)
+        key = str(array.dtype), array.shape, array.tobytes()
+        if key not in self._constants:
+            self._constants[key] = f"constant_{len(self._constants)}"
+            self.initializers.append(numpy_helper.from_array(array, self._constants[key]))
+        return self._constants[key]
+
+    def once(self, name: str, make: Callable[[], str]) -> str:
+        """The value of this name, which is made when it is asked for the first time."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
+
+    def weight(self, name: str, array: np.ndarray[Any, Any]) -> str:
+        """A weight that stays in the caller's memory; the session gets it beside the file."""
+        if name not in self.arrays:
+            tensor = onnx.TensorProto(
+                name=name,
+                data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+                dims=array.shape,
+                data_location=onnx.TensorProto.EXTERNAL,
+            )
+            tensor.external_data.add(key="location", value="memory")
+            self.initializers.append(tensor)
+            self.arrays[name] = array
+        return name
+
+    def file(self, inputs: list[Any], outputs: list[Any]) -> bytes:
+        """The serialized model."""
+        graph = helper.make_graph(self.nodes, "step", inputs, outputs, self.initializers)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        file: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString()
+        return file
+
+
+class Products:
+    """How rows are multiplied by a matrix: here as it is, in fp32."""
+
+    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix) -> str:
+        """Rows [R, in] -> [R, out]. A matrix of one part is read in place; one of several is a copy."""
+        bias = matrix.bias()
+        biases = [] if bias is None else [made.weight(f"{name}.bias", array(bias))]
+        result: str = made.add("Gemm", x, made.weight(name, array(matrix.weight())), *biases, transB=1)
+        return result
