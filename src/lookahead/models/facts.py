@@ -53,7 +53,7 @@ def position_limit(config: Any) -> PositionLimit:
         return PositionLimit(scaled_from(config), "from there on attention is scaled by place in the cache", hard=True)
     window = getattr(config, "sliding_window", None)
     if window and doubtful_window(config):
-        return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
+        limit = min(window, limit or window)
     for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         kind = part.get("rope_type")
         if kind in ("longrope", "dynamic"):
@@ -61,6 +61,8 @@ def position_limit(config: Any) -> PositionLimit:
             original = original or getattr(config, "original_max_position_embeddings", None)
             known = [x for x in (limit, original) if x is not None]
             return PositionLimit(min(known) if known else None, f"{kind} rotary factors", hard=True)
+    if window and doubtful_window(config):
+        return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
     return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
 
 
@@ -77,7 +79,8 @@ def sliding_windows(config: Any) -> dict[str, int | None]:
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds & {"sliding_attention", "chunked_attention"}:
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
-    uses = getattr(config, "use_sliding_window", True)
+    # Mistral's class does not read `use_sliding_window`, which configs of other classes have.
+    uses = getattr(config, "use_sliding_window", True) or getattr(config, "model_type", "") == "mistral"
     return {"": window if uses and not doubtful_window(config) else None}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from marks import examples
 
-from lookahead.backends.graph.pages import PagePool, PageTable
+from lookahead.backends.graph.pages import DROPPED, PagePool, PagePools, PageTable, pages_in_window
 
 PAGES, SIZE = 7, 2
 TEXTS = st.lists(st.integers(0, 1), max_size=12)
@@ -199,3 +199,105 @@ def test_only_new_pages_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pool_that_holds_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="a pool of 0 pages of 64 tokens"):
         PagePool(0)
+
+
+WINDOWS = (None, 3, 7)
+"""Those of the pools below: layers with a window of 3 tokens read at most two pages before a pass."""
+ROWS = 5
+
+
+class Pools(RuleBasedStateMachine):
+    """Sequences in pools with and without windows. Whatever a pass reads is there, and holds the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = PagePools([PagePool(12, SIZE, window, ROWS) for window in WINDOWS])
+        self.live: list[list[PageTable]] = []
+        self.texts: dict[int, tuple[str, list[int], int]] = {}  # of a sequence: salt, text, cached tokens
+        self.memory: list[dict[int, tuple[str, list[int]]]] = [{} for _ in WINDOWS]
+
+    def reads(self, tables: list[PageTable]) -> None:
+        """What the next row sees is in pages that the sequence holds, with its text in them."""
+        salt, text, cached = self.texts[id(tables)]
+        for window, table, memory in zip(WINDOWS, tables, self.memory, strict=True):
+            first = 0 if window is None else max(0, cached - window + 1)
+            for place in range(first // SIZE, -(-cached // SIZE)):
+                assert table.pages[place] != DROPPED, "a page that is read was given back"
+                assert memory[table.pages[place]] == (salt, text[: min(cached, (place + 1) * SIZE)])
+
+    @rule(text=TEXTS, salt=SALTS)
+    def open(self, text: list[int], salt: str) -> None:
+        tables = self.pools.open(text, salt)
+        assert len({table.cached for table in tables}) == 1
+        self.live.append(tables)
+        self.texts[id(tables)] = salt, text, tables[0].cached
+        self.reads(tables)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), rows=st.integers(1, ROWS), known=st.booleans())
+    def run(self, data: st.DataObject, rows: int, known: bool) -> None:
+        """A pass of some rows, behind which the text may be remembered."""
+        tables = data.draw(st.sampled_from(self.live))
+        salt, text, cached = self.texts[id(tables)]
+        end = min(len(text), cached + rows)
+        self.pools.drop_behind(tables, cached)
+        before = [list(table.pages) for table in tables]
+        if not self.pools.reserve(tables, len(text), cached):
+            assert [table.pages for table in tables] == before, "half of a reservation was made"
+            return
+        self.reads(tables)
+        for table, memory, pool in zip(tables, self.memory, self.pools.pools, strict=True):
+            for place in range(cached, end):
+                page = table.pages[place // SIZE]
+                assert pool._users[page] == 1
+                memory[page] = salt, text[: place + 1]
+        self.texts[id(tables)] = salt, text, end
+        if known:
+            self.pools.remember(tables, text[:end])
+        self.reads(tables)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        tables = data.draw(st.sampled_from(self.live))
+        self.live.remove(tables)
+        self.pools.close(tables)
+        assert [table.pages for table in tables] == [[], [], []]
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        for number, (pool, window) in enumerate(zip(self.pools.pools, WINDOWS, strict=True)):
+            tables = [tables[number] for tables in self.live]
+            users = Counter(page for table in tables for page in table.pages if page != DROPPED)
+            assert [users[page] for page in range(pool.pages)] == pool._users
+            assert set(pool._free) | set(pool._kept) | set(users) == set(range(pool.pages))
+            assert pool.free + pool.kept + len(users) == pool.pages
+            for table in tables if window is not None else ():
+                assert len(table.pages) - table.dropped <= pages_in_window(window, ROWS, SIZE)
+
+
+TestPools = Pools.TestCase
+TestPools.settings = settings(
+    max_examples=examples(80), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_a_beginning_that_a_windowed_pool_has_evicted() -> None:
+    """All pools must know what a sequence reads: here the longest beginning is the one that the third pool knows."""
+    pools = PagePools([PagePool(20, 2), PagePool(20, 2, 3, 14), PagePool(20, 2, 5, 14)])
+    text = list(range(14))
+    tables = pools.open(text)
+    assert pools.reserve(tables, 14, 0)
+    pools.remember(tables, text)
+    pools.close(tables)
+    again = pools.open([*text, 99])
+    assert again[0].cached == 14
+    assert [table.pages.count(DROPPED) for table in again] == [0, 6, 5]
+    digests = list(again[0].digests)
+    pools.close(again)
+    third = pools.pools[2]
+    del third._digest[third._known.pop(digests[5])]  # its page of tokens 10 and 11
+    assert [pools.open([*text[:size], 99])[0].cached for size in (14, 12, 10)] == [10, 10, 10]
+    del third._digest[third._known.pop(digests[1])]
+    # Behind 10 tokens it reads tokens 6 to 9, behind 6 tokens 2 to 5.
+    assert [pools.open([*text[:size], 99])[0].cached for size in (14, 10, 8, 6, 4)] == [10, 10, 8, 2, 2]

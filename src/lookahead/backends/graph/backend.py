@@ -329,7 +329,7 @@ class GraphBackend:
         if adjusted:
             self.state.buffers.adjusting.send_masks()
         step.run()
-        self._slots.take_pages_ahead(slots, needs)
+        self._slots.take_pages_ahead(slots, needs, drop=not trailed)  # the prompt is remembered when it has run
         return RunningStep(step, items, starts, [slot.length for slot in slots], 0, stream_of(self.device))
 
     def _take_rules_line(self, slot: Slot, sampling: SamplingParams) -> None:

@@ -136,14 +136,14 @@ class Slots:
                     self.tell_pages(slot)
                     break
 
-    def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
-        """Take the pages that sequences of so many tokens may need next, if there are plenty.
+    def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int], *, drop: bool) -> None:
+        """Take the pages that sequences of so many tokens may need next, if there are plenty; `drop` as in `has_pages`.
 
         It takes long to send the device a page, so it is sent while the device runs a step, not between two of them.
         """
         for slot, count in zip(slots, tokens, strict=True):
             enough = slot.room >= count + PAGE // 2
-            if not enough and self.pool.free > len(self) and self.has_pages(slot, count + PAGE // 2, drop=False):
+            if not enough and self.pool.free > len(self) and self.has_pages(slot, count + PAGE // 2, drop=drop):
                 self.tell_pages(slot)
 
     def forget_pages(self, slot: Slot, length: int) -> None:
