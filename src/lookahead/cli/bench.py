@@ -30,6 +30,7 @@ GPU_PRESETS = {
     "gpu-prompts": "Prompts that arrive together, and beside others, on a CUDA GPU",
     "gpu-bound": "Token by token against what reading the weights and the K/V takes, on a CUDA GPU",
     "gpu-context": "A step by context, and memory, on a CUDA GPU",
+    "gpu-window": "A step by context where layers have a window, on a CUDA GPU",
     "gpu-attention": "The attention kernel against SDPA",
     "gpu-hook": "model.generate with and without the hook: first call, later calls",
     "gpu-eager": "the same on the eager backend",

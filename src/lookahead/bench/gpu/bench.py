@@ -6,7 +6,7 @@ import copy
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from lookahead.config import LookaheadConfig, StopRules
 from lookahead.generate import LookaheadModel
 from lookahead.generate import load as load_model
 from lookahead.loading.load import DTYPES
+from lookahead.models.read import read
+from lookahead.models.spec import Decoder
 
 SMALL = "small"
 """The shape of the model itself."""
@@ -63,6 +65,12 @@ class GpuOptions:
         return f"lookahead bench --preset {','.join(f'gpu-{p}' for p in parts)} {size} --model FILE --data-dir DATA"
 
 
+def with_window(decoder: Decoder, window: int) -> Decoder:
+    """The same model with this window in every layer."""
+    blocks = [replace(block, attention=replace(block.attention, window=window)) for block in decoder.blocks]
+    return replace(decoder, blocks=blocks)
+
+
 class GpuBench:
     """The models, made when they are first needed, and what the current part has measured.
 
@@ -98,11 +106,16 @@ class GpuBench:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def backend(self, model: Any = None, *, invariant: bool = True, kv_tokens: int | None = None) -> GraphBackend:
-        """A new backend. What the one before it held is given back."""
+    def backend(
+        self, model: Any = None, *, invariant: bool = True, kv_tokens: int | None = None, window: int | None = None
+    ) -> GraphBackend:
+        """A new backend. What the one before it held is given back. `window`: every layer gets one of so many
+        tokens."""
         self.free()
+        model = self.large if model is None else model
         with torch.inference_mode(False):
-            return GraphBackend(self.large if model is None else model, invariant=invariant, kv_tokens=kv_tokens)
+            described = None if window is None else with_window(read(model, "graph"), window)
+            return GraphBackend(model, invariant=invariant, kv_tokens=kv_tokens, description=described)
 
     @property
     def invariances(self) -> tuple[bool, ...]:

@@ -42,6 +42,7 @@ PARTS: dict[str, Callable[[GpuBench], None]] = {
         prompts,
         parts.bound,
         parts.context,
+        parts.window,
         hook,
         eager,
         attention,

@@ -54,6 +54,12 @@ TABLES: Mapping[str, tuple[str, str, str]] = {
         "Prompts that arrive together: from the first to the last first token. A late prompt: the longest pause "
         "between two steps of the others.",
     ),
+    "window": (
+        "A window of 4,096 tokens in every layer",
+        "context K device_ms step_wall_ms pages pages_of_context kv_mb",
+        "pages: those that a sequence of this context needs, with a pass of up to 1,024 rows behind it; without a "
+        "window it would need the pages of its context.",
+    ),
     "context": (
         "Context and memory",
         "context K device_ms step_wall_ms memory_mb above_mb",

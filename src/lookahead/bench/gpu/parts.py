@@ -12,7 +12,8 @@ import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
+from lookahead.backends.graph.pages import pages_in_window
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE, ROW_SIZES, bucket
 from lookahead.bench.gpu.bench import METHODS, GpuBench
 from lookahead.bench.gpu.timing import ROOM, bytes_read, copy_bandwidth, products_ms, step_ms
 from lookahead.bench.run.decode import Decoded, decode
@@ -23,6 +24,7 @@ from lookahead.stats import Stats
 
 STEP_COUNTS, STEP_CONTEXT = (1, 16, 32, 64, 121, 128), 1024
 CONTEXTS = (1024, 4096, 16384, 32768)
+WINDOW = 4096
 BOUND_SEQUENCES, BOUND_CONTEXT = (1, 8, 16, 32, 64), 512
 STOCK = {
     "hf-greedy": "transformers eager",
@@ -55,6 +57,20 @@ def context(bench: GpuBench) -> None:
         held = torch.cuda.memory_allocated() - before
         record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
         bench.add(record | {"memory_mb": round(held / 1e6, 1)})
+        del backend
+
+
+def window(bench: GpuBench) -> None:
+    """A step by context where every layer has a window of 4,096 tokens, and the pages that a sequence then holds."""
+    bench.backend()  # fuses the weights
+    most = pages_in_window(WINDOW, ROW_SIZES[-1], PAGE)
+    for tokens, count in product(CONTEXTS, (1, 128)):
+        whole = tokens + ROOM + INVARIANT_ROWS
+        backend = bench.backend(kv_tokens=min(whole, most * PAGE), window=WINDOW)
+        device, wall = step_ms(backend, count, tokens)
+        record = {"window": WINDOW, "context": tokens, "K": count, "device_ms": round(device, 3)}
+        record |= {"step_wall_ms": round(wall, 3), "pages": backend.pool.pages, "pages_of_context": -(-whole // PAGE)}
+        bench.add(record | {"kv_mb": round(sum(cache.nbytes for cache in backend.kv.caches) / 1e6, 1)})
         del backend
 
 
