@@ -186,5 +186,8 @@ class Drawing:
         out: torch.Tensor,
         tops: Any,
     ) -> None:
-        """Draw as `torch.multinomial` does, with noise [D, V], into column 0 of `out`; see `draw.race_targets`."""
-        self._draws.race_targets(logits, settings, noise, depths, out, tops, self._work)
+        """Draw as `torch.multinomial` does, with noise [D, V], into column 0 of `out`.
+
+        See `draw.multinomial_targets`.
+        """
+        self._draws.multinomial_targets(logits, settings, noise, depths, out, tops, self._work)

@@ -1,4 +1,4 @@
-"""Draws, races, penalties and log-probabilities of the kernels, against `sampling.pick`, transformers and the twins."""
+"""Draws, penalties and log-probabilities of the kernels, against `sampling.pick`, transformers and the twins."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_more_candidates_than_fit_in_a_tile(kind: str) -> None:
     logits = some_logits(5000, 3, kind)
     assert drawn(logits, rows) == picked(logits, rows)
     noise = torch.empty(3, 5000).exponential_(generator=torch.Generator().manual_seed(0))
-    assert raced(logits, rows, noise, range(3)) == raced(logits, rows, noise, range(3), reference_draw)
+    assert multinomial(logits, rows, noise, range(3)) == multinomial(logits, rows, noise, range(3), reference_draw)
 
 
 def test_of_tied_tokens_top_p_keeps_the_lower_ids() -> None:
@@ -178,10 +178,10 @@ def test_rows_of_nan_end_and_stay_in_the_vocabulary() -> None:
     assert all(0 <= token < 120 for token in found)
 
 
-def raced(
+def multinomial(
     logits: torch.Tensor, rows: Settings, noise: torch.Tensor, depths: Sequence[int], module: Any = draw
 ) -> list[int]:
-    """The targets of `race_targets`."""
+    """The targets of `multinomial_targets`."""
     logits = logits.to(DEVICE)
     count, vocabulary = logits.shape
     tops = top.TopWork(count, vocabulary, 8, DEVICE)
@@ -190,7 +190,7 @@ def raced(
     work = filters.DrawWork(count, vocabulary, DEVICE, logits.dtype)
     line = torch.tensor(rows, dtype=torch.float64, device=DEVICE)
     which = torch.tensor(depths, dtype=torch.int32, device=DEVICE)
-    module.race_targets(logits, line, noise.to(DEVICE), which, out, tops, work)
+    module.multinomial_targets(logits, line, noise.to(DEVICE), which, out, tops, work)
     return out[:, 0].tolist()
 
 
@@ -210,7 +210,7 @@ def warped(scores: torch.Tensor, line: Sequence[float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ties", *map(slow_interpreted, ["float32", "bfloat16", "float16", "holes"])])
-def test_races_are_those_of_multinomial(kind: str) -> None:
+def test_draws_with_noise_are_those_of_multinomial(kind: str) -> None:
     """`torch.multinomial` with the same noise, after transformers' warpers, and the slow twin."""
     logits = some_logits(1301, len(ROWS), kind)
     noise = torch.empty(4, 1301)
@@ -223,8 +223,8 @@ def test_races_are_those_of_multinomial(kind: str) -> None:
             probs = warped(logits[row : row + 1].float(), line).softmax(dim=-1)
             generator = torch.Generator().manual_seed(depth)
             expected[row] = int(torch.multinomial(probs, 1, generator=generator))
-    assert raced(logits, ROWS, noise, depths) == expected
-    assert raced(logits, ROWS, noise, depths, reference_draw) == expected
+    assert multinomial(logits, ROWS, noise, depths) == expected
+    assert multinomial(logits, ROWS, noise, depths, reference_draw) == expected
 
 
 def test_of_tied_tokens_transformers_keeps_the_higher_ids() -> None:
@@ -235,7 +235,7 @@ def test_of_tied_tokens_transformers_keeps_the_higher_ids() -> None:
     noise = torch.ones(12, 3000)
     noise[torch.arange(12), places] = 0.01
     expected = [int((warped(x[None], line).softmax(dim=-1) / q).argmax()) for x, q in zip(logits, noise, strict=True)]
-    assert raced(logits, [line] * 12, noise, range(12)) == expected
+    assert multinomial(logits, [line] * 12, noise, range(12)) == expected
     assert expected[:6] == [int(places[6])] * 6
     assert expected[6:] == places[6:].tolist()
 

@@ -122,7 +122,7 @@ def draw_targets(
 
 
 @triton.jit
-def _race_cut(
+def _multinomial_cut(
     logits, settings, depths, limits, found, counts, masses, cuts, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def _race_cut(
 
 
 @triton.jit
-def _race(
+def _multinomial(
     logits, noise, settings, depths, limits, cuts, ratios, tokens, vocabulary, pieces,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +179,7 @@ def _race(
 
 
 @triton.jit
-def _race_end(settings, depths, ratios, tokens, out, vocabulary, pieces, width, P: tl.constexpr):
+def _multinomial_end(settings, depths, ratios, tokens, out, vocabulary, pieces, width, P: tl.constexpr):
     """Grid: (rows). The best of all pieces; of equal ratios, the lowest token."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, depths, row, True):
@@ -190,7 +190,7 @@ def _race_end(settings, depths, ratios, tokens, out, vocabulary, pieces, width, 
         tl.store(out + row * width, tl.minimum(first, vocabulary - 1))
 
 
-def race_targets(
+def multinomial_targets(
     logits: torch.Tensor,
     settings: torch.Tensor,
     noise: torch.Tensor,
@@ -209,15 +209,15 @@ def race_targets(
     rows, vocabulary = logits.shape
     collect(logits, settings, depths, tops, work)
     pieces, shift = triton.next_power_of_2(work.pieces), shift_of(logits.dtype)
-    _race_cut[(rows,)](
+    _multinomial_cut[(rows,)](
         logits, settings, depths, work.limits, work.found, work.counts, work.masses, work.cuts, vocabulary,
         work.pieces, P=pieces, BLOCK=PIECE, TILE=TILE, SHIFT=shift, num_warps=8,
     )  # fmt: skip
-    _race[(rows, work.pieces)](
+    _multinomial[(rows, work.pieces)](
         logits, noise, settings, depths, work.limits, work.cuts, work.ratios, work.tokens, vocabulary, work.pieces,
         BLOCK=PIECE, SHIFT=shift, num_warps=1,
     )  # fmt: skip
-    _race_end[(rows,)](
+    _multinomial_end[(rows,)](
         settings, depths, work.ratios, work.tokens, out, vocabulary, work.pieces, out.shape[1], P=pieces, num_warps=1,
     )  # fmt: skip
     return out

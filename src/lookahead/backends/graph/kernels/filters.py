@@ -27,15 +27,15 @@ TILE = 2048
 
 
 class DrawWork:
-    """Memory for what the launches of `draw_targets` and `race_targets` tell each other, for at most `rows` rows.
+    """Memory for what the launches of `draw_targets` and `multinomial_targets` tell each other.
 
-    `dtype` is that of the logits, or a wider one.
+    It is for at most `rows` rows. `dtype` is that of the logits, or a wider one.
 
     - limits [R, 2]: a row's maximum and its floor
     - counts, masses [R, pieces]: of each piece of the vocabulary, how many candidates it has, and its tokens' mass
     - found [R, pieces x PIECE]: a row's candidates, one behind the other
     - cuts [R, 2]: the key at which a row is cut, and the first of the tokens with this key that stays
-    - ratios, tokens [R, pieces]: the best ratio of a race in each piece, and its token
+    - ratios, tokens [R, pieces]: the best ratio of weight and noise in each piece, and its token
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -63,9 +63,9 @@ def key_of(x, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def is_drawn(settings, depths, row, RACE: tl.constexpr):
-    """Whether a row's target is drawn: it has a temperature, and a uniform or, in a race, a depth."""
-    wanted = tl.load(depths + row) >= 0 if RACE else tl.load(settings + row * 5 + 4) >= 0.0
+def is_drawn(settings, depths, row, MULTINOMIAL: tl.constexpr):
+    """Whether a row's target is drawn: it has a temperature, and a uniform or, if it is drawn with noise, a depth."""
+    wanted = tl.load(depths + row) >= 0 if MULTINOMIAL else tl.load(settings + row * 5 + 4) >= 0.0
     return wanted & (tl.load(settings + row * 5) > 0.0)
 
 
@@ -99,14 +99,14 @@ def is_filtered(settings, row, vocabulary):
 @triton.jit
 def _bounds(
     values, sums, settings, depths, limits, pieces, vocabulary,
-    TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, RACE: tl.constexpr,
+    TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). limits [R, 2]: each drawn row's maximum, and its floor.
 
     values [R, pieces, TOP] and sums [R, pieces, 2] are those of `TopWork`.
     """
     row = tl.program_id(0).to(tl.int64)
-    if is_drawn(settings, depths, row, RACE):
+    if is_drawn(settings, depths, row, MULTINOMIAL):
         piece = tl.arange(0, P)
         tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
         top = tl.max(tops, 0)
@@ -145,20 +145,21 @@ def is_candidate(x, floor):
 
 @triton.jit
 def _measure(
-    logits, settings, depths, limits, counts, masses, vocabulary, pieces, BLOCK: tl.constexpr, RACE: tl.constexpr
+    logits, settings, depths, limits, counts, masses, vocabulary, pieces,
+    BLOCK: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). How many candidates each piece has, counts [R, pieces], and its mass, masses [R, pieces].
 
     With top-k nobody asks for the mass. With top-p it is that of all tokens, else of those that min-p leaves.
     """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if is_drawn(settings, depths, row, RACE):
+    if is_drawn(settings, depths, row, MULTINOMIAL):
         _k, has_k, _p, has_p = filters_of(settings, row, vocabulary)
         column = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         at = row * pieces + piece
         # Triton has no `not` for a value that is only known on the device.
-        if (has_k == 0) & (has_p | (RACE == 0)):
+        if (has_k == 0) & (has_p | (MULTINOMIAL == 0)):
             weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
             least = tl.where(has_p, 0.0, tl.load(settings + row * 5 + 3))
             tl.store(masses + at, tl.sum(tl.where(weight >= least, weight, 0.0), 0))
@@ -170,11 +171,11 @@ def _measure(
 @triton.jit
 def _pack(
     logits, settings, depths, limits, counts, found, vocabulary, pieces,
-    P: tl.constexpr, BLOCK: tl.constexpr, RACE: tl.constexpr,
+    P: tl.constexpr, BLOCK: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). Copy the candidates to found [R, pieces x BLOCK], behind those of the earlier pieces."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if is_drawn(settings, depths, row, RACE) & is_filtered(settings, row, vocabulary):
+    if is_drawn(settings, depths, row, MULTINOMIAL) & is_filtered(settings, row, vocabulary):
         earlier = tl.arange(0, P)
         before = tl.sum(tl.load(counts + row * pieces + earlier, mask=earlier < piece, other=0), 0)
         column = piece * BLOCK + tl.arange(0, BLOCK)
@@ -301,16 +302,17 @@ def collect(
     rows, vocabulary = logits.shape
     top = tops.values.shape[2]
     pieces = triton.next_power_of_2(work.pieces)
-    race, chosen = depths is not None, settings if depths is None else depths
+    multinomial, chosen = depths is not None, settings if depths is None else depths
     _bounds[(rows,)](
-        tops.values, tops.sums, settings, chosen, work.limits, work.pieces, vocabulary, TOP=top, P=pieces,
-        B=triton.next_power_of_2(work.pieces * top), SHIFT=shift_of(logits.dtype), RACE=race, num_warps=4,
+        tops.values, tops.sums, settings, chosen, work.limits, work.pieces, vocabulary,
+        TOP=top, P=pieces, B=triton.next_power_of_2(work.pieces * top), SHIFT=shift_of(logits.dtype),
+        MULTINOMIAL=multinomial, num_warps=4,
     )  # fmt: skip
     _measure[(rows, work.pieces)](
         logits, settings, chosen, work.limits, work.counts, work.masses, vocabulary, work.pieces,
-        BLOCK=PIECE, RACE=race, num_warps=1,
+        BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
     )  # fmt: skip
     _pack[(rows, work.pieces)](
         logits, settings, chosen, work.limits, work.counts, work.found, vocabulary, work.pieces,
-        P=pieces, BLOCK=PIECE, RACE=race, num_warps=1,
+        P=pieces, BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
     )  # fmt: skip

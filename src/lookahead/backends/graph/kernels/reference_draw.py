@@ -23,7 +23,7 @@ def draw_targets(
     return out
 
 
-def race_targets(
+def multinomial_targets(
     logits: torch.Tensor,
     settings: torch.Tensor,
     noise: torch.Tensor,
@@ -32,7 +32,7 @@ def race_targets(
     tops: object = None,
     work: object = None,
 ) -> torch.Tensor:
-    """As `draw.race_targets`. `tops` and `work` are ignored."""
+    """As `draw.multinomial_targets`. `tops` and `work` are ignored."""
     for row, (temperature, top_k, top_p, min_p, _) in enumerate(settings.tolist()):
         depth = int(depths[row])
         if temperature > 0 and depth >= 0:
