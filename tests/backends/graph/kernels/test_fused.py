@@ -103,10 +103,12 @@ def test_rotate_write(
     options: dict[str, Any] = {
         "qkv": torch.randn(16, (heads + 2 * kv_heads) * dim).to(device, dtype),
         "bias": torch.randn((heads + 2 * kv_heads) * dim).to(device, dtype) if extras == "bias" else None,
-        "norms": torch.randn(2, dim).to(device, dtype) if extras == "norms" else None,
+        "q_norm": torch.randn(dim).to(device, dtype) if extras == "norms" else None,
+        "k_norm": torch.randn(dim).to(device, dtype) if extras == "norms" else None,
         "cosine": angle.cos(),
         "sine": angle.sin(),
         "rows": rows,
+        "eps": 1e-6,
     }
     results = []
     for module in (fused, reference):
@@ -122,6 +124,14 @@ def test_rotate_write(
     used = [int(tables[0, 0]), *tables[1, :2].tolist()]
     assert written[used].tolist() == [7, 2, 1]
     assert written[1:].sum() == 10  # the others belong to someone else; padding writes to page 0
+
+
+def test_a_norm_of_queries_alone_is_refused(device: torch.device) -> None:
+    rows = rows_of([Part(3)], tables_of([Part(3)], device)[0], (1, 16))
+    qkv, q, norm = torch.zeros(1, 3 * 16, device=device), torch.zeros(1, 1, 16, device=device), torch.ones(16)
+    cache = torch.zeros(2, 1, 64, 16, device=device)
+    with pytest.raises(ValueError, match="q_norm and k_norm"):
+        fused.rotate_write(qkv, None, norm, None, cache, cache, rows, q, cache, cache, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -143,7 +143,7 @@ def add_norm(
 
 @triton.jit
 def _rotate_write(
-    qkv, bias, norms, cosine, sine, positions, places, q, keys, values, eps,
+    qkv, bias, q_norm, k_norm, cosine, sine, positions, places, q, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -172,9 +172,12 @@ def _rotate_write(
     if HAS_NORM:
         square = tl.sum(first * first + second * second, 1) / DIM
         scale = tl.rsqrt(square + eps)[:, None]
-        which = tl.where(head < HEADS, 0, 1)[:, None] * DIM + column[None, :]
-        gain_a = tl.load(norms + which, mask=inside, other=0.0)
-        gain_b = tl.load(norms + which + half, mask=inside, other=0.0)
+        is_query = (head < HEADS)[:, None]
+        q_gain_a = tl.load(q_norm + column, mask=column < half, other=0.0)[None, :]
+        q_gain_b = tl.load(q_norm + column + half, mask=column < half, other=0.0)[None, :]
+        k_gain_a = tl.load(k_norm + column, mask=column < half, other=0.0)[None, :]
+        k_gain_b = tl.load(k_norm + column + half, mask=column < half, other=0.0)[None, :]
+        gain_a, gain_b = tl.where(is_query, q_gain_a, k_gain_a), tl.where(is_query, q_gain_b, k_gain_b)
         first = tl.where(turned[:, None], ((first * scale).to(a.dtype) * gain_a).to(tl.float32), first)
         second = tl.where(turned[:, None], ((second * scale).to(a.dtype) * gain_b).to(tl.float32), second)
     cos = tl.where(turned[:, None], cos, 1.0)
@@ -199,29 +202,32 @@ def _rotate_write(
 def rotate_write(
     qkv: torch.Tensor,
     bias: torch.Tensor | None,
-    norms: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
     rows: Rows,
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    eps: float = 1e-6,
+    eps: float,
 ) -> None:
     """Rotate queries and keys by their positions; write the queries to q, and keys and values to their places.
 
     qkv [M, (H + 2 Hkv) D], M at least R, is the fused projections' result. q [R, H, D].
     cosine, sine [positions, D / 2] fp32; keys, values [pages, Hkv, PAGE, D]. bias [(H + 2 Hkv) D] if the projections
-    have one; norms [2, D] are the weights of the queries' and the keys' own RMSNorm (Qwen3).
+    have one; q_norm, k_norm [D], both or neither, are the weights of the queries' and the keys' own RMSNorm (Qwen3).
     """
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm must both be given, or neither")
     size, heads, dim = q.shape
     kv_heads = keys.shape[1]
     block = min(16, triton.next_power_of_2(heads + 2 * kv_heads))
     _rotate_write[(size, triton.cdiv(heads + 2 * kv_heads, block))](
-        qkv, qkv if bias is None else bias, qkv if norms is None else norms, cosine, sine, rows.positions, rows.places,
-        q, keys, values, eps,
+        qkv, qkv if bias is None else bias, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
+        cosine, sine, rows.positions, rows.places, q, keys, values, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
-        HAS_BIAS=bias is not None, HAS_NORM=norms is not None, PAGE=PAGE, num_warps=4,
+        HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, PAGE=PAGE, num_warps=4,
     )  # fmt: skip
 
 

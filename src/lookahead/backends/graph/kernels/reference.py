@@ -105,14 +105,15 @@ def add_norm(
 def rotate_write(
     qkv: torch.Tensor,
     bias: torch.Tensor | None,
-    norms: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
     cosine: torch.Tensor,
     sine: torch.Tensor,
     rows: Rows,
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    eps: float = 1e-6,
+    eps: float,
 ) -> None:
     """As `fused.rotate_write`."""
     size, heads, dim = q.shape
@@ -120,11 +121,11 @@ def rotate_write(
     x = qkv[:size] if bias is None else qkv[:size] + bias
     parts = list(x.view(size, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1))
     cos, sin = (table[rows.positions.long()][:, None] for table in (cosine, sine))
-    for i in (0, 1):
+    for i, norm in enumerate((q_norm, k_norm)):
         part = parts[i].float()
-        if norms is not None:
+        if norm is not None:
             part = part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + eps)
-            part = (part.to(qkv.dtype) * norms[i]).float()
+            part = (part.to(qkv.dtype) * norm).float()
         first, second = part.chunk(2, dim=-1)
         parts[i] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
     q.copy_(parts[0])
