@@ -13,19 +13,15 @@ import numpy as np
 import torch
 
 from lookahead.algorithm.tree import TokenTree, forest_of
+from lookahead.backends.graph.records import Entry, Tile
 
 MOST_ENTRIES = 256
 """The most sequences of a step."""
 SPARE_MOVES = 64
 """A packet has room for this many moves of accepted K/V more than the step has rows. If the step before accepted more
 tokens, they are moved by a launch of their own."""
-ENTRY = 5
-"""Numbers per entry: its line in the page tables, its cached tokens, its first row, its trail's rows and its tree's
-rows."""
-TILE = 6
-"""Numbers per tile: its sequence's line in the page tables, the tokens before its tree (those of its trail included),
-the first row of the trail or tree that it is part of, how many rows that has, which block of queries the tile is, and 1
-for a tree. A tile repeats what its entry says, because a program that has to look up one after the other waits."""
+ENTRY, TILE = len(Entry), len(Tile)
+"""Numbers per entry and per tile. (Asked of an enum in every step, its length takes microseconds.)"""
 
 Numbers = Any
 """32-bit integers in one piece of memory: bytes or an array."""
@@ -66,8 +62,8 @@ class Packet(Fields):
     tokens [R]         the rows' tokens
     entry_of [R]       the rows' entries, -1 for a row that pads the step
     parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
-    entries [E, 5]     see `ENTRY`
-    tiles_s [T, 6]     for head shape s, see `TILE`
+    entries [E, 5]     see `records.Entry`
+    tiles_s [T, 6]     for head shape s, see `records.Tile`
     commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
     moves [G, M, 2]    for each of the G attention groups: from where to where, as places in its pool of pages
     needed [N]         the rows whose logits are needed
@@ -149,7 +145,7 @@ class Packet(Fields):
             self._write("needed", pack(f"{len(needed)}i", *needed), self._zeros)
         # 3. The entries and their tiles.
         entries = [0] * (ENTRY * len(lines))
-        for place, field in enumerate((lines, lengths, firsts, trail_rows, nodes)):
+        for place, field in enumerate((lines, lengths, firsts, trail_rows, nodes)):  # in the order of `Entry`
             entries[place::ENTRY] = field
         self._write_first("entries", entries)
         for shape, (group, block) in enumerate(queries):

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from lookahead.backends.base import MOST_AHEAD, StepInput
-from lookahead.backends.graph.packet import ENTRY, MOST_ENTRIES, SPARE_MOVES, Fields, Packet
+from lookahead.backends.graph.packet import MOST_ENTRIES, SPARE_MOVES, Fields, Packet
+from lookahead.backends.graph.records import Draw, Entry, Rule
 
 NO_MASK = array("i", (-1,))
 NO_RULES = (1.0, 0.0, 0.0, 0.0)
@@ -24,14 +25,14 @@ class TargetsPacket(Fields):
 
     If targets are `drawn`:
 
-    draws [N, 5]       float64: how each needed row's target is drawn (see `kernels.draw`)
+    draws [N, 5]       float64: how each needed row's target is drawn (see `records.Draw`)
     next_uniforms [N, 32]  float64: the uniforms of the steps ahead
     noise [N]          the line of noise that decides a needed row's draw, -1 for the argmax
 
     If logits are `adjusted` (see `kernels.adjust`), in steps of at most R rows:
 
     line_of [E]        the entries' lines in the tables of counts and biases, or -1
-    rules [E, 4]       float32: the entries' penalties, and whether they have a bias
+    rules [E, 4]       float32: the entries' penalties, and whether they have a bias (see `records.Rule`)
     mask_of [N]        the needed rows' masks, -1 for none
     counted [2, C]     tokens that were accepted since the last step: the lines to count them in, and the tokens
     tokens, entry_of, parents [R], entries [E, 5], needed [N]: as in the step's `Packet`, whose own copy on the device
@@ -42,17 +43,17 @@ class TargetsPacket(Fields):
         whole, single, double = torch.int32, torch.float32, torch.float64
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if drawn:
-            parts["draws"] = (needed, 5), double
+            parts["draws"] = (needed, len(Draw)), double
             parts["next_uniforms"] = (needed, MOST_AHEAD), double
             parts["noise"] = (needed,), whole
         if adjusted:
             entries = min(most_rows, MOST_ENTRIES)
             parts["line_of"] = (entries,), whole
-            parts["rules"] = (entries, 4), single
+            parts["rules"] = (entries, len(Rule)), single
             parts["mask_of"] = (needed,), whole
             parts["counted"] = (2, most_rows + SPARE_MOVES), whole
             parts |= dict.fromkeys(("tokens", "entry_of", "parents"), ((most_rows,), whole))
-            parts["entries"], parts["needed"] = ((entries, ENTRY), whole), ((needed,), whole)
+            parts["entries"], parts["needed"] = ((entries, len(Entry)), whole), ((needed,), whole)
         super().__init__(parts, pinned)
         self.counted_room = most_rows + SPARE_MOVES
         self.begin()
@@ -78,9 +79,9 @@ class TargetsPacket(Fields):
                 self.fields["noise"][start : start + count] = item.noise
             start += count
         draws = self.fields["draws"]
-        draws[:start, :4] = settings[0] if len(set(settings)) == 1 else np.repeat(settings, rows, axis=0)
-        draws[:start, 4] = uniforms
-        draws[start:, 0] = 0.0
+        draws[:start, : Draw.UNIFORM] = settings[0] if len(set(settings)) == 1 else np.repeat(settings, rows, axis=0)
+        draws[:start, Draw.UNIFORM] = uniforms
+        draws[start:, Draw.TEMPERATURE] = 0.0
 
     def put_rules(self, line: int, rules: Sequence[float], mask_of: array[int]) -> None:
         """Write how the last entry's logits are adjusted."""

@@ -6,6 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.records import (
+    FREQUENCY,
+    HAS_BIAS,
+    PRESENCE,
+    REPETITION,
+    adjusting_rule,
+    load_root,
+)
 from lookahead.backends.graph.kernels.rows import Rows, TreeRows
 
 BLOCK = 1024
@@ -13,10 +21,12 @@ BLOCK = 1024
 
 @triton.jit
 def _adjust(
-    logits, out, needed, entry_of, entries, parents, tokens, line_of, rules, counts, bias, masks, mask_of, vocabulary,
-    words, BLOCK: tl.constexpr,
+    logits, out, needed, rows, tokens, line_of, rules, tables, mask_of, vocabulary, words, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid: (rows of out, blocks of columns). See `adjust`."""
+    """Grid: (rows of out, blocks of columns). `rows` are entry_of, entries and parents, `tables` counts, bias and
+    masks; see `adjust`."""
+    entry_of, entries, parents = rows
+    counts, bias, masks = tables
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocabulary
@@ -25,14 +35,14 @@ def _adjust(
     entry = tl.maximum(tl.load(entry_of + node), 0)
     line = tl.load(line_of + entry).to(tl.int64)
     if line >= 0:
-        repetition = tl.load(rules + entry * 4)
-        presence = tl.load(rules + entry * 4 + 1)
-        frequency = tl.load(rules + entry * 4 + 2)
+        repetition = adjusting_rule(rules, entry, REPETITION)
+        presence = adjusting_rule(rules, entry, PRESENCE)
+        frequency = adjusting_rule(rules, entry, FREQUENCY)
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
             stored = tl.load(counts + line * vocabulary + column, mask=inside, other=0)
             count = stored & 0x3FFFFFFF
             # The row's own token and those above it, without the root's, which is in `counts`.
-            root = tl.load(entries + entry * 5 + 2) + tl.load(entries + entry * 5 + 3)
+            root = load_root(entries, entry)
             parent = tl.load(parents + node)
             while parent >= 0:
                 count += (column == tl.load(tokens + node)).to(tl.int32)
@@ -43,7 +53,7 @@ def _adjust(
             x = tl.where(seen, repeated, x)
             x = x - frequency * count.to(tl.float32)
             x = tl.where(count > 0, x - presence, x)
-        if tl.load(rules + entry * 4 + 3) != 0.0:
+        if adjusting_rule(rules, entry, HAS_BIAS) != 0.0:
             x += tl.load(bias + line * vocabulary + column, mask=inside, other=0.0)
     mask = tl.load(mask_of + row).to(tl.int64)
     if mask >= 0:
@@ -69,9 +79,9 @@ def adjust(
 
     Integers are int32. Per row of logits: needed [R], its row in the step; mask_of [R], its mask or -1. Per row of the
     step: tokens, and what `rows` says. Per entry of the step: line_of [E], its sequence's line in the tables, or -1 for
-    neither penalties nor bias; rules fp32 [E, 4]: repetition (1: none), presence and frequency (0: none), and whether
-    it has a bias (0: none). The tables: counts [lines, V], how often a token is in the output, and in bit 30 whether it
-    is in the prompt; bias fp32 [lines, V]; masks [M, ceil(V / 32)], the bits of the allowed tokens.
+    neither penalties nor bias; rules fp32 [E, 4], see `records.Rule`. The tables: counts [lines, V], how often a token
+    is in the output, and in bit 30 whether it is in the prompt; bias fp32 [lines, V]; masks [M, ceil(V / 32)], the bits
+    of the allowed tokens.
 
     It computes what `sampling.adjusted` defines: the repetition penalty as transformers has it, for tokens of prompt
     and output; frequency and presence penalties as OpenAI has them, for tokens of the output; the bias; -inf outside of
@@ -80,8 +90,8 @@ def adjust(
     """
     count, vocabulary = logits.shape
     _adjust[(count, triton.cdiv(vocabulary, BLOCK))](
-        logits, out, needed, rows.entry_of, rows.entries, rows.parents, tokens, line_of, rules, counts, bias, masks,
-        mask_of, vocabulary, masks.shape[1], BLOCK=BLOCK, num_warps=4,
+        logits, out, needed, (rows.entry_of, rows.entries, rows.parents), tokens, line_of, rules,
+        (counts, bias, masks), mask_of, vocabulary, masks.shape[1], BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 

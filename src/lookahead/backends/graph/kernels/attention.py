@@ -39,6 +39,7 @@ import triton.language as tl
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
 from lookahead.backends.graph.kernels.near import add_near, add_tree
 from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split
+from lookahead.backends.graph.kernels.records import load_tile
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.softmax import LOWEST, join, no_keys
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles
@@ -97,10 +98,8 @@ def _attend_tile(
     whole = dim < HEAD
     # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
     # shares these keys. All its rows see the keys before `end` that do not come after them.
-    record = tiles + 6 * tile
-    end, first_row, count = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-    first_pair, is_tree = tl.load(record + 4) * BLOCK_M, tl.load(record + 5)
-    table = tables + tl.load(record) * longest
+    end, first_row, count, first_pair, is_tree, line = load_tile(tiles, tile, BLOCK_M)
+    table = tables + line * longest
     pair = first_pair + tl.arange(0, BLOCK_M)
     token = pair // GROUP
     real = token < count

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.records import load_tile
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import Tiles
 from lookahead.backends.graph.sizes import INVARIANT_ROWS
@@ -32,13 +33,12 @@ def _order_by_depth(
     node = tl.arange(0, BLOCK)
     local = tl.arange(0, TOKENS)
     for tile in range(tl.program_id(0), tl.load(counts), tl.num_programs(0)):
-        end, root = tl.load(tiles + 6 * tile + 1), tl.load(tiles + 6 * tile + 2)
-        count, block = tl.load(tiles + 6 * tile + 3), tl.load(tiles + 6 * tile + 4)
-        count *= tl.load(tiles + 6 * tile + 5)
+        end, root, count, first_query, is_tree, _line = load_tile(tiles, tile, BLOCK_M)
+        count *= is_tree
         own = order + tile * size
         there = node < count
-        token = block * BLOCK_M // GROUP + local
-        inside = (token < count) & (token <= (block * BLOCK_M + BLOCK_M - 1) // GROUP)
+        token = first_query // GROUP + local
+        inside = (token < count) & (token <= (first_query + BLOCK_M - 1) // GROUP)
         at = (root + token)[:, None] * words + (node // 32)[None, :]
         its_bits = tl.load(bits + at, mask=inside[:, None] & there[None, :], other=0)
         seen = (its_bits >> (node % 32)[None, :]) & 1

@@ -10,20 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.cut import TILE, candidates, cut, token_at
 from lookahead.backends.graph.kernels.filters import (
-    TILE,
     DrawWork,
-    candidates,
     collect,
-    cut,
     is_drawn,
     is_filtered,
     key_of,
     scale_of,
     shift_of,
-    token_at,
     weigh,
 )
+from lookahead.backends.graph.kernels.records import MIN_P, TEMPERATURE, UNIFORM, draw_setting
 from lookahead.backends.graph.kernels.top import PIECE, TopWork
 
 
@@ -34,7 +32,7 @@ def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.c
     piece = tl.arange(0, P)
     mass = tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0)
     ends = tl.cumsum(mass, 0)
-    threshold = tl.load(settings + row * 5 + 4) * tl.max(ends, 0)
+    threshold = draw_setting(settings, row, UNIFORM) * tl.max(ends, 0)
     chosen = tl.min(tl.where((ends > threshold) & (mass > 0.0), piece, P), 0)
     chosen = tl.where(chosen < P, chosen, tl.max(tl.where(mass > 0.0, piece, 0), 0))
     begin = tl.sum(tl.where(piece == chosen - 1, ends, 0.0), 0)
@@ -42,7 +40,7 @@ def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.c
     column = chosen * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
-    weight = tl.where(weight >= tl.load(settings + row * 5 + 3), weight, 0.0)
+    weight = tl.where(weight >= draw_setting(settings, row, MIN_P), weight, 0.0)
     passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
     token = tl.min(tl.where(passed, column, 2147483647), 0)
     return tl.where(token < vocabulary, token, tl.max(tl.where(weight > 0.0, column, 0), 0))
@@ -50,19 +48,20 @@ def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.c
 
 @triton.jit
 def _draw_filtered(
-    logits, settings, limits, found, counts, masses, row, vocabulary, pieces,
+    logits, settings, work, row, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """A draw from a row with top-k or top-p, from its candidates."""
+    """A draw from a row with top-k or top-p, from its candidates. `work`: limits, found, counts and masses."""
+    limits, found, counts, masses = work
     piece = tl.arange(0, P)
     count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
     found += row * pieces * BLOCK
     key_cut, quota, _ties, tied, likely = cut(
         found, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
     )
-    top, scale, least = tl.load(limits + row * 2), scale_of(settings, row), tl.load(settings + row * 5 + 3)
+    top, scale, least = tl.load(limits + row * 2), scale_of(settings, row), draw_setting(settings, row, MIN_P)
     total = likely + quota.to(tl.float64) * tl.where(tied >= least, tied, 0.0)
-    threshold = tl.load(settings + row * 5 + 4) * total
+    threshold = draw_setting(settings, row, UNIFORM) * total
     # Walk along the CDF until it is past the threshold. Rounding may prevent it: then take the last that has a mass.
     begin = tl.full((), 0.0, tl.float64)
     ties_before = tl.full((), 0, tl.int32)
@@ -96,9 +95,8 @@ def _draw(
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, settings, row, False):
         if is_filtered(settings, row, vocabulary):
-            token = _draw_filtered(
-                logits, settings, limits, found, counts, masses, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT
-            )
+            work = limits, found, counts, masses
+            token = _draw_filtered(logits, settings, work, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT)
         else:
             token = _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P, BLOCK)
         tl.store(out + row * width, tl.minimum(token, vocabulary - 1))
@@ -109,8 +107,8 @@ def draw_targets(
 ) -> torch.Tensor:
     """Overwrite column 0 of `out` with a draw in each row that has a temperature and a uniform.
 
-    logits [R, V]; settings float64 [R, 5]: temperature (0: greedy), top_k (0: all), top_p, min_p, uniform (-1: take the
-    argmax); out int32 [R, 1 + 2 n], after `top_tokens(logits, out, tops)`. The tokens are those of `sampling.pick`.
+    logits [R, V]; settings float64 [R, 5], see `records.Draw`; out int32 [R, 1 + 2 n], after `top_tokens(logits, out,
+    tops)`. The tokens are those of `sampling.pick`.
     """
     rows, vocabulary = logits.shape
     collect(logits, settings, None, tops, work)
@@ -166,8 +164,8 @@ def _multinomial(
         x = tl.load(logits + row * vocabulary + column, mask=inside, other=float("-inf")).to(tl.float32)
         depth = tl.load(depths + row).to(tl.int64)
         rival = tl.load(noise + depth * vocabulary + column, mask=inside, other=1.0)
-        temperature = tl.load(settings + row * 5).to(tl.float32)
-        least = tl.load(settings + row * 5 + 3).to(tl.float32)
+        temperature = draw_setting(settings, row, TEMPERATURE).to(tl.float32)
+        least = draw_setting(settings, row, MIN_P).to(tl.float32)
         weight = tl.exp(x / temperature - tl.load(limits + row * 2) / temperature)
         key = key_of(x, SHIFT)
         key_cut, first = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)

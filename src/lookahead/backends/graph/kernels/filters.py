@@ -10,8 +10,7 @@ the search cheap:
 2. `_measure` and `_pack` copy each row's logits from the floor upward, its candidates, next to each other, in the order
    of the vocabulary.
 
-`cut` then searches among the candidates. Weights are exp((logit - maximum) / temperature) in float64, and each sum is
-taken in a fixed order within a row, so a row's result is the same in every batch.
+`cut.cut` then searches among the candidates.
 """
 
 from __future__ import annotations
@@ -20,10 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.records import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    draw_setting,
+)
 from lookahead.backends.graph.kernels.top import PIECE, TopWork
-
-TILE = 2048
-"""Candidates that a program looks at together: 8 per thread."""
 
 
 class DrawWork:
@@ -65,14 +69,14 @@ def key_of(x, SHIFT: tl.constexpr):
 @triton.jit
 def is_drawn(settings, depths, row, MULTINOMIAL: tl.constexpr):
     """Whether a row's target is drawn: it has a temperature, and a uniform or, if it is drawn with noise, a depth."""
-    wanted = tl.load(depths + row) >= 0 if MULTINOMIAL else tl.load(settings + row * 5 + 4) >= 0.0
-    return wanted & (tl.load(settings + row * 5) > 0.0)
+    wanted = tl.load(depths + row) >= 0 if MULTINOMIAL else draw_setting(settings, row, UNIFORM) >= 0.0
+    return wanted & (draw_setting(settings, row, TEMPERATURE) > 0.0)
 
 
 @triton.jit
 def scale_of(settings, row):
     """1 / temperature in float64, and still finite for the smallest temperatures."""
-    return tl.minimum(1.0 / tl.load(settings + row * 5), 1e300)
+    return tl.minimum(1.0 / draw_setting(settings, row, TEMPERATURE), 1e300)
 
 
 @triton.jit
@@ -84,8 +88,8 @@ def weigh(x, top, scale):
 @triton.jit
 def filters_of(settings, row, vocabulary):
     """A row's k, whether top-k removes anything, its p, and whether top-p removes anything."""
-    k = tl.load(settings + row * 5 + 1)
-    p = tl.load(settings + row * 5 + 2)
+    k = draw_setting(settings, row, TOP_K)
+    p = draw_setting(settings, row, TOP_P)
     return k, (k > 0.0) & (k < vocabulary), p, p < 1.0
 
 
@@ -131,7 +135,7 @@ def _bounds(
             # known tokens' weights are less than S. The margins are for rounding.
             mass = tl.sum(weigh(known, top, scale_of(settings, row)), 0)
             score = tl.log((1.0 - p) * mass / vocabulary) - 1e-6
-            value = top.to(tl.float64) + score * tl.load(settings + row * 5)
+            value = top.to(tl.float64) + score * draw_setting(settings, row, TEMPERATURE)
             floor = (value - tl.abs(value) * 1e-6 - 1e-30).to(tl.float32)
         tl.store(limits + row * 2, top)
         tl.store(limits + row * 2 + 1, floor)
@@ -161,7 +165,7 @@ def _measure(
         # Triton has no `not` for a value that is only known on the device.
         if (has_k == 0) & (has_p | (MULTINOMIAL == 0)):
             weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
-            least = tl.where(has_p, 0.0, tl.load(settings + row * 5 + 3))
+            least = tl.where(has_p, 0.0, draw_setting(settings, row, MIN_P))
             tl.store(masses + at, tl.sum(tl.where(weight >= least, weight, 0.0), 0))
         if has_k | has_p:
             chosen = is_candidate(x, tl.load(limits + row * 2 + 1))
@@ -183,116 +187,6 @@ def _pack(
         chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
         place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(found + row * pieces * BLOCK + place, x.to(found.dtype.element_ty), mask=chosen)
-
-
-@triton.jit
-def candidates(found, start, count, TILE: tl.constexpr):
-    """A row's candidates start to start + TILE as float32; -inf behind the last."""
-    place = start + tl.arange(0, TILE)
-    return tl.load(found + place, mask=place < count, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def token_at(logits, counts, limits, row, index, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
-    """The token of a row's candidate number `index`."""
-    piece = tl.arange(0, P)
-    count = tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0)
-    ends = tl.cumsum(count, 0)
-    chosen = tl.minimum(tl.sum((ends <= index).to(tl.int32), 0), pieces - 1)
-    rank = index - tl.sum(tl.where(piece < chosen, count, 0), 0)
-    column = chosen * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-    here = is_candidate(x, tl.load(limits + row * 2 + 1))
-    hit = here & (tl.cumsum(here.to(tl.int32), 0) - 1 == rank)
-    return tl.min(tl.where(hit, column, vocabulary - 1), 0)
-
-
-@triton.jit
-def _mass_above(found, count, a, b, c, top, scale, TILE: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr):
-    """The mass of the candidates whose keys are above each of three keys; without MASS, their number."""
-    over_a = tl.full((), 0.0, tl.float64)
-    over_b = tl.full((), 0.0, tl.float64)
-    over_c = tl.full((), 0.0, tl.float64)
-    for start in range(0, count, TILE):
-        x = candidates(found, start, count, TILE)
-        key = key_of(x, SHIFT)
-        weight = weigh(x, top, scale) if MASS else (x > float("-inf")).to(tl.float64)
-        over_a += tl.sum(tl.where(key > a.to(tl.int32), weight, 0.0), 0)
-        over_b += tl.sum(tl.where(key > b.to(tl.int32), weight, 0.0), 0)
-        over_c += tl.sum(tl.where(key > c.to(tl.int32), weight, 0.0), 0)
-    return over_a, over_b, over_c
-
-
-@triton.jit
-def _search(
-    found, count, low, high, limit, top, scale, TILE: tl.constexpr, SHIFT: tl.constexpr, MASS: tl.constexpr
-):  # fmt: skip
-    """The smallest key from low to high above which the candidates weigh (or are) less than `limit`.
-
-    Each pass quarters the range. The mass above a key never grows with the key, also as rounded.
-    """
-    while low < high:
-        width = high - low
-        a, b, c = low + width // 4, low + width // 2, low + 3 * width // 4
-        over_a, over_b, over_c = _mass_above(found, count, a, b, c, top, scale, TILE, SHIFT, MASS)
-        below = tl.where(over_b < limit, a + 1, tl.where(over_c < limit, b + 1, c + 1))
-        above = tl.where(over_b < limit, b, tl.where(over_c < limit, c, high))
-        low = tl.where(over_a < limit, low, below)
-        high = tl.where(over_a < limit, a, above)
-    return low
-
-
-@triton.jit
-def cut(
-    found, count, masses, limits, settings, row, vocabulary, pieces,
-    P: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """For a row with top-k or top-p and `count` candidates: the key at which it is cut, and what stays.
-
-    Tokens with larger keys stay, and of the `ties` tokens with this key, `quota` many. Also returned: a tied token's
-    weight, and the mass of the larger keys that min-p leaves.
-    """
-    top = tl.load(limits + row * 2)
-    scale = scale_of(settings, row)
-    k, has_k, p, has_p = filters_of(settings, row, vocabulary)
-    low = key_of(tl.load(limits + row * 2 + 1), SHIFT).to(tl.int64)
-    high = key_of(top, SHIFT).to(tl.int64)
-    # 1. Top-k: the kth token's key. All tokens that are tied with it stay.
-    if has_k:
-        low = _search(found, count, low, high, k, top, scale, TILE, SHIFT, False)
-    # 2. Top-p: a token stays if those before it weigh less than `limit`, a share p of what top-k left.
-    limit = tl.full((), 0.0, tl.float64)
-    if has_p:
-        if has_k:
-            under = low - 1
-            total, _b, _c = _mass_above(found, count, under, under, under, top, scale, TILE, SHIFT, True)
-        else:
-            piece = tl.arange(0, P)
-            total = tl.sum(tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0), 0)
-        limit = p * total
-        low = _search(found, count, low, high, limit, top, scale, TILE, SHIFT, True)
-    # 3. What lies above the cut, and at it.
-    key_cut = low.to(tl.int32)
-    least = tl.load(settings + row * 5 + 3)
-    above = tl.full((), 0.0, tl.float64)
-    likely = tl.full((), 0.0, tl.float64)
-    tied = tl.full((), 0.0, tl.float64)
-    ties = tl.full((), 0, tl.int32)
-    for start in range(0, count, TILE):
-        x = candidates(found, start, count, TILE)
-        key = key_of(x, SHIFT)
-        weight = weigh(x, top, scale)
-        larger = tl.where(key > key_cut, weight, 0.0)
-        same = (key == key_cut) & (x > float("-inf"))
-        above += tl.sum(larger, 0)
-        likely += tl.sum(tl.where(weight >= least, larger, 0.0), 0)
-        ties += tl.sum(same.to(tl.int32), 0)
-        tied = tl.maximum(tied, tl.max(tl.where(same, weight, 0.0), 0))
-    quota = ties
-    if has_p & (tied > 0.0):
-        fitting = tl.ceil((limit - above) / tied)
-        quota = tl.minimum(tl.maximum(fitting, 1.0), ties.to(tl.float64)).to(tl.int32)
-    return key_cut, quota, ties, tied, likely
 
 
 def collect(

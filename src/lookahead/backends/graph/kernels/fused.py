@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lookahead.backends.graph.kernels.records import load_entry
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.sizes import PAGE
 
@@ -41,11 +42,8 @@ def _place_nodes(
     inside = row < rows
     entry = tl.load(entry_of + row, mask=inside, other=-1)
     used = entry >= 0
-    its = entries + tl.maximum(entry, 0) * 5
-    slot = tl.load(its, mask=used, other=0)
-    length = tl.load(its + 1, mask=used, other=0)
-    trail = tl.load(its + 3, mask=used, other=0)
-    root = tl.load(its + 2, mask=used, other=0) + trail
+    line, length, trail, first_row = load_entry(entries, tl.maximum(entry, 0), used)
+    root = first_row + trail
     node = row - root  # below 0 in a trail
     word = tl.arange(0, WORDS)
     seen = tl.zeros((BLOCK, WORDS), tl.int32)
@@ -60,7 +58,7 @@ def _place_nodes(
     position = length + trail + tl.where(node >= 0, depth, node)
     # A row that pads the step writes to page 0, which nobody reads.
     place = length + trail + node
-    page = tl.load(tables + slot * longest + place // PAGE, mask=used, other=0)
+    page = tl.load(tables + line * longest + place // PAGE, mask=used, other=0)
     tl.store(positions + row, tl.where(used, position, 0), mask=inside)
     tl.store(places + row, tl.where(used, page * PAGE + place % PAGE, row % PAGE), mask=inside)
     tl.store(bits + row[:, None] * words + word[None, :], seen, mask=inside[:, None] & (word < words)[None, :])

@@ -6,6 +6,7 @@ import torch
 
 from lookahead.algorithm import sampling
 from lookahead.backends.graph.kernels.rows import Rows
+from lookahead.backends.graph.records import Entry
 from lookahead.backends.graph.sizes import PAGE
 
 
@@ -25,9 +26,10 @@ def attend(
     heads, kv_heads, page = q.shape[1], keys.shape[1], keys.shape[2]
     entries = rows.entries.tolist()
     for entry in sorted(set(rows.entry_of.tolist()) - {-1}):
-        slot, length, first, trail, nodes = entries[entry]
-        end, root, last = length + trail, first + trail, first + trail + nodes
-        pages = rows.tables[slot, : -(-(end + nodes) // page)].long()
+        record = entries[entry]
+        first, trail, nodes = record[Entry.FIRST_ROW], record[Entry.TRAIL_ROWS], record[Entry.NODES]
+        end, root, last = record[Entry.LENGTH] + trail, first + trail, first + trail + nodes
+        pages = rows.tables[record[Entry.LINE], : -(-(end + nodes) // page)].long()
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
         k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
         position = rows.positions[first:last].long()
@@ -56,8 +58,9 @@ def place_nodes(rows: Rows) -> None:
     size, words = rows.bits.shape
     row = torch.arange(size, device=like.device)
     used = rows.entry_of >= 0
-    slot, length, first, trail, _ = rows.entries[rows.entry_of.clamp_min(0).long()].long().unbind(1)
-    root = first + trail
+    records = rows.entries[rows.entry_of.clamp_min(0).long()].long().unbind(1)
+    line, length, trail = records[Entry.LINE], records[Entry.LENGTH], records[Entry.TRAIL_ROWS]
+    root = records[Entry.FIRST_ROW] + trail
     node = row - root
     seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)
     depth = torch.full_like(row, -1)
@@ -68,7 +71,7 @@ def place_nodes(rows: Rows) -> None:
         depth += climbing
         at = rows.parents.long()[torch.where(climbing, root + above, 0)].where(climbing, -1)
     place = length + trail + node
-    pages = rows.tables[slot, torch.where(used, place // page, 0)].long()
+    pages = rows.tables[line, torch.where(used, place // page, 0)].long()
     rows.positions.copy_(torch.where(used, length + trail + torch.where(node >= 0, depth, node), 0))
     rows.places.copy_(torch.where(used, pages * page + place % page, row % page))
     weights = 1 << torch.arange(32, device=like.device)

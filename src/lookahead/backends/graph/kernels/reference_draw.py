@@ -6,6 +6,7 @@ import torch
 
 from lookahead.algorithm import sampling
 from lookahead.backends.graph.kernels.rows import Rows, TreeRows
+from lookahead.backends.graph.records import Draw, Entry, Rule
 from lookahead.config import SamplingParams
 
 IN_PROMPT = 1 << 30
@@ -16,10 +17,10 @@ def draw_targets(
     logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: object = None, work: object = None
 ) -> torch.Tensor:
     """As `draw.draw_targets`. `tops` and `work` are ignored."""
-    for row, (temperature, top_k, top_p, min_p, uniform) in enumerate(settings.tolist()):
-        if temperature > 0 and uniform >= 0:
-            params = SamplingParams(temperature, int(top_k), top_p, min_p)
-            out[row, 0] = sampling.pick(logits[row : row + 1], params, [uniform])[0]
+    for row, line in enumerate(settings.tolist()):
+        if line[Draw.TEMPERATURE] > 0 and line[Draw.UNIFORM] >= 0:
+            params = SamplingParams(line[Draw.TEMPERATURE], int(line[Draw.TOP_K]), line[Draw.TOP_P], line[Draw.MIN_P])
+            out[row, 0] = sampling.pick(logits[row : row + 1], params, [line[Draw.UNIFORM]])[0]
     return out
 
 
@@ -33,10 +34,11 @@ def multinomial_targets(
     work: object = None,
 ) -> torch.Tensor:
     """As `draw.multinomial_targets`. `tops` and `work` are ignored."""
-    for row, (temperature, top_k, top_p, min_p, _) in enumerate(settings.tolist()):
-        depth = int(depths[row])
+    for row, line in enumerate(settings.tolist()):
+        depth, temperature = int(depths[row]), line[Draw.TEMPERATURE]
         if temperature > 0 and depth >= 0:
-            probs = _warped(logits[row].float() / temperature, int(top_k), top_p, min_p).softmax(dim=-1)
+            filters = int(line[Draw.TOP_K]), line[Draw.TOP_P], line[Draw.MIN_P]
+            probs = _warped(logits[row].float() / temperature, *filters).softmax(dim=-1)
             out[row, 0] = (probs / noise[depth]).argmax()
     return out
 
@@ -82,13 +84,14 @@ def adjust(
     above, written, entries = rows.parents.tolist(), tokens.tolist(), rows.entries.tolist()
     for row, (node, mask) in enumerate(zip(needed.tolist(), mask_of.tolist(), strict=True)):
         x, entry = logits[row].float(), max(0, int(rows.entry_of[node]))
-        line, (_, _, first, trail, _) = int(line_of[entry]), entries[entry]
+        line, root = int(line_of[entry]), entries[entry][Entry.FIRST_ROW] + entries[entry][Entry.TRAIL_ROWS]
         if line >= 0:
-            repetition, presence, frequency, biased = rules[entry]
+            repetition, presence = rules[entry, Rule.REPETITION], rules[entry, Rule.PRESENCE]
+            frequency, biased = rules[entry, Rule.FREQUENCY], rules[entry, Rule.HAS_BIAS]
             count = counts[line] & (IN_PROMPT - 1)
             while above[node] >= 0:
                 count[written[node]] += 1
-                node = first + trail + above[node]
+                node = root + above[node]
             seen = (count > 0) | (counts[line] >= IN_PROMPT)
             x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * count
