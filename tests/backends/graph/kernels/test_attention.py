@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from flat import Part, random_parents, rows_of, tables_of
+from attending import Step, parts_of
+from flat import Part, rows_of, tables_of
 from marks import slow_interpreted
 
-from lookahead.backends.graph.kernels import reference
-from lookahead.backends.graph.kernels.attention import Workspace, attend
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
-from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import FAR, Tiles, tiles_for
 from lookahead.backends.graph.sizes import PAGE
 
@@ -27,74 +24,6 @@ DTYPES = [
 ]
 
 UNITS = pytest.mark.skipif(not torch.cuda.is_available(), reason="is about how the matrix units of a GPU add")
-
-
-class Step:
-    """Random queries, keys and values of a step. K/V that no row may see is huge, so that it would show."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        parts: Sequence[Part],
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        padding: int = 0,
-    ) -> None:
-        self.device, self.parts, self.heads, self.kv_heads = device, parts, heads, kv_heads
-        self.padding, self.scale = padding, dim**-0.5
-        generator = torch.Generator().manual_seed(len(parts) + 31 * parts[0].end)
-        self.tables, pages = tables_of(parts, device)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(device, dtype)
-
-        rows = self.rows((heads // kv_heads, 16))
-        self.q = normal(len(rows.positions), heads, dim)
-        self.keys, self.values = (normal(pages, kv_heads, PAGE, dim) for _ in range(2))
-        own = torch.zeros(pages, PAGE, dtype=torch.bool, device=device)
-        for line, part in enumerate(parts):
-            at = torch.arange(part.end, device=device)
-            own[self.tables[line, at // PAGE].long(), at % PAGE] = True
-        for cache in (self.keys, self.values):
-            cache.transpose(1, 2)[~own] = 1e4
-
-    def rows(self, queries: tuple[int, int]) -> Rows:
-        return rows_of(self.parts, self.tables, queries, padding=self.padding)
-
-    def run(self, tiles: Tiles, window: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
-        rows, group = self.rows((self.heads // self.kv_heads, tiles.block_m)), self.heads // self.kv_heads
-        assert tiles.alone or int(rows.counts[0]) <= tiles.programs
-        work = Workspace(self.device)
-        work.reserve(len(self.q), len(rows.tiles), tiles, self.heads, self.kv_heads, self.q.shape[-1])
-        if tiles.reach:
-            order_by_depth(rows, work.order, tiles, group)
-        out = torch.full_like(self.q, float("nan")) if out is None else out
-        return attend(self.q, self.keys, self.values, rows, out, work, tiles, scale=self.scale, window=window)
-
-    def errors(self, tiles: Tiles, window: int = 0) -> tuple[float, float]:
-        """Relative errors against fp64: of the kernel, and of PyTorch's operations in the same dtype."""
-        rows = self.rows((1, 16))
-        used = rows.entry_of >= 0
-
-        def plain(dtype: torch.dtype) -> torch.Tensor:
-            parts = [part.to(dtype) for part in (self.q, self.keys, self.values)]
-            return reference.attend(*parts, rows, torch.zeros_like(parts[0]), scale=self.scale, window=window)[used]
-
-        exact = plain(torch.float64)
-        found = self.run(tiles, window)[used], plain(self.q.dtype)
-        ours, its = (float((x.double() - exact).norm() / exact.norm()) for x in found)
-        return ours, its
-
-
-def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
-    """Parts of (length, trail, nodes), with random trees."""
-    rng = random.Random(repr(shapes))
-    return [
-        Part(length, trail, random_parents(nodes, rng)) if nodes else Part(length, trail, ())
-        for length, trail, nodes in shapes
-    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,15 +88,6 @@ def test_more_splits_than_near_blocks(device: torch.device) -> None:
     assert ours <= 2 * plain + 1e-7
 
 
-@pytest.mark.parametrize("window", [slow_interpreted(1), slow_interpreted(7), 50, slow_interpreted(400)])
-def test_a_sliding_window(device: torch.device, window: int) -> None:
-    """A window of one sees the token itself and nothing else; blocks may be wholly out of sight."""
-    for dtype, reach in ((torch.float32, 0), (torch.float16, 16)):
-        step = Step(device, dtype, parts_of((301, 0, 40), (20, 30, 4)), 4, 2, 64)
-        ours, plain = step.errors(Tiles(64, 64, 3, reach=reach), window)
-        assert ours <= 2 * plain + 1e-7
-
-
 @pytest.mark.parametrize(("dtype", "invariant"), [(torch.float32, False), (torch.float16, True)])
 @pytest.mark.parametrize("dim", [64, slow_interpreted(80)])
 def test_what_others_left_behind_does_not_spread(
@@ -211,6 +131,9 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
         slow_interpreted(4, 2, 64, 131, 40, 1),
         slow_interpreted(3, 1, 64, 203, 0, 1),
         slow_interpreted(2, 1, 64, 700, 40, 1),
+        *(slow_interpreted(2, 1, 64, 203, window, 1) for window in (1, 7, 16, 31, 64, 100)),
+        slow_interpreted(2, 1, 64, 1400, 200, 1),
+        slow_interpreted(2, 1, 256, 300, 31, 1),
         slow_interpreted(2, 2, 64, 64 * FAR + 117, 0, 1),
         slow_interpreted(2, 1, 256, 60, 0, 5),
         pytest.param(2, 2, 64, 90, 0, 5, marks=UNITS),

@@ -14,7 +14,8 @@ so that where a block ends does not depend on the context's length. The last spl
 context more splits take part from some block on (`tiles.FAR`). The last split waits for the others and joins all
 partial sums by their log-sum-exp. Where there are many tiles, one program does all splits of a tile, one after the
 other; in an invariant step with the same bits. The prefix's length is read on the device, so that one captured graph
-serves all lengths.
+serves all lengths. With a sliding window a tile starts at the block of the lowest key that one of its rows sees. Blocks
+before it would add exact zeros, and their pages may belong to another sequence by now.
 
 Invariant steps: a token that is decoded alone finds its ancestors in the prefix, not in a tree. Sums are rounded, so if
 its keys were added in another order, it would get other bits, and in half precision soon another text. An *invariant*
@@ -38,11 +39,11 @@ import triton.language as tl
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
 from lookahead.backends.graph.kernels.near import add_near, add_tree
-from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split
+from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split, add_window_splits, splits_in_use
 from lookahead.backends.graph.kernels.records import load_tile
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.softmax import LOWEST, join, no_keys
-from lookahead.backends.graph.kernels.tiles import FAR, Tiles
+from lookahead.backends.graph.kernels.tiles import Tiles
 
 LOG2E = 1.4426950408889634
 MANY = tl.constexpr(6)
@@ -51,49 +52,55 @@ MANY = tl.constexpr(6)
 
 @triton.jit
 def _add_alone(
-    late, query, keys, values, table, longest, places, positions, bits, words, order, most_nodes, head, kv_heads, end,
-    first_row, row, count, is_tree, token, first_token, position, border, blocks, splits, near_splits, scale,
-    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr,
-    WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
+    late, query, text, rows, cut, tree, by_depth, scale,
+    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """All of a tile by one program: the sums over the prefix, and those over what is near and the tree.
 
     A program that is `late` comes to the prefix last. The prefix keeps the memory busy and what is near the matrix
     units, so it is faster if at any time some programs are at the one and some at the other.
     """
+    _end, _first_row, _row, _count, is_tree, _token, _position, _border = rows
+    BLOCK_M: tl.constexpr = query.shape[0]
+    DIM: tl.constexpr = query.shape[1]
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     own_top, own_total, own_acc = no_keys(BLOCK_M, DIM)
     for turn in range(0, 2):
         if turn == late:
-            top, mass, acc = add_all_splits(
-                query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, splits, near_splits,
-                scale, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH > 0, FAR, PAGE,
-            )  # fmt: skip
+            if WINDOW > 0:
+                top, mass, acc = add_window_splits(
+                    query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, WINDOW, REACH > 0, PAGE
+                )  # fmt: skip
+            else:
+                top, mass, acc = add_all_splits(query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, REACH > 0, PAGE)
         elif REACH > 0:
-            own_top, own_total, own_acc = add_near(
-                query, keys, values, table, order, most_nodes, head, kv_heads, end, is_tree, token, first_token,
-                position, border, scale, HEAD, DIM, BLOCK_M, PART_N, WINDOW, PAGE,
-            )  # fmt: skip
+            own_top, own_total, own_acc = add_near(query, text, rows, by_depth, scale, HEAD, PART_N, WINDOW, PAGE)
         elif is_tree == 1:
             own_top, own_total, own_acc = add_tree(
-                query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count, position,
-                scale, own_top, own_total, own_acc, HEAD, DIM, WINDOW, PAGE,
-            )  # fmt: skip
+                query, text, rows, tree, scale, (own_top, own_total, own_acc), HEAD, WINDOW, PAGE
+            )
     return top, mass, acc, own_top, tl.max(own_total, 1), own_acc
 
 
 @triton.jit
 def _attend_tile(
-    tile, q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
-    late, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes,
+    tile, late, q, cache, step, order, out, work, scale, sizes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
-    ALONE: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """This program's part of a tile: one K/V head, and one split or (with ALONE) all of them."""
+    """This program's part of a tile: one K/V head, and one split or (with ALONE) all of them.
+
+    What `prefix` and `near` need of it is in tuples. `text`: where its sequence's K/V are. `rows`: what its BLOCK_M
+    pairs of row and head are, and what they see. `cut`: how many blocks the prefix has, and how many splits share them.
+    """
     head, split = tl.program_id(0), tl.program_id(2)
+    keys, values = cache
+    _counts, tiles, tables, positions, places, bits = step
+    part, part_top, arrived = work
+    longest, kv_heads, splits, near_splits, words, order_size, most_nodes = sizes
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
     # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
@@ -111,10 +118,13 @@ def _attend_tile(
     if REACH > 0:
         border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, end // 16 * 16)
     blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
-    live = tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
+    live = splits_in_use(blocks, splits, near_splits)
     if REACH == 0:
         live = tl.maximum(live, 1)
     if ALONE or (split < live) | (split >= splits):
+        text = keys, values, table, longest, head, kv_heads
+        rows = end, first_row, row, count, is_tree, token, position, border
+        cut, tree = (blocks, splits, near_splits), (places, positions, bits, words)
         place = (row * kv_heads + head) * GROUP + pair % GROUP
         query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
         # 2. What is this program's: a split of the prefix, what is near (which is behind all splits), or with ALONE
@@ -125,32 +135,26 @@ def _attend_tile(
         own_top, own_mass, own_acc = top, mass, acc
         if ALONE:
             top, mass, acc, own_top, own_mass, own_acc = _add_alone(
-                late, query, keys, values, table, longest, places, positions, bits, words, order + tile * order_size,
-                most_nodes, head, kv_heads, end, first_row, row, count, is_tree, token, first_pair // GROUP, position,
-                border, blocks, splits, near_splits, scale, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, FAR,
-                PAGE,
+                late, query, text, rows, cut, tree, (order + tile * order_size, most_nodes, first_pair // GROUP), scale,
+                HEAD, BLOCK_N, PART_N, WINDOW, REACH, PAGE,
             )  # fmt: skip
         elif split < splits:
             own_top, total, own_acc = add_split(
-                query, keys, values, table, longest, head, kv_heads, end, position, border, blocks, split, splits,
-                near_splits, scale, HEAD, DIM, BLOCK_M, BLOCK_N, WINDOW, REACH > 0, FAR, PAGE,
+                query, text, rows, cut, split, scale, HEAD, BLOCK_N, WINDOW, REACH > 0, PAGE
             )  # fmt: skip
             if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
                 if (split == live - 1) & (is_tree == 1):
                     own_top, total, own_acc = add_tree(
-                        query, keys, values, places, positions, bits, words, head, kv_heads, first_row, row, count,
-                        position, scale, own_top, total, own_acc, HEAD, DIM, WINDOW, PAGE,
+                        query, text, rows, tree, scale, (own_top, total, own_acc), HEAD, WINDOW, PAGE
                     )  # fmt: skip
             own_mass = tl.max(total, 1)
         elif REACH > 0:
-            own_top, total, own_acc = add_near(
-                query, keys, values, table, order + tile * order_size, most_nodes, head, kv_heads, end, is_tree, token,
-                first_pair // GROUP, position, border, scale, HEAD, DIM, BLOCK_M, PART_N, WINDOW, PAGE,
-            )  # fmt: skip
+            by_depth = order + tile * order_size, most_nodes, first_pair // GROUP
+            own_top, total, own_acc = add_near(query, text, rows, by_depth, scale, HEAD, PART_N, WINDOW, PAGE)
             own_mass = tl.max(total, 1)
         # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
         # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
-        # would wait for ever. (A split's program never waits.)
+        # would wait for ever. (A split's program never waits.) A split without keys in a sliding window stores that.
         others = 0 if ALONE else (live if REACH > 0 else live - 1)
         first_part = place * tl.num_programs(2)
         counter = arrived + tile * kv_heads + head
@@ -172,40 +176,42 @@ def _attend_tile(
                     its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
                     at = part + (first_part + i)[:, None] * DIM + dim[None, :]
                     its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-                    top, mass, acc = join(top, mass, acc, its_top, its_mass, its_acc)
-            top, mass, acc = join(top, mass, acc, own_top, own_mass, own_acc)
+                    top, mass, acc = join((top, mass, acc), (its_top, its_mass, its_acc))
+            top, mass, acc = join((top, mass, acc), (own_top, own_mass, own_acc))
             acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
             inside = real[:, None] & whole[None, :]
             tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 # One kernel serves all numbers of rows. Compiled for particular numbers it would hardly be faster (4% for one token,
-# nothing for 128), and each would take seconds to compile, 13 in fp32.
+# nothing for 128), and each would take seconds to compile, 13 in fp32. (Triton compiles for particular numbers if they
+# come in a tuple, whatever is said here. So only tensors come in tuples.)
 @triton.jit(
     do_not_specialize=[
         "longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes", "processors"
     ]
 )  # fmt: skip
 def _attend(
-    q, keys, values, counts, tiles, tables, positions, places, bits, order, out, part, part_top, arrived,
+    q, cache, step, order, out, work,
     scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, FAR: tl.constexpr, PAGE: tl.constexpr,
-    ALONE: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv_heads, tiles at a time, splits; with REACH one more; with ALONE one).
 
     A query is a pair of row and head: each K/V head has GROUP of them per row. ALONE: a program does all of a tile by
     itself, one split after the other, and then takes the next tile; without it there are no more tiles than programs.
-    See `attend` for the tensors.
+    `cache`: keys and values. `step`: the rows' counts, tiles, tables, positions, places and bits. `work`: where partial
+    sums, their maxima and the number of splits that have stored them go. See `attend` for the tensors.
     """
-    count = tl.load(counts)
+    count = tl.load(step[0])
+    sizes = longest, kv_heads, splits, near_splits, words, order_size, most_nodes
     if not ALONE:
-        if tl.program_id(1) < count:
+        tile = tl.program_id(1)
+        if tile < count:
             _attend_tile(
-                tl.program_id(1), q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
-                arrived, 0, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP, HEAD,
-                DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, FAR, PAGE, ALONE,
+                tile, 0, q, cache, step, order, out, work, scale, sizes,
+                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, PAGE, ALONE,
             )  # fmt: skip
     else:
         # Every other program of a multiprocessor is late (see `_add_alone`), if there are enough of them.
@@ -213,9 +219,8 @@ def _attend(
         late = tl.where(many, number // processors % 2, 0)
         for tile in range(tl.program_id(1), count, tl.num_programs(1)):
             _attend_tile(
-                tile, q, keys, values, tiles, tables, positions, places, bits, order, out, part, part_top,
-                arrived, late, scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, GROUP,
-                HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, FAR, PAGE, ALONE,
+                tile, late, q, cache, step, order, out, work, scale, sizes,
+                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, PAGE, ALONE,
             )  # fmt: skip
 
 
@@ -275,12 +280,12 @@ def attend(
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, most_nodes = heads // kv_heads, most_nodes_of(size)
     _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), tiles.parts)](
-        q, keys, values, rows.counts, rows.tiles, rows.tables, rows.positions, rows.places, rows.bits,
-        work.order, out, work.part, work.top, work.arrived,
+        q, (keys, values), (rows.counts, rows.tiles, rows.tables, rows.positions, rows.places, rows.bits),
+        work.order, out, (work.part, work.top, work.arrived),
         scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
         rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes, tiles.processors,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        PART_N=tiles.part_n, WINDOW=window, REACH=tiles.reach, FAR=FAR, PAGE=page, ALONE=tiles.alone,
+        PART_N=tiles.part_n, WINDOW=window, REACH=tiles.reach, PAGE=page, ALONE=tiles.alone,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

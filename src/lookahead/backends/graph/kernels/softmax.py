@@ -1,7 +1,8 @@
 """The steps of an online softmax that `attention` is made of: load keys, add a block of them, add them one by one, join
 two sums.
 
-A partial sum is a maximum [M], a sum of weights and a weighted sum of values [M, D], of M queries.
+A partial sum is a maximum [M], a sum of weights and a weighted sum of values [M, D], of M queries. Functions take it as
+a tuple of these three.
 """
 
 from __future__ import annotations
@@ -20,15 +21,26 @@ def no_keys(M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def load_keys(keys, values, at, there, HEAD: tl.constexpr, DIM: tl.constexpr):
+def lowest_key(position, WINDOW: tl.constexpr):
+    """The lowest key that some row of a tile sees; `position` [M] are its rows'.
+
+    A page before it may belong to another sequence by now: its values must not be loaded.
+    """
+    if WINDOW > 0:
+        return tl.maximum(tl.min(position, 0) - (WINDOW - 1), 0)
+    return 0
+
+
+@triton.jit
+def load_keys(keys, values, at, there, HEAD: tl.constexpr):
     """K and V [N, D] from the places `at` [N, D]. A value that is not there is zero, and its key may be anything.
 
     So the caller must hide the scores of keys that are not there. Their weights are zero then, but zero times what
     another sequence left behind may be NaN: hence the zero values. A mask left out saves 1% of attention.
     """
-    if HEAD == DIM:
+    if at.shape[1] == HEAD:
         return tl.load(keys + at), tl.load(values + at, mask=there[:, None], other=0.0)
-    whole = (tl.arange(0, DIM) < HEAD)[None, :]
+    whole = (tl.arange(0, at.shape[1]) < HEAD)[None, :]
     k = tl.load(keys + at, mask=whole, other=0.0)
     return k, tl.load(values + at, mask=there[:, None] & whole, other=0.0)
 
@@ -74,11 +86,13 @@ def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """One online-softmax step. q, acc [M, D]; k, v [N, D]; seen [M, N]; top [M]; total [M, 8], all columns equal.
+def add(q, k, v, ones, scale, seen, sums, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """One online-softmax step. q [M, D]; k, v [N, D]; seen [M, N]. `sums`: top [M], total [M, 8], all columns equal,
+    and acc [M, D].
 
     The sum of weights is a matrix product with `ones` [N, 8], so that it is added in the same order as the values.
     """
+    top, total, acc = sums
     top, p, shrink = _weigh(q, k, scale, seen, top, MASKED, EXACT)
     total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
     acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
@@ -86,12 +100,13 @@ def add(q, k, v, ones, scale, seen, top, total, acc, MASKED: tl.constexpr, EXACT
 
 
 @triton.jit
-def add_singly(q, k, v, scale, seen, top, total, acc):
+def add_singly(q, k, v, scale, seen, sums):
     """As `add`, for 16 keys that are added one after the other. k, v [16, D].
 
     The matrix units add the products of 16 keys at once. So each key gets a product of its own, with the other 15
     weights zero. Then a row's sum depends on its keys and their order, not on where they stand.
     """
+    top, total, acc = sums
     top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
     total = total * shrink[:, None]
     acc = acc * shrink[:, None]
@@ -104,8 +119,10 @@ def add_singly(q, k, v, scale, seen, top, total, acc):
 
 
 @triton.jit
-def join(top, mass, acc, its_top, its_mass, its_acc):
+def join(sums, its):
     """Join two partial sums. Each is a maximum [M], a sum of weights [M] and a weighted sum of values [M, D]."""
+    top, mass, acc = sums
+    its_top, its_mass, its_acc = its
     new = tl.maximum(top, its_top)
-    mine, its = tl.exp2(top - new), tl.exp2(its_top - new)
-    return new, mass * mine + its_mass * its, acc * mine[:, None] + its_acc * its[:, None]
+    mine, other = tl.exp2(top - new), tl.exp2(its_top - new)
+    return new, mass * mine + its_mass * other, acc * mine[:, None] + its_acc * other[:, None]
