@@ -21,6 +21,7 @@ from lookahead.backends import choose
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import kv
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.kinds import Targets
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
 
@@ -64,7 +65,7 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
 def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
     """The tokens, and where the generator stands after them, are those of `generate`."""
     pair = both(model, prompt, max_new_tokens=50, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert any(kind.targets.raced for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
+    assert any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
     assert len(set(pair.ours[0].tolist()[-50:])) > 4
     after = []
     for hook in (None, graph()):
@@ -80,7 +81,7 @@ def test_draws_that_the_step_does_not_know(
     both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     both(model, inputs, max_new_tokens=MANY, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert not any(kind.targets.raced for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
+    assert not any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
 
 
 def test_processors_and_what_comes_with_the_tokens(both: Both, model: Any, inputs: dict[str, Any]) -> None:
@@ -136,7 +137,7 @@ def test_pages_for_every_row_of_a_call(
     assert kept.holds() == 192
     both(model, batch, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
-    assert kept.kv.pages >= 3 * 3
+    assert min(kept.kv.pages) >= 3 * 3
 
 
 def test_weights_that_change_are_seen(both: Both, model: Any, prompt: dict[str, Any]) -> None:
@@ -227,7 +228,7 @@ def test_the_model_can_still_be_trained(model: Any, prompt: dict[str, Any]) -> N
 
 
 def test_what_it_does_not_run(model: Any, gpt2: Any, prompt: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel is none of LlamaForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="it knows .*, and not GPT2LMHeadModel"):
         gpt2.generate(torch.tensor([[5, 9, 2]]), max_new_tokens=4, custom_generate=graph())
     model.train()
     with pytest.raises(UnsupportedModelError, match=r"in training mode; call model\.eval\(\)"):

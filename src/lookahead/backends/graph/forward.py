@@ -10,6 +10,7 @@ from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.layers.attention import plan_beginning
 from lookahead.backends.graph.layers.step import StepContext
 from lookahead.backends.graph.packet import Packet
+from lookahead.backends.graph.records import Entry, Tile
 from lookahead.backends.graph.sizes import MOST_NEEDED
 from lookahead.backends.graph.state import Captured, DeviceState, most_tiles
 
@@ -83,9 +84,9 @@ class CapturedForward(Captured):
         count = min(self.kind.rows, self.kind.needed)
         # Rows that pad the step take part. Their targets may be outside of the vocabulary: hence the clamp.
         torch.clamp(self.state.buffers.results[:count, 0], min=0, max=last, out=views["tokens"][:count])
-        views["entries"][:, 1].add_(1)  # the cached tokens, which the tiles repeat
+        views["entries"][:, Entry.LENGTH].add_(1)  # the cached tokens, which the tiles repeat
         for shape in range(len(self.queries)):
-            views[f"tiles_{shape}"][:, 1].add_(1)
+            views[f"tiles_{shape}"][:, Tile.END].add_(1)
         self._layers()
 
     def _layers(self) -> None:

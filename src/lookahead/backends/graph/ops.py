@@ -37,9 +37,6 @@ class Ops:
             self.attend, self._attention, self._depths = attention.attend, attention, depths
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
-        self.rotate_write = lambda a, b, qn, kn, *r: source.rotate_write(
-            a, b, None if qn is None else torch.stack([qn, kn]), *r
-        )  # TEMP
         self.gate, self.move_accepted, self.copy_pinned = source.gate, source.move_accepted, source.copy_pinned
         self.place_nodes = source.place_nodes
 

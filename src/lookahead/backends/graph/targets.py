@@ -9,6 +9,7 @@ import torch
 
 from lookahead.backends.graph.kinds import Targets, TargetsKind
 from lookahead.backends.graph.ops import LogProbs, TopTokens
+from lookahead.backends.graph.records import Draw
 from lookahead.backends.graph.state import Captured, DeviceState
 from lookahead.backends.graph.targets_packet import TargetsPacket
 from lookahead.config import MOST_LOGPROBS
@@ -78,7 +79,7 @@ class CapturedTargets(Captured):
     def _run_ahead(self) -> None:
         """The targets of one token further in every sequence."""
         if self.draws:
-            self.views["draws"][:, 4] = self.views["next_uniforms"].index_select(1, self.ahead)[:, 0]
+            self.views["draws"][:, Draw.UNIFORM] = self.views["next_uniforms"].index_select(1, self.ahead)[:, 0]
             self.ahead.add_(1)
         self._choose()
 

@@ -13,7 +13,7 @@ from flat import Part, rows_of, tables_of
 from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
-from lookahead.backends.graph.kernels.tiles import FAR, Tiles, tiles_for
+from lookahead.backends.graph.kernels.tiles import FAR, Cut, Grid, HeadShape, Tiles, TileSize, tiles_for
 from lookahead.backends.graph.sizes import PAGE
 
 DTYPES = [
@@ -50,11 +50,10 @@ def test_error_at_most_twice_pytorchs(
     device: torch.device, dtype: torch.dtype, shapes: list[tuple[int, int, int]], heads: int, kv_heads: int, dim: int
 ) -> None:
     step = Step(device, dtype, parts_of(*shapes), heads, kv_heads, dim, padding=3)
-    one = len(shapes) == 1
-    for small, alone in ((True, True), (True, False), (False, False)):
+    grid, shape = Grid.SINGLE if len(shapes) == 1 else Grid.SPLIT, HeadShape(heads, kv_heads, dim)
+    for cut in (Cut(TileSize.SMALL, Grid.WHOLE), Cut(TileSize.SMALL, grid), Cut(TileSize.LARGE, grid)):
         for invariant in {False, dtype != torch.float32}:
-            cut = {"small": small, "alone": alone, "one": one, "invariant": invariant}
-            tiles = tiles_for(len(step.q), heads, kv_heads, dim, **cut, processors=11)
+            tiles = tiles_for(len(step.q), shape, cut, invariant=invariant, processors=11)
             # On one multiprocessor every other program comes to the prefix last.
             ours, plain = step.errors(replace(tiles, processors=1, programs=24))
             assert ours <= 2 * plain + 1e-7
@@ -96,8 +95,8 @@ def test_what_others_left_behind_does_not_spread(
     """Not even NaN, at every place that is no sequence's: behind a prefix, behind a tree, and on page 0."""
     step = Step(device, dtype, parts_of((70, 0, 5), (130, 3, 1), (0, 0, 1), (20, 30, 0)), 2, 1, dim)
     cuts = [
-        tiles_for(len(step.q), 2, 1, dim, small=small, alone=alone, invariant=invariant, processors=11)
-        for small, alone in ((True, False), (True, True), (False, False))
+        tiles_for(len(step.q), HeadShape(2, 1, dim), cut, invariant=invariant, processors=11)
+        for cut in (Cut(TileSize.SMALL, Grid.SPLIT), Cut(TileSize.SMALL, Grid.WHOLE), Cut(TileSize.LARGE, Grid.SPLIT))
     ]
     before = [step.run(tiles) for tiles in cuts]
     assert int((step.keys == 1e4).sum()) > 0
@@ -110,13 +109,15 @@ def test_what_others_left_behind_does_not_spread(
 @pytest.mark.parametrize("count", [slow_interpreted(512)])
 def test_the_largest_tree(device: torch.device, count: int) -> None:
     step = Step(device, torch.float32, parts_of((100, 0, count)), 2, 1, 64)
-    ours, plain = step.errors(tiles_for(count, 2, 1, 64, small=False, alone=False, one=True, invariant=False))
+    cut = Cut(TileSize.LARGE, Grid.SINGLE)
+    ours, plain = step.errors(tiles_for(count, HeadShape(2, 1, 64), cut, invariant=False))
     assert ours <= 2 * plain + 1e-7
 
 
 @pytest.mark.parametrize(("count", "heads", "kv_heads"), [(1, 64, 64), (121, 64, 64), (121, 9, 3), (512, 32, 8)])
 def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
-    tiles = tiles_for(count, heads, kv_heads, 64, small=count == 1, alone=False, one=True, invariant=False)
+    cut = Cut(TileSize.SMALL if count == 1 else TileSize.LARGE, Grid.SINGLE)
+    tiles = tiles_for(count, HeadShape(heads, kv_heads, 64), cut, invariant=False)
     programs = kv_heads * -(-count * heads // kv_heads // tiles.block_m) * tiles.splits
     assert programs >= 132 // 2 or tiles.splits == 64
     assert tiles.block_m >= 16
@@ -170,8 +171,9 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     tree.q *= spread
 
     def run(step: Step, small: bool, alone: bool = False) -> torch.Tensor:
-        one = len(step.parts) == 1 and not alone
-        tiles = tiles_for(len(step.q), heads, kv_heads, dim, small=small, alone=alone, one=one, invariant=True)
+        grid = Grid.WHOLE if alone else Grid.SINGLE if len(step.parts) == 1 else Grid.SPLIT
+        cut = Cut(TileSize.SMALL if small else TileSize.LARGE, grid)
+        tiles = tiles_for(len(step.q), HeadShape(heads, kv_heads, dim), cut, invariant=True)
         tiles = replace(tiles, splits=5, near_splits=3, processors=1, programs=16)
         out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return step.run(tiles, window, out)

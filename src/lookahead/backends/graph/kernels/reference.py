@@ -41,6 +41,7 @@ def attend(
         seen = torch.cat([seen, bits], dim=1)
         if window:
             seen &= position[:, None] - key_position[None, :] < window
+        v = v.masked_fill(~seen.any(dim=0)[:, None], 0)  # what no row sees may be NaN
         scores = torch.einsum("khd,hnd->hkn", q[first:last], k) * scale
         scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
         out[first:last] = torch.einsum("hkn,hnd->khd", scores, v)
