@@ -39,7 +39,7 @@ def test_unknown_name(make_model: Any) -> None:
 
 def test_a_model_the_graph_backend_does_not_know(gpt2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, it is an error; else the eager backend takes over and one line says so."""
-    with pytest.raises(UnsupportedModelError, match="it knows .*, and not GPT2LMHeadModel"):
+    with pytest.raises(UnsupportedModelError, match=r"it knows .*, and not GPT2LMHeadModel"):
         make_backend(gpt2, "graph")
     lines: list[str] = []
     monkeypatch.setattr("lookahead.backends.choose.input_device", lambda model: type("Device", (), {"type": "cuda"})())
