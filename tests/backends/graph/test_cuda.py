@@ -294,7 +294,7 @@ def test_replays_after_the_pages_were_replaced(dtype: torch.dtype) -> None:
     backend = GraphBackend(model, kv_tokens=8 * PAGE)
     for room in (400, 600, 900):
         backend.check_room(1, room)
-        assert backend.kv.pages * PAGE >= room
+        assert min(backend.kv.pages) * PAGE >= room
         found = [run(backend, [prompt], LookaheadConfig(), 300)[0] for prompt in prompts]
         assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
         assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
