@@ -31,7 +31,9 @@ class AttentionLayer:
         """Raise UnsupportedModelError for what the kernels cannot do."""
         if spec.out.has_bias:
             raise UnsupportedModelError("its output projections have biases")
-        if {spec.q_norm and spec.q_norm.eps} != {spec.k_norm and spec.k_norm.eps}:
+        if spec.rope is not None and spec.rope.dim != spec.head_dim:
+            raise UnsupportedModelError(f"{spec.rope.dim} of the {spec.head_dim} columns of its heads are rotated")
+        if (spec.q_norm and spec.q_norm.eps) != (spec.k_norm and spec.k_norm.eps):
             raise UnsupportedModelError("its queries and its keys have different norms")
 
     @property

@@ -118,9 +118,8 @@ class Products:
         if self.device.type != "cuda" or (size > INVARIANT_ROWS and not (self.invariant and half)):
             return Product(size, by_torch)
         if self.library is not None and cublaslt.takes(weight):
-            timed = [weight, *(other for other in like if other is not weight and cublaslt.takes(other))]
             for rows in tried(size):
-                kernel = self._fastest_of(timed, rows)
+                kernel = self._fastest_of(weight, rows, like)
                 if kernel is not None:
                     return Product(rows, kernel)
         if not self.invariant:
@@ -151,11 +150,12 @@ class Products:
         run(x, other, whole)
         return x, other, whole
 
-    def _fastest_of(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
+    def _fastest_of(self, weight: torch.Tensor, rows: int, like: Sequence[torch.Tensor]) -> Run | None:
         """The fastest kernel for so many rows that gives the right bits, or None if there is none."""
-        key = weights[0].shape, rows
+        key = weight.shape, rows
         if key not in self._fastest:
-            self._fastest[key] = self._search(weights, rows)
+            timed = [weight, *(other for other in like if other is not weight and cublaslt.takes(other))]
+            self._fastest[key] = self._search(timed, rows)
         return self._fastest[key]
 
     def _search(self, weights: Sequence[torch.Tensor], rows: int) -> Run | None:
@@ -169,7 +169,9 @@ class Products:
         pieces = [
             Pieces(kernel, piece)
             for piece in PIECES
-            if rows > piece and rows % piece == 0 and (kernel := self._fastest_of(weights, piece)) is not None
+            if rows > piece
+            and rows % piece == 0
+            and (kernel := self._fastest_of(weights[0], piece, weights)) is not None
         ]
         families = self._kernels(weights[0], rows)
         first = self._by_speed([family[0] for family in families], weights, rows, rounds=1)[:FAMILIES]
@@ -209,7 +211,7 @@ class Products:
         """What an earlier process found to be the fastest."""
         found = self.found.get(_name(weights[0].shape, rows))
         if isinstance(found, int):
-            kernel = self._fastest_of(weights, found) if found in PIECES and found < rows else None
+            kernel = self._fastest_of(weights[0], found, weights) if found in PIECES and found < rows else None
             return None if kernel is None else Pieces(kernel, found)
         try:
             return None if found is None else self._problem(weights[0].shape, rows).kernel(bytes.fromhex(found))
