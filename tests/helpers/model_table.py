@@ -62,6 +62,30 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         "Qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    # layers without positions
+    ("smollm3", "SmolLM3", {"num_hidden_layers": 5}),
+    ("smollm3-no-positions", "SmolLM3", {"no_rope_layer_interval": 1}),
+    (
+        "smollm3-untied-mqa",
+        "SmolLM3",
+        {"no_rope_layers": [0, 1], "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    ("smollm3-attention-biases", "SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
+    ("smollm3-mlp-biases", "SmolLM3", {"no_rope_layer_interval": 2, "mlp_bias": True}),
+    (
+        "smollm3-yarn",
+        "SmolLM3",
+        {
+            "no_rope_layer_interval": 2,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **THETA},
+        },
+    ),
+    ("smollm3-windows", "SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}),
+    (
+        "smollm3-windows-by-type",
+        "SmolLM3",
+        {"no_rope_layers": [0, 1], "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
 ]
 """(name, family, changes to the config of `tiny`)"""
 

@@ -1179,7 +1179,7 @@ class WQLinear_GEMM(nn.Module):
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
-        ("family", r"it knows LlamaForCausalLM, .*Qwen3ForCausalLM, and not GPT2LMHeadModel"),
+        ("family", r"it knows LlamaForCausalLM, .*Qwen3ForCausalLM.*, and not GPT2LMHeadModel"),
         ("activation", r"its activation is 'gelu'"),
         ("subclass", r"Adapted is no plain matrix"),
         ("packed", r"WQLinear_GEMM is no plain matrix"),

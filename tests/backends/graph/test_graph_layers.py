@@ -26,7 +26,13 @@ from lookahead.models.read import read
 from lookahead.models.reference import forward, forward_tree
 from lookahead.models.spec import Block, Decoder, FeedForward
 
-REFUSED = {"llama-attention-biases", "llama-mlp-biases", "qwen3-biases"}
+REFUSED = {
+    "llama-attention-biases",
+    "llama-mlp-biases",
+    "qwen3-biases",
+    "smollm3-attention-biases",
+    "smollm3-mlp-biases",
+}
 """Rows of the table for which there are no kernels yet."""
 TREE = random_tree(21, 4)
 

@@ -1,0 +1,26 @@
+"""SmolLM3: a Llama with layers that do not use positions, by default every fourth one.
+
+Its layers may have windows, too. The masks of its forward pass follow `layer_types` alone, whatever
+`use_sliding_window` says, so the windows are read from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lookahead.models.families.llama import read_llama
+from lookahead.models.spec import Decoder
+
+
+def read(model: Any) -> Decoder:
+    config, described = model.config, read_llama(model)
+    blocks = []
+    for layer, kind, block in zip(model.model.layers, config.layer_types, described.blocks, strict=True):
+        rope = block.attention.rope if layer.self_attn.use_rope else None
+        window = config.sliding_window if kind == "sliding_attention" else None
+        blocks.append(replace(block, attention=replace(block.attention, rope=rope, window=window)))
+    return replace(described, blocks=blocks)
+
+
+READERS = {"SmolLM3ForCausalLM": read}
