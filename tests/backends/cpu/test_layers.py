@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 pytest.importorskip("onnxruntime")
 
 from described import VOCABULARY, uneven_decoder
+from model_table import ROWS, build
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
 
 from lookahead import LookaheadConfig
@@ -63,6 +64,18 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 # Logits
+
+
+@pytest.mark.parametrize("name", [row[0] for row in ROWS])
+def test_every_model_of_the_table(name: str) -> None:
+    """A tree behind prefixes shorter and longer than the windows."""
+    model = build(name)
+    made, decoder, tree = CpuBackend(model, probed=False), read(model, "cpu"), random_tree(20, 4)
+    for length in (1, 70):
+        slot, prefix = made.open(), tokens(length)
+        found = made.step([greedy(slot, prefix, tree, logits=True)])
+        assert_near(found[0].logits, forward_tree(decoder, prefix, tree.tokens, tree.parents))
+        made.close(slot)
 
 
 @pytest.mark.parametrize("head_bias", [False, True])
