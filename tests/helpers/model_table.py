@@ -62,6 +62,11 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         "Qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    # q, k, v in one matrix, and gate and up in another
+    ("phi3", "Phi3", {}),
+    ("phi3-tied-mqa", "Phi3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("phi3-window", "Phi3", {"sliding_window": 7}),
+    ("phi3-longrope", "Phi3", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, **LONGROPE, **THETA}}),
     # layers without positions
     ("smollm3", "SmolLM3", {"num_hidden_layers": 5}),
     ("smollm3-no-positions", "SmolLM3", {"no_rope_layer_interval": 1}),
