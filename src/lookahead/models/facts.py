@@ -60,10 +60,19 @@ def position_limit(config: Any) -> PositionLimit:
             original = part.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             known = [x for x in (limit, original) if x is not None]
-            return PositionLimit(min(known) if known else None, f"{kind} rotary factors", hard=True)
+            return PositionLimit(min(known) if known else None, f"{kind} {ROTARY_FACTORS}", hard=True)
     if window and doubtful_window(config):
         return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
     return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
+
+
+ROTARY_FACTORS = "rotary factors"
+
+
+def rope_limit(config: Any) -> int | None:
+    """Up to how many positions rotary factors do not depend on the furthest one; None if they never do."""
+    limit = position_limit(config)
+    return limit.positions if limit.reason.endswith(ROTARY_FACTORS) else None
 
 
 def context_length(config: Any) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.models.facts import UnsupportedModelError, position_limit
+from lookahead.models.facts import UnsupportedModelError, rope_limit
 from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
 
 
@@ -29,8 +29,7 @@ def read_qwen(model: Any) -> Decoder:
 def _read(model: Any, windows: Sequence[int | None]) -> Decoder:
     """A model of these families whose layers have these windows."""
     config, base = model.config, model.model
-    limit = position_limit(config)
-    rope = Rope(base.rotary_emb, base.layers[0].self_attn.head_dim, limit.positions if limit.hard else None)
+    rope = Rope(base.rotary_emb, base.layers[0].self_attn.head_dim, rope_limit(config))
     blocks = [
         Block(
             _norm(layer.input_layernorm),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lookahead.models.facts import UnsupportedModelError, position_limit
+from lookahead.models.facts import UnsupportedModelError, rope_limit
 from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
 
 
@@ -18,8 +18,7 @@ def read(model: Any) -> Decoder:
         raise UnsupportedModelError("only a part of each head is rotated")
     if config.hidden_act not in [known.value for known in Activation]:
         raise UnsupportedModelError(f"its activation is {config.hidden_act!r}")
-    limit = position_limit(config)
-    rope = Rope(base.rotary_emb, dim, limit.positions if limit.hard else None)
+    rope = Rope(base.rotary_emb, dim, rope_limit(config))
     blocks = []
     for layer in base.layers:
         module, mlp = layer.self_attn, layer.mlp
