@@ -16,6 +16,10 @@ from lookahead.backends.base import NO_TREE, Backend
 from lookahead.backends.exact import exact_limits
 from lookahead.engine.request import Request, Verifier
 
+RETRY_STEPS = 64
+"""Steps after which a request that found no room is tried again although none has left: sequences give pages behind a
+sliding window back while they go on, about one for every 64 tokens."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -65,7 +69,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
-        self._full = False  # the next request found no room, and nothing has changed that since
+        self._full = 0  # the next request found no room: for how many steps it is not tried again
 
     # Requests come and go.
 
@@ -87,7 +91,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request, and free its K/V."""
-        self._full = False
+        self._full = 0
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
             return
@@ -104,13 +108,14 @@ class Scheduler:
     def remember(self, request: Request) -> None:
         """Let later requests share the K/V that this one has cached."""
         if not request.keeps_slot:
-            self._full = False  # a request that shares these needs less room
+            self._full = 0  # a request that shares these needs less room
             self.backend.remember(request.slot, request.sequence.tokens[: self.backend.length(request.slot)])
 
     # A step.
 
     def schedule(self) -> list[Pass]:
         """The passes of the next step, in which every decoding request takes part."""
+        self._full = max(0, self._full - 1)
         self._admit()
         decoding, unread, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
@@ -152,7 +157,7 @@ class Scheduler:
             request.slot = self.backend.open(tokens, request.salt)
             if not self.backend.reserve(request.slot, len(tokens) + request.sequence.config.budget) and self.running:
                 self.backend.close(request.slot)
-                request.slot, self._full = -1, True
+                request.slot, self._full = -1, RETRY_STEPS
                 return
             self.running[request.id] = self.waiting.popleft()
             request.cached = self.backend.length(request.slot)

@@ -119,6 +119,11 @@ class Attention:
     k_norm: Norm | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UnsupportedModelError(f"a token sees {self.window} tokens")
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and len(norm.weight) != self.head_dim:
+                raise ValueError(f"a norm of {len(norm.weight)} columns for heads of {self.head_dim}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} K/V heads evenly")
         _check_shape("qkv", self.qkv, ((self.heads + 2 * self.kv_heads) * self.head_dim, None))
@@ -161,6 +166,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         _check_shape("head", self.head, (None, self.embedding.shape[1]))
+        if self.head.shape[0] != len(self.embedding):
+            raise UnsupportedModelError(f"it reads {len(self.embedding)} tokens and gives {self.head.shape[0]} logits")
 
     @property
     def hidden(self) -> int:

@@ -40,7 +40,7 @@ def by_scores(logits_processor: Sequence[object]) -> bool:
     return all(type(processor) in known for processor in logits_processor)
 
 
-def raced(logits_processor: Sequence[Any]) -> SamplingParams | None:
+def multinomial_sampling(logits_processor: Sequence[Any]) -> SamplingParams | None:
     """The sampling that these processors ask for, if the graph backend can apply them by itself."""
     known = [getattr(processors, name, None) for name in RACED]
     places = [known.index(type(one)) if type(one) in known else -1 for one in logits_processor]

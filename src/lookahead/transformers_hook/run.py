@@ -35,7 +35,7 @@ from lookahead.models.facts import PositionLimit, UnsupportedModelError, kind_of
 from lookahead.models.read import read
 from lookahead.transformers_hook import caches, facts, watch
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
-from lookahead.transformers_hook.draws import StepNoise, raced
+from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
 from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
 from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, run_prompt, take_back
 from lookahead.transformers_hook.rules import BatchRules
@@ -232,7 +232,7 @@ class Run:
         """What draws the tokens inside the graph backend's steps, if one sequence is sampled in a way that it knows."""
         if not (rules.by_scores and isinstance(self.backend, GraphBackend) and len(self.sequences) == 1):
             return None
-        sampling = raced(cast(Any, rules.rule.processors) or ())
+        sampling = multinomial_sampling(cast(Any, rules.rule.processors) or ())
         if sampling is None:
             return None
         return StepNoise(self.sequences[0], sampling, self.backend.noise, rules.generator)

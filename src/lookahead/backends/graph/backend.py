@@ -282,7 +282,7 @@ class GraphBackend:
         slot = self._slots[item.slot]
         if not self._slots.has_pages(slot, slot.length + 2):
             return False
-        self._slots.tell_pages(slot)
+        self._slots.send_pages(slot)
         return True
 
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
@@ -314,7 +314,7 @@ class GraphBackend:
         packet, ends, (_, targets, adjusted, _) = step.packet, step.targets.packet, step.kind.targets
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
-        self._slots.tell_all_pages(slots)
+        self._slots.send_all_pages(slots)
         trails, trees = [item.trail for item in items], [item.tree for item in items]
         starts = packet.put([slot.line for slot in slots], lengths, trails, trees, step.queries)
         packet.end(commits, moves)

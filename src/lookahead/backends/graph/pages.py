@@ -208,6 +208,11 @@ class PagePools:
         self.pools = list(pools)
 
     @property
+    def windowed(self) -> bool:
+        """Whether pages may be given back while their sequence goes on."""
+        return any(pool.window is not None for pool in self.pools)
+
+    @property
     def pages(self) -> int:
         return sum(pool.pages for pool in self.pools)
 

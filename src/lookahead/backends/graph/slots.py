@@ -16,7 +16,7 @@ from lookahead.backends.graph.sizes import PAGE
 class Slot:
     """A sequence: its `line` in the device's tables, its pages in every attention group, and its cached tokens.
 
-    `room`: how many tokens its pages hold, in all groups. `told` pages of each group are in the device's table.
+    `room`: how many tokens its pages hold, in all groups. `sent` pages of each group are in the device's table.
     `rules_line` is its line in the tables of `adjusting`, or -1; the first `counted` tokens of its text are counted
     there.
     """
@@ -25,7 +25,7 @@ class Slot:
     tables: list[PageTable]
     length: int
     room: int
-    told: list[int]
+    sent: list[int]
     rules_line: int = -1
     counted: int = 0
 
@@ -93,19 +93,29 @@ class Slots:
         self.pool = PagePools([PagePool(pages, PAGE, group.window, self._most_rows) for group, pages in pairs])
 
     def has_pages(self, slot: Slot, tokens: int, *, drop: bool = True) -> bool:
-        """Whether the sequence has pages for this many tokens; if need be, it gets some. Of a longer text that is still
-        to be read, a group with a window has the pages of the next pass. `drop`: pages behind a window are given back
-        first; what others may share of them has been remembered by then."""
+        """Whether the sequence has pages for this many tokens; if need be, it gets some. For a longer
+        prompt, a group with a window gets only the pages that the next pass reads or writes. `drop`: pages behind a
+        window are given back first; what others may share of them has been remembered by then."""
         if slot.room >= tokens and self.pool.free:
             return True
         if drop:
             self.pool.drop_behind(slot.tables, slot.length)
         if not self.pool.free:  # give back what a larger tree needed before
             self.pool.shrink(slot.tables, tokens)
-            slot.told = [min(told, len(table.pages)) for told, table in zip(slot.told, slot.tables, strict=True)]
-        found = tokens <= self.kv.longest * PAGE and self.pool.reserve(slot.tables, tokens, slot.length)
+            slot.sent = [min(sent, len(table.pages)) for sent, table in zip(slot.sent, slot.tables, strict=True)]
+        found = tokens <= self.kv.longest * PAGE and self._reserve(slot, tokens)
         slot.count_room()
         return found
+
+    def _reserve(self, slot: Slot, tokens: int) -> bool:
+        """Let the tables grow. Before it fails, all sequences give their pages behind windows back."""
+        if self.pool.reserve(slot.tables, tokens, slot.length):
+            return True
+        if not self.pool.windowed:
+            return False
+        for other in self.by_number.values():
+            self.pool.drop_behind(other.tables, other.length)
+        return self.pool.reserve(slot.tables, tokens, slot.length)
 
     def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
         """Take pages for so many tokens of each sequence, or raise MemoryError."""
@@ -120,20 +130,20 @@ class Slots:
                 )
             free = self.pool.free
 
-    def tell_pages(self, slot: Slot) -> None:
+    def send_pages(self, slot: Slot) -> None:
         """Send the device the pages that the sequence has got since the last time. Pages behind a window stay in its
         table: they are numbers of pages still, and their keys are not seen."""
-        for group, (table, told) in enumerate(zip(slot.tables, slot.told, strict=True)):
-            if told < len(table.pages):
-                self.kv.set_table(group, slot.line, [page + 1 for page in table.pages[told:]], told)
-                slot.told[group] = len(table.pages)
+        for group, (table, sent) in enumerate(zip(slot.tables, slot.sent, strict=True)):
+            if sent < len(table.pages):
+                self.kv.set_table(group, slot.line, [page + 1 for page in table.pages[sent:]], sent)
+                slot.sent[group] = len(table.pages)
 
-    def tell_all_pages(self, slots: Sequence[Slot]) -> None:
+    def send_all_pages(self, slots: Sequence[Slot]) -> None:
         """Send the device all pages that these sequences have."""
         for slot in slots:
-            for table, told in zip(slot.tables, slot.told, strict=True):
-                if told < len(table.pages):
-                    self.tell_pages(slot)
+            for table, sent in zip(slot.tables, slot.sent, strict=True):
+                if sent < len(table.pages):
+                    self.send_pages(slot)
                     break
 
     def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int], *, drop: bool) -> None:
@@ -144,14 +154,14 @@ class Slots:
         for slot, count in zip(slots, tokens, strict=True):
             enough = slot.room >= count + PAGE // 2
             if not enough and self.pool.free > len(self) and self.has_pages(slot, count + PAGE // 2, drop=drop):
-                self.tell_pages(slot)
+                self.send_pages(slot)
 
     def forget_pages(self, slot: Slot, length: int) -> None:
         """Give all pages of a sequence back, if others may share some of them: new ones are its own, and hold the last
         of `length` tokens that its layers read."""
-        if slot.tables[0].digests:
+        if any(table.digests or table.dropped for table in slot.tables):
             self.pool.shrink(slot.tables, 0)
-            slot.told = [0] * len(slot.tables)
+            slot.sent = [0] * len(slot.tables)
         self.pool.skip_behind(slot.tables, length)
         slot.count_room()
 

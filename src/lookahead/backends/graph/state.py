@@ -7,7 +7,7 @@ captured, and the same functions run directly.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,7 +85,8 @@ class Buffers:
         self.results = like.new_zeros(len(self.logits), 1 + 2 * min(KEPT_TOKENS, vocabulary), dtype=torch.int32)
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self._top_work: dict[int, Any] = {}
-        self.work = [new_work(ops, group.shape, most_rows) for group in model.groups]
+        work = new_work(ops, model.shapes, most_rows)
+        self.work = [work if work is None else work.with_own_order() for _ in model.groups]
 
     def rows(self, name: str, width: int) -> torch.Tensor:
         """The buffer of this name as [rows of the largest step, width]."""
@@ -128,11 +129,11 @@ class Buffers:
         return torch.ones(NOISE_LINES, self.logits.shape[1], dtype=torch.float32, device=self.logits.device)
 
 
-def new_work(ops: Ops, shape: HeadShape, most_rows: int) -> Any:
-    """Memory for attention over heads of this shape, in every step of up to `most_rows` rows; None on a CPU."""
+def new_work(ops: Ops, shapes: Sequence[HeadShape], most_rows: int) -> Any:
+    """Memory for attention over heads of these shapes, in every step of up to `most_rows` rows; None on a CPU."""
     work = ops.workspace()
     for rows in sizes_to(most_rows) if work is not None else ():
-        for size, grid, invariant in product(TileSize, Grid, (False, True)):
+        for shape, size, grid, invariant in product(shapes, TileSize, Grid, (False, True)):
             tiles = ops.tiles(rows, shape, Cut(size, grid), invariant=invariant)
             work.reserve(rows, most_tiles(rows, shape.group, tiles.block_m), tiles, *shape)
     return work

@@ -33,6 +33,8 @@ attention begins, so the keys before a row are its prefix, whatever pass they ca
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import triton
 import triton.language as tl
@@ -237,6 +239,12 @@ class Workspace:
         self.top = torch.empty(0, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def with_own_order(self) -> Workspace:
+        """The same memory, with an order of its own: that of an attention group, which has its own pages."""
+        other = copy.copy(self)
+        other.order = torch.zeros_like(self.order)
+        return other
 
     def reserve(self, rows: int, most_tiles: int, tiles: Tiles, heads: int, kv_heads: int, dim: int) -> None:
         """Make room for steps of so many rows and tiles."""

@@ -37,7 +37,7 @@ class DenseMatrix:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def plan(self, rows: int) -> Multiply:
-        """How a step of this many rows multiplies. The bias is not added: whoever reads the product does that."""
+        """How a step of this many rows multiplies. The bias is not added: the kernel that reads the product adds it."""
         product, weight = self._products.plan(self.weight, rows, self._like), self.weight
         return lambda x, out: product(x, weight, out)
 
@@ -59,6 +59,7 @@ def check_dense(matrix: Matrix) -> None:
         raise UnsupportedModelError("of projections that read the same input, some have a bias and some have none")
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def fuse_weights(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The parts' weights as one matrix [out, in], and their biases as one vector [out], or None.
@@ -74,10 +75,15 @@ def _fuse(modules: Sequence[torch.nn.Linear], name: str) -> torch.Tensor:
     parts: list[torch.Tensor] = [getattr(module, name).detach() for module in modules]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
     one_piece = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    one_piece = one_piece and all(part.is_contiguous() for part in parts)
     if len(parts) == 1 or (one_piece and [part.data_ptr() for part in parts[1:]] == ends[:-1]):  # fused already
         return torch.as_strided(parts[0], (sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
     fused = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     for module, part, view in zip(modules, parts, fused.split([len(part) for part in parts]), strict=True):
         view.copy_(part)
-        setattr(module, name, torch.nn.Parameter(view, requires_grad=False))
+        parameter = getattr(module, name)
+        if parameter.is_inference():
+            setattr(module, name, torch.nn.Parameter(view, requires_grad=False))
+        else:
+            parameter.data = view  # it stays the parameter that an optimizer may know
     return fused

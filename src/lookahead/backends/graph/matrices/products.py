@@ -105,6 +105,7 @@ class Products:
         self._fastest: dict[tuple[torch.Size, int], Run | None] = {}
         self._first: dict[torch.Size, Run] = {}  # the kernels that say which bits are right
         self._rows: dict[tuple[torch.Size, int], int] = {}
+        self._whole: dict[tuple[torch.Size, int], bool] = {}
 
     def _facts(self) -> dict[str, str]:
         """What the fastest kernels depend on, and which search found them."""
@@ -127,7 +128,7 @@ class Products:
         if size <= INVARIANT_ROWS:
             return Product(self._torch_rows(weight, size), by_torch)
         piece = self.plan(weight, INVARIANT_ROWS, like).run
-        if piece is by_torch and same_bits(by_torch, *self._expected(weight, by_torch), size):
+        if piece is by_torch and self._same_as_pieces(weight, size):
             return Product(size, by_torch)
         return Product(-(-size // INVARIANT_ROWS) * INVARIANT_ROWS, Pieces(piece, INVARIANT_ROWS))
 
@@ -142,6 +143,13 @@ class Products:
             x, other, whole = self._expected(weight, by_torch)
             self._rows[key] = next(rows for rows in tried(size) if same_bits(by_torch, x, other, whole, rows))
         return self._rows[key]
+
+    def _same_as_pieces(self, weight: torch.Tensor, size: int) -> bool:
+        """Whether torch's product of `size` rows at once has the bits of INVARIANT_ROWS rows at a time."""
+        key = weight.shape, size
+        if key not in self._whole:
+            self._whole[key] = same_bits(by_torch, *self._expected(weight, by_torch), size)
+        return self._whole[key]
 
     def _expected(self, weight: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x and a matrix whose products cancel (see `cancelling`), and what `run` makes of INVARIANT_ROWS rows."""
