@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # With the oldest supported transformers, and an embedded model that it has converted itself.
 OLDEST := .venv-oldest
 # What depends on how transformers makes tokenizers and models. tests/test_docs.py is about the classes of one release.
-OLDEST_TESTS := tests/loading tests/engine tests/serve tests/transformers_hook tests/bench tests/test_cli.py \
+OLDEST_TESTS := tests/models tests/loading tests/engine tests/serve tests/transformers_hook tests/bench tests/test_cli.py \
   tests/test_generate.py tests/test_parity.py tests/test_stock.py tests/test_structured_output.py
 # Python compiles a module when it is first imported. To compile all of them takes half a minute, and most are never used.
 PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
