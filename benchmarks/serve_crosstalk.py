@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from lookahead.backends.graph.pages import PagePool
+from lookahead.backends.graph.pages import PagePool, PagePools
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 from lookahead.generate import LookaheadModel
@@ -22,7 +22,10 @@ def shrink(model: LookaheadModel, pages: int) -> LookaheadModel:
     backend: Any = model.backend
     if not hasattr(backend, "pool"):
         raise SystemExit(f"--crosstalk needs the graph backend, not {type(backend).__name__}; give --backend graph")
-    backend._slots.pool = PagePool(min(pages, backend.pool.pages), backend.pool.page_size)
+    rows = backend.most_rows
+    backend._slots.pool = PagePools(
+        [PagePool(min(pages, pool.pages), pool.page_size, pool.window, rows) for pool in backend.pool.pools]
+    )
     times = model.engine.times
     model.front.close()
     model.engine = Engine(backend, cost=None if times is None else times.table)

@@ -104,7 +104,7 @@ def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str
     for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness"):
         assert f"## {title}" in page
     last = capsys.readouterr().out.rstrip().splitlines()
-    assert last[-1].endswith("the page of 10 files")
+    assert last[-1].endswith("the page of 11 files")
     assert any(line.startswith("| default | yes | mt-bench | 3 |") for line in last)
 
 
