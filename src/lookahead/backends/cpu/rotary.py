@@ -39,7 +39,7 @@ class RotaryTables:
         return made
 
     def _reaching(self, rope: int, positions: int) -> tuple[Array, Array]:
-        """The tables of a rope, for so many positions at least."""
+        """The tables of a rope, for at least this many positions."""
         if positions > len(self._tables[rope][0]):
             self._tables[rope] = _tables(self._ropes[rope], -(-positions // (8 * BLOCK)) * 8 * BLOCK)
         return self._tables[rope]

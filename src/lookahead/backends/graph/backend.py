@@ -139,7 +139,7 @@ class GraphBackend:
         return torch.cuda.graph_pool_handle() if self.capture else None
 
     def _first_kv(self, tokens: int | None) -> PagedKV:
-        """Pages for so many tokens, or as many as are useful and leave enough memory."""
+        """Pages for `tokens` tokens, by default as many as are useful and leave enough memory."""
         groups, longest = self.layers.groups, longest_text(self.max_length)
         if tokens is None:
             tokens = default_tokens(groups, longest, self._pass_rows, self.layers.like)
@@ -156,7 +156,7 @@ class GraphBackend:
 
     @on_its_device
     def check_room(self, sequences: int, tokens: int) -> None:
-        """Make sure that so many sequences of so many tokens each fit into the pages, all of them at once.
+        """Make sure that `sequences` sequences of `tokens` tokens each fit into the pages at once.
 
         If they do not, and no slot is open, larger pages replace these. UnsupportedModelError if that cannot be.
         """
@@ -202,7 +202,7 @@ class GraphBackend:
         return self._slots.by_number[slot].length
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Take pages for so many tokens of the sequence. False if there are too few."""
+        """Take pages for `tokens` tokens of the sequence. False if there are too few."""
         return self._slots.has_pages(self._slots.by_number[slot], tokens)
 
     @property
@@ -298,7 +298,7 @@ class GraphBackend:
         for item, slot in zip(items, slots, strict=True):
             if item.adjustment is not None and slot.rules_line < 0:
                 self._take_rules_line(slot, item.sampling)
-        # 2. A pass has so many rows at most: run the rest of the trails in passes before it.
+        # 2. A pass has at most `most_rows` rows: run the rest of the prompt chunks in passes before it.
         rows = sum(needs) - sum(lengths)
         while rows > self._most_rows:
             place = max(range(len(items)), key=lambda i: len(items[i].trail))

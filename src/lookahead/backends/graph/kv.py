@@ -21,7 +21,7 @@ Sequences that are shorter have the same number of pages in all layers."""
 CPU_TOKENS = 1 << 14
 """What the pages hold on a CPU, where the backend is only tested."""
 LONGEST_TEXT = 1 << 17
-"""The longest text where the model's context has no limit: tables and rotary factors are made for so many positions."""
+"""The longest text where the model's context has no limit: tables and rotary factors have this many positions."""
 SPARE_BYTES = 1 << 30
 """What captured steps may need besides the pages."""
 

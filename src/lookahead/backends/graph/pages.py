@@ -111,7 +111,7 @@ class PagePool:
         return end - len(table.pages)
 
     def reserve(self, table: PageTable, tokens: int, cached: int = 0) -> bool:
-        """Let the table grow until it holds so many tokens. If there is no room for all of them, nothing changes."""
+        """Let the table grow until it holds `tokens` tokens. If there is no room for all of them, nothing changes."""
         lacking = self.lacks(table, tokens, cached)
         if lacking > self.free + self.kept:
             return False
@@ -136,7 +136,7 @@ class PagePool:
             table.pages = [DROPPED] * table.dropped
 
     def shrink(self, table: PageTable, tokens: int) -> None:
-        """Give the pages beyond so many tokens back."""
+        """Give the pages beyond `tokens` tokens back."""
         if self._pages_of(tokens) < len(table.pages):
             self._release(table, self._pages_of(tokens))
 

@@ -17,14 +17,14 @@ class Entry(IntEnum):
     """its cached tokens"""
     FIRST_ROW = 2
     """its first row in the step"""
-    TRAIL_ROWS = 3
-    """how many rows its trail (its prompt chunk) has, which come first"""
+    CHUNK_ROWS = 3
+    """how many rows its prompt chunk has, which come first"""
     NODES = 4
     """how many rows its tree has, which come next"""
 
 
 class Tile(IntEnum):
-    """A block of queries of one entry, all of its trail or all of its tree, int32.
+    """A block of queries of one entry, all of its prompt chunk or all of its tree, int32.
 
     A tile repeats what its entry says, because a program that has to look up one after the other waits.
     """
@@ -32,15 +32,15 @@ class Tile(IntEnum):
     LINE = 0
     """its sequence's line in the page tables"""
     END = 1
-    """the tokens before its sequence's tree, those of the trail included"""
+    """the tokens before its sequence's tree, those of the prompt chunk included"""
     FIRST_ROW = 2
-    """the first row of the trail or tree that it is part of"""
+    """the first row of the prompt chunk or tree that it is part of"""
     ROWS = 3
-    """how many rows that trail or tree has"""
+    """how many rows that prompt chunk or tree has"""
     BLOCK = 4
-    """which block of the trail's or tree's queries it is"""
+    """which block of the chunk's or tree's queries it is"""
     IS_TREE = 5
-    """1 for a tree, 0 for a trail"""
+    """1 for a tree, 0 for a prompt chunk"""
 
 
 class Draw(IntEnum):

@@ -118,7 +118,7 @@ class Slots:
         return self.pool.reserve(slot.tables, tokens, slot.length)
 
     def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int]) -> None:
-        """Take pages for so many tokens of each sequence, or raise MemoryError."""
+        """Take pages for this many tokens of each sequence, or raise MemoryError."""
         free = self.pool.free
         for slot, count in zip(slots, tokens, strict=True):
             if free and slot.room >= count:
@@ -147,7 +147,7 @@ class Slots:
                     break
 
     def take_pages_ahead(self, slots: Sequence[Slot], tokens: Sequence[int], *, drop: bool) -> None:
-        """Take the pages that sequences of so many tokens may need next, if there are plenty; `drop` as in `has_pages`.
+        """Take the pages that sequences of this length may need next, if there are plenty; `drop` as in `has_pages`.
 
         It takes long to send the device a page, so it is sent while the device runs a step, not between two of them.
         """
@@ -183,7 +183,7 @@ class Slots:
             slot.length += 1 + len(path)
 
     def pending_fit(self, most: int, most_moves: int) -> bool:
-        """Whether a packet with room for so many commits and moves can carry all that is pending."""
+        """Whether a packet with room for this many commits and moves can carry all that is pending."""
         return len(self.pending) <= most and sum([len(moves[0]) for moves in self.pending]) <= 2 * most_moves
 
     def take_pending(self) -> tuple[list[int], list[list[int]]]:

@@ -109,8 +109,8 @@ class GpuBench:
     def backend(
         self, model: Any = None, *, invariant: bool = True, kv_tokens: int | None = None, window: int | None = None
     ) -> GraphBackend:
-        """A new backend. What the one before it held is given back. `window`: every layer gets one of so many
-        tokens."""
+        """A new backend. What the one before it held is given back. `window`: every layer gets one of
+        this many tokens."""
         self.free()
         model = self.large if model is None else model
         with torch.inference_mode(False):

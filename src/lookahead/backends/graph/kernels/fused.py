@@ -42,9 +42,9 @@ def _place_nodes(
     inside = row < rows
     entry = tl.load(entry_of + row, mask=inside, other=-1)
     used = entry >= 0
-    line, length, trail, first_row = load_entry(entries, tl.maximum(entry, 0), used)
-    root = first_row + trail
-    node = row - root  # below 0 in a trail
+    line, length, chunk, first_row = load_entry(entries, tl.maximum(entry, 0), used)
+    root = first_row + chunk
+    node = row - root  # below 0 in a chunk
     word = tl.arange(0, WORDS)
     seen = tl.zeros((BLOCK, WORDS), tl.int32)
     depth = tl.zeros((BLOCK,), tl.int32) - 1
@@ -55,9 +55,9 @@ def _place_nodes(
         seen |= tl.where((tl.maximum(at, 0) // 32)[:, None] == word[None, :], bit[:, None], 0)
         depth += climbing.to(tl.int32)
         at = tl.load(parents + root + at, mask=climbing, other=-1)
-    position = length + trail + tl.where(node >= 0, depth, node)
+    position = length + chunk + tl.where(node >= 0, depth, node)
     # A row that pads the step writes to page 0, which nobody reads.
-    place = length + trail + node
+    place = length + chunk + node
     page = tl.load(tables + line * longest + place // PAGE, mask=used, other=0)
     tl.store(positions + row, tl.where(used, position, 0), mask=inside)
     tl.store(places + row, tl.where(used, page * PAGE + place % PAGE, row % PAGE), mask=inside)

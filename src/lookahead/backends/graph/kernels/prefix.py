@@ -18,7 +18,7 @@ FAR = tl.constexpr(tiles.FAR)
 
 @triton.jit
 def splits_in_use(blocks, splits, near_splits):
-    """How many splits take part in a prefix of so many blocks: the first ones do."""
+    """How many splits take part in a prefix of `blocks` blocks: the first ones do."""
     return tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
 
 

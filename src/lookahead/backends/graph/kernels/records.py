@@ -14,7 +14,7 @@ ENTRY_SIZE = tl.constexpr(len(Entry))
 ENTRY_LINE = tl.constexpr(int(Entry.LINE))
 ENTRY_LENGTH = tl.constexpr(int(Entry.LENGTH))
 ENTRY_FIRST_ROW = tl.constexpr(int(Entry.FIRST_ROW))
-ENTRY_TRAIL_ROWS = tl.constexpr(int(Entry.TRAIL_ROWS))
+ENTRY_CHUNK_ROWS = tl.constexpr(int(Entry.CHUNK_ROWS))
 
 TILE_SIZE = tl.constexpr(len(Tile))
 TILE_LINE = tl.constexpr(int(Tile.LINE))
@@ -40,21 +40,21 @@ HAS_BIAS = tl.constexpr(int(Rule.HAS_BIAS))
 
 @triton.jit
 def load_entry(entries, entry, used):
-    """Of the entries `entry` [n]: their line in the page tables, cached tokens, trail's rows and first row, each [n]; 0
-    where `used` [n] says that there is no entry."""
+    """Of the entries `entry` [n]: their line in the page tables, cached tokens, rows of the prompt chunk and first row,
+    each [n]; 0 where `used` [n] says that there is no entry."""
     record = entries + entry * ENTRY_SIZE
     line = tl.load(record + ENTRY_LINE, mask=used, other=0)
     length = tl.load(record + ENTRY_LENGTH, mask=used, other=0)
-    trail = tl.load(record + ENTRY_TRAIL_ROWS, mask=used, other=0)
+    chunk = tl.load(record + ENTRY_CHUNK_ROWS, mask=used, other=0)
     first_row = tl.load(record + ENTRY_FIRST_ROW, mask=used, other=0)
-    return line, length, trail, first_row
+    return line, length, chunk, first_row
 
 
 @triton.jit
 def load_root(entries, entry):
-    """The row of an entry's root, which comes after its trail."""
+    """The row of an entry's root, which comes after its chunk."""
     record = entries + entry * ENTRY_SIZE
-    return tl.load(record + ENTRY_FIRST_ROW) + tl.load(record + ENTRY_TRAIL_ROWS)
+    return tl.load(record + ENTRY_FIRST_ROW) + tl.load(record + ENTRY_CHUNK_ROWS)
 
 
 @triton.jit

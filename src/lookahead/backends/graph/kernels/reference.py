@@ -27,7 +27,7 @@ def attend(
     entries = rows.entries.tolist()
     for entry in sorted(set(rows.entry_of.tolist()) - {-1}):
         record = entries[entry]
-        first, trail, nodes = record[Entry.FIRST_ROW], record[Entry.TRAIL_ROWS], record[Entry.NODES]
+        first, trail, nodes = record[Entry.FIRST_ROW], record[Entry.CHUNK_ROWS], record[Entry.NODES]
         end, root, last = record[Entry.LENGTH] + trail, first + trail, first + trail + nodes
         pages = rows.tables[record[Entry.LINE], : -(-(end + nodes) // page)].long()
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
@@ -60,7 +60,7 @@ def place_nodes(rows: Rows) -> None:
     row = torch.arange(size, device=like.device)
     used = rows.entry_of >= 0
     records = rows.entries[rows.entry_of.clamp_min(0).long()].long().unbind(1)
-    line, length, trail = records[Entry.LINE], records[Entry.LENGTH], records[Entry.TRAIL_ROWS]
+    line, length, trail = records[Entry.LINE], records[Entry.LENGTH], records[Entry.CHUNK_ROWS]
     root = records[Entry.FIRST_ROW] + trail
     node = row - root
     seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)

@@ -84,7 +84,7 @@ def adjust(
     above, written, entries = rows.parents.tolist(), tokens.tolist(), rows.entries.tolist()
     for row, (node, mask) in enumerate(zip(needed.tolist(), mask_of.tolist(), strict=True)):
         x, entry = logits[row].float(), max(0, int(rows.entry_of[node]))
-        line, root = int(line_of[entry]), entries[entry][Entry.FIRST_ROW] + entries[entry][Entry.TRAIL_ROWS]
+        line, root = int(line_of[entry]), entries[entry][Entry.FIRST_ROW] + entries[entry][Entry.CHUNK_ROWS]
         if line >= 0:
             repetition, presence = rules[entry, Rule.REPETITION], rules[entry, Rule.PRESENCE]
             frequency, biased = rules[entry, Rule.FREQUENCY], rules[entry, Rule.HAS_BIAS]
