@@ -15,12 +15,12 @@ from marks import examples
 from toy import decode, settings_of_a_text, toy_model
 
 from lookahead.algorithm.reference import Model, Result, autoregressive, lookahead
-from lookahead.algorithm.sampling import draw
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.pool import NGramPool
 from lookahead.algorithm.window import Window
+from lookahead.backends.sampling import draw
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 
 

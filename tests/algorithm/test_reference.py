@@ -32,9 +32,9 @@ from lookahead.algorithm.reference import (
     sample,
     sample_verification,
 )
-from lookahead.algorithm.sampling import draw, pick
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
+from lookahead.backends.sampling import draw, pick
 from lookahead.config import SamplingParams
 
 

@@ -13,12 +13,12 @@ from marks import examples
 from toy import counting_model, decode, rows_of, settings_of_a_text, toy_model
 
 from lookahead.algorithm.reference import Model
-from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
+from lookahead.backends.sampling import top_tokens
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
 from lookahead.engine.request import Request, StepResult

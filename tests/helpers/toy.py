@@ -11,10 +11,10 @@ import torch
 from hypothesis import strategies as st
 
 from lookahead.algorithm.reference import Model, argmax, norm
-from lookahead.algorithm.sampling import pick, top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.backends.sampling import pick, top_tokens
 
 
 def toy_model(vocabulary: int, seed: int, order: int | None = None, sharpness: float = 1.5) -> Model:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.sampling import adjusted, log_probs, pick, top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
+from lookahead.backends.sampling import adjusted, log_probs, pick, top_tokens
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request

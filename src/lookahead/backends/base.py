@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from lookahead.algorithm.sampling import Adjustment, adjusted
+from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.backends.sampling import adjusted
 from lookahead.config import SamplingParams
 
 MOST_AHEAD = 32

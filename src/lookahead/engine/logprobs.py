@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.algorithm.sampling import log_probs
 from lookahead.algorithm.verify import Verdict
+from lookahead.backends.sampling import log_probs
 from lookahead.engine.request import StepResult, TokenLogprobs
 
 

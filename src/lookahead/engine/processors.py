@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lookahead.algorithm.sampling import Adjustment, adjusted, distribution, draw
+from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.verify import Verdict, cut
+from lookahead.backends.sampling import adjusted, distribution, draw
 from lookahead.config import SamplingParams
 from lookahead.engine.request import StepResult
 

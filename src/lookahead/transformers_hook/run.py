@@ -14,7 +14,6 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.algorithm.choice import power_of_two
-from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
@@ -24,6 +23,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.probe import probe
+from lookahead.backends.sampling import top_tokens
 from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules

@@ -18,7 +18,6 @@ from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, t
 
 import lookahead
 from lookahead import LookaheadConfig
-from lookahead.algorithm.sampling import top_tokens
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE
 from lookahead.backends.cpu import backend as module
@@ -27,6 +26,7 @@ from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.invariance import PATH, SIZES, invariant_nodes, tree_around
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.sampling import top_tokens
 from lookahead.config import SamplingParams
 from lookahead.models.facts import UnsupportedModelError
 

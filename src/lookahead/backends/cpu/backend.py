@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lookahead.algorithm.sampling import LEVELS, log_probs, pick, top_tokens
+from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Layers, StepInput
 from lookahead.backends.cpu.cells import blocks_for, home
@@ -30,6 +30,7 @@ from lookahead.backends.cpu.rows import Part, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
+from lookahead.backends.sampling import log_probs, pick, top_tokens
 from lookahead.backends.support import check_supported
 from lookahead.models.facts import context_length
 from lookahead.models.read import read

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lookahead.algorithm.sampling import log_probs, pick, top_tokens
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
+from lookahead.backends.sampling import log_probs, pick, top_tokens
 from lookahead.backends.support import check_supported, input_device, layer_shapes
 from lookahead.models.facts import chunks, context_length, sliding_windows
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lookahead.algorithm.sampling import Adjustment, allowed_rows
+from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.kernels import reference_draw
@@ -24,6 +24,7 @@ from lookahead.backends.graph.kernels.rows import TreeRows
 from lookahead.backends.graph.sizes import MOST_NEEDED
 from lookahead.backends.graph.slots import Slot
 from lookahead.backends.graph.targets_packet import NO_MASK, NO_RULES, TargetsPacket
+from lookahead.backends.sampling import allowed_rows
 from lookahead.config import SamplingParams
 
 FIRST_LINES = 64

@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from lookahead.algorithm import sampling
+from lookahead.backends import sampling
 from lookahead.backends.graph.kernels import adjust, draw, filters, reference_draw, top
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.ops import Drawing

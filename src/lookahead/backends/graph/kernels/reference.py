@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.algorithm import sampling
+from lookahead.backends import sampling
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.records import Entry
 from lookahead.backends.graph.sizes import PAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lookahead.algorithm import sampling
+from lookahead.backends import sampling
 from lookahead.backends.graph.kernels.rows import Rows, TreeRows
 from lookahead.backends.graph.records import Draw, Entry, Rule
 from lookahead.config import SamplingParams

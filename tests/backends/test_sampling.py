@@ -22,7 +22,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lookahead.algorithm.sampling import LEVELS, NO_DRAW, Adjustment, adjusted, distribution, draw, pick, top_tokens
+from lookahead.algorithm.sampling import LEVELS, NO_DRAW, Adjustment
+from lookahead.backends.sampling import adjusted, distribution, draw, pick, top_tokens
 from lookahead.config import SamplingParams
 
 BELOW_ONE = math.nextafter(1.0, 0.0)
