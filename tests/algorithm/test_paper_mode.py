@@ -12,9 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import examples
+from reference import Model, Result, autoregressive, lookahead
 from toy import decode, settings_of_a_text, toy_model
 
-from lookahead.algorithm.reference import Model, Result, autoregressive, lookahead
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory

@@ -19,9 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples, slow_but
-from toy import settings_of_a_text, toy_model
-
-from lookahead.algorithm.reference import (
+from reference import (
     Model,
     argmax,
     autoregressive,
@@ -32,6 +30,8 @@ from lookahead.algorithm.reference import (
     sample,
     sample_verification,
 )
+from toy import settings_of_a_text, toy_model
+
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
 from lookahead.backends.sampling import draw, pick

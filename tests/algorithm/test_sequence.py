@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import examples
+from reference import Model
 from toy import counting_model, decode, settings_of_a_text, steps, toy_model
 
-from lookahead.algorithm.reference import Model
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory

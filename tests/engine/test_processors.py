@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
+from reference import Model
 from toy import counting_model, decode, rows_of, settings_of_a_text, toy_model
 
-from lookahead.algorithm.reference import Model
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree

@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 from hypothesis import strategies as st
+from reference import Model, argmax, norm
 
-from lookahead.algorithm.reference import Model, argmax, norm
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
+from reference import argmax, autoregressive
 from toy import counting_model, decode, settings_of_a_text, steps
 
-from lookahead.algorithm.reference import argmax, autoregressive
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 
