@@ -1,4 +1,8 @@
-"""The cache folder: it keeps what is downloaded, converted, measured or compiled once per machine."""
+"""The cache folder: it keeps what is downloaded, converted, measured or compiled once per machine.
+
+Every kind of file that is read back carries the version of its format (`write_json`, `read_json`, `check_version`). A
+file of another version, or of none, is never read: its owner measures, tunes or learns again.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +34,31 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader finds all of it or none, even if several processes write it at once."""
+def write_json(path: Path, content: Mapping[str, Any], version: int) -> None:
+    """Write a JSON file so that a reader finds all of it or none, even if several processes write it at once.
+
+    `version` is that of the content's format. Raise it whenever the same fields mean something else.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as parts:
         part = Path(parts) / path.name
-        part.write_text(json.dumps(content))
+        part.write_text(json.dumps({"version": version, **content}), encoding="utf-8")
         os.replace(part, path)
+
+
+def read_json(path: Path, version: int) -> dict[str, Any]:
+    """What `write_json` wrote with this version.
+
+    Raises OSError if the file cannot be read, and ValueError if it holds no JSON object or has another version.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    check_version(content.get("version"), version)
+    return content
+
+
+def check_version(found: object, expected: int) -> None:
+    """Raise ValueError unless a file's version is the expected one."""
+    if found != expected or isinstance(found, bool):
+        raise ValueError(f"its format has version {found}, and this is version {expected}")

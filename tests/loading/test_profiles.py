@@ -113,6 +113,8 @@ def test_a_file_of_another_model_under_this_ones_name_is_ignored(model: Any, tok
         lambda stored: "{",
         lambda stored: "[]",
         lambda stored: "null",
+        lambda stored: json.dumps({**stored, "version": profiles.VERSION + 1}),
+        lambda stored: json.dumps({k: v for k, v in stored.items() if k != "version"}),
         lambda stored: json.dumps({**stored, "config": None}),
         lambda stored: json.dumps({k: v for k, v in stored.items() if k != "config"}),
         lambda stored: json.dumps({**stored, "config": {**stored["config"], "budget": -1}}),

@@ -22,10 +22,9 @@ from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
-from lookahead.cache import key_of, write_json
 from lookahead.config import LookaheadConfig
 from lookahead.loading import timing
-from lookahead.loading.fitting import ATTEMPTS, cached, pass_cost
+from lookahead.loading.fitting import ATTEMPTS, VERSION, cached, pass_cost
 from lookahead.loading.step_cost import FLAT, StepCost, stairs, suited
 from lookahead.loading.timing import (
     BRANCHES,
@@ -39,7 +38,6 @@ from lookahead.loading.timing import (
     measure,
     measure_passes,
 )
-from lookahead.machine import processor
 
 Times = Callable[[int], float]
 
@@ -379,13 +377,16 @@ def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, t
     assert cached(backend, IDENTITY, tmp_path).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
-def test_a_curve_of_chains_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
-    """A step's cost was timed with one long chain before, and kept under this name."""
-    old = {**IDENTITY, "machine": processor(), "cores": os.cpu_count(), "version": 1}
-    write_json(tmp_path / "step-cost" / f"{key_of(old)}.json", {"sizes": [1], "seconds": [9.0]})
-    backend = FakeBackend(clock)
-    assert len(cached(backend, IDENTITY, tmp_path).sizes) > 1
-    assert backend.sizes
+@pytest.mark.parametrize("version", [None, VERSION - 1, VERSION + 1])
+def test_a_curve_of_another_version_is_measured_again(clock: Clock, tmp_path: Path, version: int | None) -> None:
+    expected = cached(FakeBackend(clock), IDENTITY, tmp_path)
+    (path,) = stored(tmp_path)
+    content = {"sizes": [1], "seconds": [9.0], "hasty": False, "calm": True, "attempts": 1}
+    path.write_text(json.dumps(content if version is None else {**content, "version": version}))
+    backend, said = FakeBackend(clock), []
+    assert cached(backend, IDENTITY, tmp_path, said.append).sizes == expected.sizes
+    assert (bool(backend.sizes), len(said)) == (True, 1)
+    assert json.loads(path.read_text())["version"] == VERSION
 
 
 def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
@@ -404,19 +405,19 @@ def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) 
         b"null",
         b"[]",
         b"\xff\xfe\x00",
-        b'{"sizes": [1, 2]}',
-        b'{"sizes": [1, 2], "seconds": null}',
-        b'{"sizes": ["one"], "seconds": [1.0]}',
-        b'{"sizes": [], "seconds": []}',
-        b'{"sizes": [1, 2, 4], "seconds": [1.0]}',
-        b'{"sizes": [1, 2], "seconds": [0.0, -1.0]}',
-        b'{"sizes": [1, 2], "seconds": [NaN, NaN]}',
+        b'{"sizes": [1, 2], "hasty": false}',
+        b'{"sizes": [1, 2], "seconds": null, "hasty": false}',
+        b'{"sizes": ["one"], "seconds": [1.0], "hasty": false}',
+        b'{"sizes": [], "seconds": [], "hasty": false}',
+        b'{"sizes": [1, 2, 4], "seconds": [1.0], "hasty": false}',
+        b'{"sizes": [1, 2], "seconds": [0.0, -1.0], "hasty": false}',
+        b'{"sizes": [1, 2], "seconds": [NaN, NaN], "hasty": false}',
     ],
 )
 def test_a_damaged_file_is_measured_over(clock: Clock, tmp_path: Path, content: bytes) -> None:
     expected = cached(FakeBackend(clock, linear), IDENTITY, tmp_path)
     (path,) = stored(tmp_path)
-    path.write_bytes(content)
+    path.write_bytes(content.replace(b'{"', b'{"version": %d, "' % VERSION))
     assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).table(8) == pytest.approx(expected.table(8))
     assert json.loads(path.read_text())["sizes"] == list(expected.sizes)
     assert stored(tmp_path) == [path]

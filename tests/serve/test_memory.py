@@ -53,12 +53,14 @@ def test_only_the_newest_keys_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", ["cut", "empty", "text", "version", "shape", "rates", "pickle", "token", "level", "trust"]
+    "harm", ["cut", "empty", "text", "version", "no version", "shape", "rates", "pickle", "token", "level", "trust"]
 )
 def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
     path, arrays = tmp_path / "key.npz", take(filled(), 100)
     if harm == "version":
         arrays["version"] = np.array(99)
+    elif harm == "no version":
+        del arrays["version"]
     elif harm == "shape":
         arrays["keys"] = arrays["keys"][:, :4].copy()
     elif harm == "rates":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from lookahead.backends.base import Backend
-from lookahead.cache import key_of, write_json
+from lookahead.cache import key_of, read_json, write_json
 from lookahead.config import LookaheadConfig
 from lookahead.loading.step_cost import StepCost, suited
 from lookahead.loading.timing import PASS_SIZES, SHORTEST, measure, measure_passes, worth_timing
@@ -21,6 +20,9 @@ from lookahead.machine import processor
 
 ATTEMPTS, DAY = 4, 86400.0
 """How often a machine that is not calm is measured before its curve is taken as it is, for the next so many seconds."""
+
+VERSION = 4
+"""Of a curve's file. Version 1 timed chains, not trees, version 2 some captures; 3 named its version nowhere."""
 
 
 def fitted(
@@ -69,15 +71,10 @@ def cached(
     is measured again.
     A folder that cannot be written is no error. The curve is then measured again next time.
     """
-    facts = {
-        **identity,
-        "machine": processor(),
-        "cores": os.cpu_count(),
-        "version": 3,  # version 1 timed chains, not trees, and version 2 some captures
-    }
+    facts = {**identity, "machine": processor(), "cores": os.cpu_count()}
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
-        stored = json.loads(path.read_text())
+        stored = read_json(path, VERSION)
         if stored["hasty"] and not hasty:
             raise ValueError("measured in haste")
         known = StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
@@ -94,7 +91,7 @@ def cached(
     cost = cost if known is None else cost.with_faster(known)
     content = {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "calm": cost.calm}
     with suppress(OSError):
-        write_json(path, {**content, "attempts": attempts + 1, "of": facts})
+        write_json(path, {**content, "attempts": attempts + 1, "of": facts}, VERSION)
     return cost
 
 

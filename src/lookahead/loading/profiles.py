@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.backends.base import Backend
-from lookahead.cache import key_of, write_json
+from lookahead.cache import key_of, read_json, write_json
 from lookahead.config import LookaheadConfig
 from lookahead.loading.fitting import identity_of
 from lookahead.machine import processor
 
 FOLDER = "profiles"
+VERSION = 3
+"""Of a profile's format. Version 1 held step costs of chains, not trees; version 2 did not name its version."""
 
 
 def save(
@@ -29,7 +31,7 @@ def save(
     facts = _facts(label, backend)
     path = folder / FOLDER / f"{key_of(facts)}.json"
     try:
-        write_json(path, {"of": facts, "name": name, "config": asdict(config), "measured": dict(measured)})
+        write_json(path, {"of": facts, "name": name, "config": asdict(config), "measured": dict(measured)}, VERSION)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ValueError(f"cannot save the profile {path}: {why}; set LOOKAHEAD_CACHE to a folder") from error
@@ -49,7 +51,7 @@ def find(
     path = folder / FOLDER / f"{key_of(facts)}.json"
     say = log or (lambda _: None)
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, VERSION)
         if stored["of"] != json.loads(json.dumps(facts)):
             return None
         name, config = str(stored["name"]), LookaheadConfig.from_json(stored["config"])
@@ -66,5 +68,4 @@ def find(
 def _facts(label: str, backend: Backend) -> dict[str, Any]:
     """What a profile belongs to. The model's name is part of it: two models of one shape accept differently."""
     named = str(Path(label).resolve()) if Path(label).exists() else label
-    # Version 1 holds step costs that were timed with chains, not trees.
-    return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count(), "version": 2}
+    return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count()}

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.successors import KEPT_TOKENS, NOTHING
+from lookahead.cache import check_version
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
 from lookahead.serve.settings import ServeSettings
@@ -65,8 +66,7 @@ def take(memory: SharedMemory, most: int) -> Arrays:
 
 def give(memory: SharedMemory, arrays: Arrays) -> None:
     """Fill a memory from a copy. Raises ValueError if it does not fit."""
-    if int(arrays["version"]) != VERSION:
-        raise ValueError(f"version {int(arrays['version'])}, not {VERSION}")
+    check_version(int(arrays["version"]) if "version" in arrays else None, VERSION)
     keys = arrays["keys"]
     if keys.ndim != 2 or keys.shape[1] != WIDTH or keys.dtype != np.int32:
         raise ValueError(f"keys of shape {keys.shape}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lookahead.backends.graph.matrices import cublaslt
-from lookahead.backends.graph.matrices.found import Found
+from lookahead.backends.graph.matrices.found import VERSION, Found
 from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -267,7 +267,10 @@ def test_found_things_outlive_their_process(monkeypatch: pytest.MonkeyPatch, tmp
     assert nowhere.get("x") == 2
     for file in (tmp_path / "products").iterdir():
         for text in ("", "[]", '{"found": 3}', '{"found": {"x": []}}'):
-            file.write_text(text)
+            file.write_text(text.replace("{", f'{{"version": {VERSION}, ', 1))
+            assert Found({"device": "a"}).get("x") is None
+        for version in ("", f'"version": {VERSION + 1}, '):
+            file.write_text(f'{{{version}"found": {{"x": 1}}}}')
             assert Found({"device": "a"}).get("x") is None
         file.unlink()
     (tmp_path / "products").rmdir()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from lookahead.cache import cache_dir, key_of, write_json
+from lookahead.cache import cache_dir, key_of, read_json, write_json
+
+VERSION = 1
+"""Of the file's format. Raise it also when the numbers of a kernel come to mean something else."""
 
 
 class Found:
     """Names and what was found for each: a number or a string. The `facts` say what all of them depend on.
 
-    A file that is missing, broken or not to be written is no error: things are then found anew. Without facts nothing
-    is kept.
+    A file that is missing, damaged, of another version or not writable is no error: the search runs again. Without
+    facts nothing is kept.
     """
 
     def __init__(self, facts: Mapping[str, str] | None) -> None:
@@ -31,13 +33,13 @@ class Found:
         self._found = {**self._read(), **self._found, name: value}
         if self._path is not None:
             with suppress(OSError):
-                write_json(self._path, {"of": dict(self._facts or {}), "found": self._found})
+                write_json(self._path, {"of": dict(self._facts or {}), "found": self._found}, VERSION)
 
     def _read(self) -> dict[str, Any]:
         if self._path is None:
             return {}
         try:
-            found = json.loads(self._path.read_text())["found"]
+            found = read_json(self._path, VERSION)["found"]
             return {name: value for name, value in found.items() if isinstance(value, (int, str))}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
