@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
-from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.drafting import Drafting
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
-from lookahead.algorithm.verify import Verdict, Verification
+from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.exact import check_exact
 from lookahead.engine.inputs import input_of
@@ -53,6 +53,7 @@ class Engine:
         self._scheduler = Scheduler(backend, max_sequences, most_beside)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
+        self._drafting = Drafting()
         self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._begun = NOT_BEGUN
         self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
@@ -190,22 +191,14 @@ class Engine:
         """A tree for each sequence, in a pass that has `beside` tokens of prompts."""
         if self.pace is not None and not self.pace.guesses:
             return [sequence.bare_root() for sequence in sequences]
-        trees = choose_trees(sequences, limit, None if self.times is None else self.times.after(beside))
-        # The limit is kept here, too: a pass must never have more rows than the backend takes.
-        excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
-        largest_last = sorted(range(len(trees)), key=lambda place: len(trees[place])) if excess > 0 else []
-        while excess > 0 and largest_last:
-            place = largest_last.pop()
-            excess -= len(trees[place]) - 1
-            trees[place] = sequences[place].bare_root()
-        return trees
+        return self._drafting.propose(sequences, limit, None if self.times is None else self.times.after(beside))
 
     def _culprits(self, parts: Sequence[Part]) -> list[tuple[Request, Exception]]:
         """The requests that cannot propose a tree, each with its exception."""
         failed = []
         for part in parts:
             try:
-                choose_trees([part.request.sequence])
+                self._drafting.propose([part.request.sequence])
             except Exception as error:
                 failed.append((part.request, error))
         return failed
@@ -217,13 +210,12 @@ class Engine:
         return Launched(one, inputs, begin, self.backend.launch(inputs)) if inputs else None
 
     def _collect(self, launched: Launched) -> list[StepResult]:
-        """Learn from the step before while the device is busy; then wait. Requests wait for the whole pass."""
+        """Learn from the step before while the device runs; then wait for the whole pass, and verify."""
         one = launched.one
-        verification = self._learn_while_running(one.parts)
+        self._learn(one.parts)
         outputs = self.backend.collect(launched.running)
         done = perf_counter()
-        one.parts[0].request.sequence.drafter.get_ready()
-        accepted = verification.accept(outputs)
+        accepted = self._drafting.verify(outputs)
         seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.watch is not None:
             self.watch(one.tokens, seconds)
@@ -251,18 +243,22 @@ class Engine:
         one.parts = parts
         return inputs
 
-    def _learn_while_running(self, parts: Sequence[Part]) -> Verification:
-        """Do while the device runs what need not delay it: free memory, learn, get ready to verify."""
+    def _learn(self, parts: Sequence[Part]) -> None:
+        """Do while the device runs what need not delay it: free memory, learn, draw noise, get ready to verify."""
         self._spent = ()
-        for part in parts:
-            try:
-                part.request.sequence.learn_while_running()
-                if part.request.noise is not None:
-                    part.request.noise.draw_ahead()
-            except Exception as error:
-                self._failed.append((part.request, error))
-        drafts = [None if part.request.verifier is not None else part.request.sequence.draft for part in parts]
-        return parts[0].request.sequence.drafter.verification([part.tree for part in parts], drafts)
+        requests = [part.request for part in parts]
+        failed = self._drafting.learn(
+            [request.sequence for request in requests],
+            [part.tree for part in parts],
+            [request.verifier is not None for request in requests],
+        )
+        for index, request in enumerate(requests):
+            if request.noise is not None and index not in failed:
+                try:
+                    request.noise.draw_ahead()
+                except Exception as error:
+                    failed[index] = error
+        self._failed += [(requests[index], error) for index, error in failed.items()]
 
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> Settled:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.

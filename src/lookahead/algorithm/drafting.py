@@ -1,0 +1,72 @@
+"""Drafting for a whole batch: three verbs, which the engine calls in this order in every step.
+
+    propose   the trees of a forward pass, before the device runs it
+    learn     while the device runs: what the last step left to learn, and what `verify` will need
+    verify    what every sequence accepts, when the device is done
+
+A `draft.Drafter` does the work, in C or in Python; `native.choose_drafter` is the one place that chooses between them.
+All sequences of a batch have the same one, from the memory of their model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lookahead.algorithm.choice import choose_trees
+from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.draft import Drafter
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.verify import Verdict, Verification
+
+
+class Drafting:
+    """Proposes and verifies the draft tokens of one batch after the other."""
+
+    def __init__(self) -> None:
+        self._running: tuple[Drafter, Verification] | None = None
+
+    def propose(
+        self, sequences: Sequence[DecodingSequence], limit: int | None = None, cost: Costs | None = None
+    ) -> list[TokenTree]:
+        """One tree per sequence, of at most `limit` tokens together (see `choice.choose_trees`)."""
+        trees = choose_trees(sequences, limit, cost)
+        # The limit is kept here, too: a pass must never have more rows than the backend takes.
+        excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
+        largest_last = sorted(range(len(trees)), key=lambda index: trees[index].size) if excess > 0 else []
+        while excess > 0 and largest_last:
+            index = largest_last.pop()
+            excess -= trees[index].size - 1
+            trees[index] = sequences[index].bare_root()
+        return trees
+
+    def learn(
+        self, sequences: Sequence[DecodingSequence], trees: Sequence[TokenTree], verified_elsewhere: Sequence[bool]
+    ) -> dict[int, Exception]:
+        """Learn what may wait until the device runs, and get ready to verify the pass that it runs.
+
+        `trees` are those that run, which need not be the proposed ones: a prompt chunk has none. What a sequence
+        accepts that is `verified_elsewhere` is not known here, so nothing is learned from its targets. Returns the
+        exceptions of the sequences that failed, by their index.
+        """
+        failed = dict[int, Exception]()
+        for index, sequence in enumerate(sequences):
+            try:
+                sequence.learn_while_running()
+            except Exception as error:
+                failed[index] = error
+        drafts = [
+            None if elsewhere else sequence.draft
+            for sequence, elsewhere in zip(sequences, verified_elsewhere, strict=True)
+        ]
+        drafter = sequences[0].drafter
+        self._running = drafter, drafter.verification(trees, drafts)
+        return failed
+
+    def verify(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
+        """What each sequence of the last `learn` accepts, or why that is unknown. Stop rules come later."""
+        if self._running is None:
+            raise RuntimeError("verify() follows learn(), once for each pass")
+        (drafter, verification), self._running = self._running, None
+        drafter.get_ready()
+        return verification.accept(outputs)
