@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SOURCES = ("jacobi", "prompt", "suffix", "recycle")
+"""The sources of guesses that a config has by default (`algorithm.sources.table` makes them)."""
+OTHER_SOURCES = ("fixed-point",)
+"""Sources that a config has only if it names them."""
 SCOPES = ("off", "request", "model")
 FREE = 1.1
 """A larger step counts as nearly free when it takes at most this many times as long as a plain one."""
@@ -64,7 +67,7 @@ class LookaheadConfig:
         if isinstance(self.sources, str):
             raise ValueError(f"sources={self.sources!r} must be a list of names, such as [{self.sources!r}]")
         object.__setattr__(self, "sources", tuple(self.sources))
-        unknown = [s for s in self.sources if s not in (*SOURCES, "fixed-point")]
+        unknown = [s for s in self.sources if s not in (*SOURCES, *OTHER_SOURCES)]
         if unknown:
             raise ValueError(f"unknown source {unknown[0]!r}; choose from {', '.join(SOURCES)}")
         if "fixed-point" in self.sources and len(self.sources) > 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.successors import NOTHING, SuccessorTable, SuccessorTables
@@ -34,15 +34,15 @@ class Draft:
     """What one step's guesses are chosen from: chains below the root, and successors that continue any path.
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
-    right. The chains stand one after the other in `chain_tokens` and `chain_origins`. Those of a `text` in C, which
-    only the C drafter reads, go behind them. A sequence has one draft for all its steps; `in_c` is what the C drafter
+    right. The chains stand one after the other in `chain_tokens` and `chain_origins`; those that the drafter finds in
+    its own `text` go behind them. A sequence has one draft for all its steps; `in_c` is what the C drafter
     keeps of it.
     """
 
     text_end: tuple[int, int, int]
     rates: array[float]
     tables: SuccessorTables | None = None
-    text: Any = None
+    text: DraftText | None = None
     chain_tokens: list[int] = field(default_factory=list)
     chain_origins: list[int] = field(default_factory=list)
     chain_lengths: list[int] = field(default_factory=list)
@@ -69,6 +69,38 @@ class Draft:
         self.chain_tokens += tokens
         self.chain_origins += origins
         self.chain_lengths.append(len(tokens))
+
+
+class TextSettings(NamedTuple):
+    """What the sources that follow the text are set to, for a drafter that does their work (C's `Settings`).
+
+    `ngram` and `guesses` are N and G. `key`, `branches` and `reach` are the suffix index's: the longest match, how many
+    there are, and how far each goes on. `suffix`, `prompt` and `jacobi` are the first origins of these sources, or -1
+    where one is not in use; `longest_match` and `deepest` are the last buckets of the suffix index and of the others.
+    `oldest`: of equal matches the oldest goes first.
+    """
+
+    ngram: int
+    guesses: int
+    key: int
+    branches: int
+    reach: int
+    suffix: int
+    prompt: int
+    jacobi: int
+    longest_match: int
+    deepest: int
+    oldest: bool = False
+
+
+class DraftText(Protocol):
+    """A sequence's text where the drafter reads it, with what its sources know of it. `handle` is C's pointer to it."""
+
+    handle: int
+
+    def take(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]] = ()) -> None:
+        """The text goes on with these tokens, and the window has made these n-grams."""
+        ...
 
 
 @dataclass(slots=True)
@@ -150,6 +182,10 @@ class Drafter(Protocol):
     """Chooses a step's guesses. It reads only tables that its own `new_table` made."""
 
     def new_table(self) -> SuccessorTable: ...
+
+    def new_text(self, settings: TextSettings) -> DraftText | None:
+        """A text in which the drafter finds the chains of these sources by itself, or None: then the sources do it."""
+        ...
 
     def get_ready(self) -> None:
         """A choice like the last one follows soon."""

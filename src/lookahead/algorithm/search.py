@@ -9,7 +9,7 @@ from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 
 from lookahead.algorithm.counts import best_counts
-from lookahead.algorithm.draft import ALONE, MOST_GUESSES, TAUGHT, Draft, Limits, Offer, Share
+from lookahead.algorithm.draft import ALONE, MOST_GUESSES, TAUGHT, Draft, Limits, Offer, Share, TextSettings
 from lookahead.algorithm.successors import SuccessorDict, Successors, SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
 from lookahead.algorithm.verify import PythonVerification, Verification
@@ -23,6 +23,9 @@ class PythonDrafter:
 
     def new_table(self) -> SuccessorTable:
         return SuccessorDict()
+
+    def new_text(self, settings: TextSettings) -> None:
+        """The sources find their chains themselves."""
 
     def get_ready(self) -> None:
         pass

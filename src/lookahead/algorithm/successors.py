@@ -33,7 +33,14 @@ Successors = tuple[int, ...]
 
 class SuccessorTable(Protocol):
     """Key -> successors. A key that comes again takes the newest successors, and keeps its place
-    in the order in which keys are forgotten."""
+    in the order in which keys are forgotten.
+
+    `handle` is C's pointer to it, or 0 for a table in Python. `learns_early`: the drafter can fill it in the call that
+    verifies a step.
+    """
+
+    handle: int
+    learns_early: bool
 
     def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
         """Keep what a step computed: `top` [len(tree.needed), 2 n] are the successors of the needed nodes.
@@ -62,6 +69,8 @@ class SuccessorTable(Protocol):
 
 class SuccessorDict:
     """A `SuccessorTable` in Python."""
+
+    handle, learns_early = 0, False
 
     def __init__(self) -> None:
         self._entries: dict[Key, Successors] = {}

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Offer, Share, Standing
+from lookahead.algorithm.draft import Draft, Drafter, Offer, Share, Standing, TextSettings
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.search import PythonDrafter
@@ -110,7 +110,7 @@ def draft_with_memory(text: list[int]) -> Draft:
     """A draft with a text and tables in C."""
     draft = Draft.after(text, array("d", [0.5] * 100))
     draft.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
-    draft.text = OURS.new_text(2, 2, 1, 1, 1, 0, -1, -1, 0, 0)
+    draft.text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 0, -1, -1, 0, 0))
     draft.text.take(text)
     return draft
 

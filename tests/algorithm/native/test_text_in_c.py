@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits
+from lookahead.algorithm.draft import Draft, Drafter, Limits, TextSettings
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter, NativeText
 from lookahead.algorithm.search import PythonDrafter
@@ -99,7 +99,7 @@ def test_which_sources_c_takes_over() -> None:
 
 
 def test_what_a_text_refuses() -> None:
-    text = OURS.new_text(4, 2, 1, 1, 1, -1, 0, 0, 3, 3)
+    text = OURS.new_text(TextSettings(4, 2, 1, 1, 1, -1, 0, 0, 3, 3))
     with pytest.raises(ValueError, match=r"n-grams of \[3, 4\] tokens; they need 4"):
         text.take([1], [(1, 2, 3), (1, 2, 3, 4)])
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -112,7 +112,7 @@ def test_what_a_text_refuses() -> None:
 
 
 def test_origins_that_do_not_exist_are_refused() -> None:
-    text = OURS.new_text(2, 2, 1, 1, 1, 5, -1, -1, 3, 3)
+    text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 5, -1, -1, 3, 3))
     text.take([1, 1, 1])
     draft = Draft.after([1, 1, 1], SharedMemory(TWIN).calibration.rates[:4])
     draft.text = text
@@ -129,7 +129,7 @@ def test_memory_is_freed_with_its_text() -> None:
         compiled.text_free(handle)
 
     counting = SimpleNamespace(**{name: getattr(compiled, name) for name in SIGNATURES} | {"text_free": free})
-    text = NativeText(counting, 2, 2, 1, 1, 1, -1, 0, 0, 3, 3)
+    text = NativeText(counting, TextSettings(2, 2, 1, 1, 1, -1, 0, 0, 3, 3))
     handle = text.handle
     text.take([1, 2, 3])
     del text

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Draft, Limits, Offer, Share
+from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Draft, Limits, Offer, Share, TextSettings
 from lookahead.algorithm.native.drafts import DraftInC, address_of, chains_of, draft_in_c
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
 from lookahead.algorithm.native.verification import NativeVerification
@@ -46,8 +46,11 @@ class NativeDrafter:
     def new_table(self) -> NativeTable:
         return NativeTable(self._c)
 
-    def new_text(self, *settings: int) -> NativeText:
-        return NativeText(self._c, *settings)
+    def new_text(self, settings: TextSettings) -> NativeText | None:
+        """None where C cannot do what the sources do: its numbers are small, and the newest match goes first."""
+        if settings.oldest or max(settings.ngram, settings.guesses, settings.key, settings.branches) >= MOST_GUESSES:
+            return None
+        return NativeText(self._c, settings) if settings.reach < MOST_GUESSES else None
 
     def get_ready(self) -> None:
         searched, self._searched = self._searched, 0

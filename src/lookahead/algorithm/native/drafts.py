@@ -7,7 +7,6 @@ from struct import Struct, pack
 from typing import Any
 
 from lookahead.algorithm.draft import MOST_GUESSES, TAUGHT, Draft, Limits, Offer, Standing
-from lookahead.algorithm.native.memory import NativeTable, NativeText
 from lookahead.algorithm.successors import SuccessorTable
 from lookahead.algorithm.tree import Guesses
 
@@ -28,8 +27,7 @@ class DraftInC:
 
     def __init__(self, draft: Draft, capacity: int) -> None:
         self.tables, self.rates, self.capacity = draft.tables, draft.rates, capacity
-        self.text: NativeText | None = draft.text
-        self.last: NativeTable | None = None if draft.tables is None else native(draft.tables.last)
+        self.text = draft.text
         # Tokens, parents, depths and origins of the guesses, one after the other; and their scores.
         self.numbers, self.scores = array("i", bytes(16 * capacity)), array("d", bytes(8 * capacity))
         tables = draft.tables
@@ -118,11 +116,6 @@ def address_of(numbers: array[Any]) -> int:
 
 
 def _handle(table: SuccessorTable | None) -> int:
-    return 0 if table is None else native(table).handle
-
-
-def native(table: SuccessorTable) -> NativeTable:
-    """The table, if it is one in C; else raise TypeError."""
-    if not isinstance(table, NativeTable):
+    if table is not None and not table.handle:
         raise TypeError(f"the C drafter cannot read a {type(table).__name__}; make tables with its new_table()")
-    return table
+    return 0 if table is None else table.handle

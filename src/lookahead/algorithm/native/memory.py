@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lookahead.algorithm.draft import TextSettings
 from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors
 from lookahead.algorithm.tree import TokenTree
 
@@ -21,12 +22,17 @@ NO_TOKEN = -(1 << 31)
 Numbers = Any
 """32-bit integers in one piece of memory: bytes, an array, or a contiguous numpy array."""
 
+_SETTINGS = Struct("10i")
+"""C's `Settings`: those of `TextSettings`, but for `oldest`."""
+
 _COMPUTED = Struct("7i")
 """C's `Computed`: nodes, needed_count, count, before[2], only, stride."""
 
 
 class NativeTable:
     """A `SuccessorTable` in C. Its memory is freed with this object."""
+
+    learns_early = True
 
     def __init__(self, library: Any) -> None:
         self._c = library
@@ -76,14 +82,11 @@ class NativeTable:
 
 
 class NativeText:
-    """A text in C, with what its sources know of it (see `sources.text`). Its memory is freed with this object.
+    """A `DraftText` in C, with what its sources know of it. Its memory is freed with this object."""
 
-    The settings are those of C's `Settings`, in their order; the first is N.
-    """
-
-    def __init__(self, library: Any, *settings: int) -> None:
-        self._c, self._ngram = library, settings[0]
-        self.handle: int = library.text_new(pack(f"{len(settings)}i", *settings)) or 0
+    def __init__(self, library: Any, settings: TextSettings) -> None:
+        self._c, self._ngram = library, settings.ngram
+        self.handle: int = library.text_new(_SETTINGS.pack(*settings[:-1])) or 0
         if not self.handle:
             raise MemoryError
         weakref.finalize(self, library.text_free, self.handle)

@@ -65,7 +65,7 @@ class NativeVerification:
 def _that_learns(draft: Draft | None) -> DraftInC | None:
     """What C has of the draft, if it can learn from a step."""
     kept: DraftInC | None = None if draft is None else draft.in_c
-    return None if kept is None or kept.text is None or kept.last is None else kept
+    return None if kept is None or kept.text is None or kept.tables is None else kept
 
 
 def _error(result: int) -> Exception:

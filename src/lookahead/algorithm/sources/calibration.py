@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.tree import TokenTree
+from lookahead.config import OTHER_SOURCES, SOURCES
 
 BUCKETS = 128
 """Origins per source: origin = source index * BUCKETS + bucket."""
 
-SOURCE_NAMES = ("jacobi", "prompt", "suffix", "recycle", "fixed-point", "prediction")
+SOURCE_NAMES = (*SOURCES, *OTHER_SOURCES, "prediction")
+"""Those of a config, and the one that a request brings."""
 
 
 class Trust:

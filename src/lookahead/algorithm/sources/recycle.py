@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.native.memory import NativeTable
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.successors import NOTHING, SuccessorTable, SuccessorTables
@@ -48,7 +47,7 @@ class RecycleSource:
         own = [rate for rates in self.PRIORS for rate in rates]
         first_origin = calibration.prior("recycle", own + own)
         self.tables = SuccessorTables(new_table(), new_table(), shared, first_origin)
-        self.learns_early = isinstance(self.tables.last, NativeTable)
+        self.learns_early = self.tables.last.learns_early
         self._waiting: tuple[TokenTree, tuple[int, int], npt.NDArray[np.int32]] | None = None
 
     def start(self, prompt: Sequence[int]) -> None:

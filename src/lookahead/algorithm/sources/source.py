@@ -1,9 +1,9 @@
 """What a source of guesses is, and how to add one:
 
 1. Write a class with the four methods of `Source` in a file of this folder. `Calibration.prior` gives it origins.
-2. Add its name to `calibration.SOURCE_NAMES`, and its maker to `sources.build`.
-3. Add its name to `config.SOURCES`, which also puts it into the default config.
-4. If it needs the top tokens of every step, name it in `sources.wants_top`.
+2. Add a row to `table.TABLE`: its name, how it is made, and whether it needs the top tokens of every step.
+3. Add its name to `config.SOURCES`, which also puts it into the default config, or to `config.OTHER_SOURCES`. The
+   settings know no sources, so the names are checked against the table when it is imported.
 
 A source *proposes*: it writes guesses into the step's draft. And it *absorbs*: it learns from what a finished step
 showed. No source can change the output, only how many tokens a step accepts.
@@ -28,7 +28,7 @@ class Outcome:
 
     `text` is prompt and output, this step's `accepted` tokens included. `path` are the nodes of the accepted guesses.
     `targets` and `top` align with `tree.needed`; `top` is None when no source asked for it. `ngrams` come from the
-    window. `learned`: the C drafter has learned what the next guesses need, and the next guesses may have been made
+    window. `learned`: the drafter has learned what the next guesses need, and the next guesses may have been made
     (see `Source.learns_early`).
     """
 
@@ -46,8 +46,8 @@ class Source(Protocol):
     """`start` sees the prompt, `propose` writes guesses into a draft, `absorb` learns from a finished step.
 
     `proposes_once`: what it writes into a sequence's draft stays there, and points at what the source learns later.
-    `learns_early`: what its next guesses need is in C, where the drafter can note it in the call that verifies a step.
-    Such a source may absorb the step later, when the next guesses have been made.
+    `learns_early`: what its next guesses need is where the drafter can note it in the call that verifies a step. Such a
+    source may absorb the step later, when the next guesses have been made.
     """
 
     proposes_once: bool

@@ -1,37 +1,27 @@
-"""`suffix`, `prompt` and `jacobi` in C, as one source. With many sequences they were half of the host's part of a step.
+"""`suffix`, `prompt` and `jacobi` as one source, where the drafter finds their chains in the text by itself.
 
-The three share one copy of the text in C, from which their chains go straight into the search. The guesses are those of
-the Python sources, with the same origins and in the same order.
+The three then share one copy of the text, from which their chains go straight into the search. The guesses are those of
+the separate sources, with the same origins and in the same order. With many sequences in Python, the three were half of
+the host's part of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.draft import MOST_GUESSES, Draft
-from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.draft import Draft, Drafter, DraftText, TextSettings
 from lookahead.algorithm.sources.pool import JacobiSource, PoolSource, PromptSource
 from lookahead.algorithm.sources.source import Outcome, Source
 from lookahead.algorithm.sources.suffix import SuffixSource
 
 
 class TextSource:
-    """Takes the place of the sources that follow the text, of which it reads only the settings."""
+    """Replaces the sources that follow the text. `windowed`: the window's n-grams are among them."""
 
     proposes_once, learns_early = True, True
 
-    def __init__(self, sources: Sequence[SuffixSource | PoolSource], drafter: NativeDrafter) -> None:
-        origins = {type(source): source.origin for source in sources}
-        suffix = next((source for source in sources if isinstance(source, SuffixSource)), None)
-        pooled = next((source for source in sources if isinstance(source, PoolSource)), None)
-        self.windowed = JacobiSource in origins
-        self.text = drafter.new_text(
-            *((pooled.ngram, pooled.pool.guesses) if pooled else (2, 0)),
-            *((suffix.key, suffix.branches, suffix.length) if suffix else (1, 1, 1)),
-            *(origins.get(kind, -1) for kind in (SuffixSource, PromptSource, JacobiSource)),
-            len(SuffixSource.PRIORS) - 1,
-            len(PoolSource.PRIORS) - 1,
-        )
+    def __init__(self, text: DraftText, windowed: bool) -> None:
+        self.text, self.windowed = text, windowed
 
     def start(self, prompt: Sequence[int]) -> None:
         self.text.take(prompt)
@@ -47,16 +37,31 @@ class TextSource:
         pass
 
 
-def text_in_c(sources: list[Source], drafter: NativeDrafter) -> list[Source]:
-    """The same sources, but those that follow the text as one in C, if it can do all that they do."""
+def join_text_sources(sources: list[Source], drafter: Drafter) -> list[Source]:
+    """The same sources, but those that follow the text as one, if the drafter can do all that they do."""
     following = [source for source in sources if isinstance(source, SuffixSource | PoolSource)]
-    if not following or not all(map(_fits, following)):
+    text = drafter.new_text(settings_of(following)) if following else None
+    if text is None:
         return sources
-    return [TextSource(following, drafter), *(source for source in sources if source not in following)]
+    windowed = any(isinstance(source, JacobiSource) for source in following)
+    return [TextSource(text, windowed), *(source for source in sources if source not in following)]
 
 
-def _fits(source: SuffixSource | PoolSource) -> bool:
-    """True when C can do what this source does: its numbers are small, and the newest match goes first."""
-    if isinstance(source, SuffixSource):
-        return not source.oldest and max(source.key, source.branches, source.length) < MOST_GUESSES
-    return max(source.ngram, source.pool.guesses) < MOST_GUESSES
+def settings_of(sources: Sequence[SuffixSource | PoolSource]) -> TextSettings:
+    """The settings of these sources, at most one of each kind."""
+    origins = {type(source): source.origin for source in sources}
+    suffix = next((source for source in sources if isinstance(source, SuffixSource)), None)
+    pooled = next((source for source in sources if isinstance(source, PoolSource)), None)
+    return TextSettings(
+        ngram=pooled.ngram if pooled else 2,
+        guesses=pooled.pool.guesses if pooled else 0,
+        key=suffix.key if suffix else 1,
+        branches=suffix.branches if suffix else 1,
+        reach=suffix.length if suffix else 1,
+        suffix=origins.get(SuffixSource, -1),
+        prompt=origins.get(PromptSource, -1),
+        jacobi=origins.get(JacobiSource, -1),
+        longest_match=len(SuffixSource.PRIORS) - 1,
+        deepest=len(PoolSource.PRIORS) - 1,
+        oldest=suffix is not None and suffix.oldest,
+    )

@@ -1,0 +1,16 @@
+"""`SharedMemory`: what the sources share between the requests of one loaded model."""
+
+from __future__ import annotations
+
+from lookahead.algorithm.draft import Drafter
+from lookahead.algorithm.native import choose_drafter
+from lookahead.algorithm.sources.calibration import Calibration
+
+
+class SharedMemory:
+    """What may outlive a request of one loaded model: successors, and how often each kind of guess was right."""
+
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        self.drafter = drafter or choose_drafter()
+        self.successors = self.drafter.new_table()
+        self.calibration = Calibration()
