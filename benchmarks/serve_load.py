@@ -37,19 +37,17 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+from inflate import MODEL_SHAPES, shaped_load
 from serve_crosstalk import crosstalk, shrink
 from serve_report import report, table
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.bench.run import prompts
 from lookahead.bench.run.about import about
-from lookahead.bench.run.models import in_shape
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.front import Ticket
-from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.request import Request
 from lookahead.generate import LookaheadModel, load
-from lookahead.loading.default import batch_cost
 from lookahead.serve import EXTRA
 
 HERE = Path(__file__).parent
@@ -287,7 +285,7 @@ def main() -> None:
     parser.add_argument("--model", help="as for lookahead.load; the embedded model without it")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--inflate", help="the same function in this shape, such as 7b")
+    parser.add_argument("--inflate", choices=MODEL_SHAPES, help="the same function in this shape, such as 7b")
     parser.add_argument("--prompts", default="builtin", help="sets of prompts; others than builtin need --data-dir")
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--limit", type=int, help="the most prompts of the set")
@@ -309,11 +307,8 @@ def main() -> None:
     if args.report is not None:
         print(report(args.report, args.page))
         return
-    model = load(args.model, dtype=args.dtype, backend=args.backend, log=print)
-    if args.inflate:
-        model = in_shape(model, args.inflate, args.backend, print)
-        if (costs := batch_cost(model.backend, model.default_config, print)) is not None:
-            model.engine.times = PassTimes(costs)
+    make = load if args.inflate is None else shaped_load(args.inflate)
+    model = make(args.model, dtype=args.dtype, backend=args.backend, log=print)
     print(table(measure(args, model)["records"]))
 
 

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inflate import MODEL_SHAPES, ModelShape, shaped_load
 from typer.testing import CliRunner
 
 from lookahead.bench.gpu import batch, parts
 from lookahead.bench.gpu.command import PARTS, main
-from lookahead.bench.run import stock
-from lookahead.bench.run.inflate import MODEL_SHAPES, ModelShape
 from lookahead.cli import app
 from lookahead.cli.bench import GPU_PRESETS
-from lookahead.loading.load import static_generation
 
 CHAT = ["the quick brown fox jumps over", "once more the dog and the fox", "the café", "a naïve façade"]
 CODE = ["def fox(dog): return [dog", "for _ in range(10)]", "the end", "return [fox"]
@@ -28,13 +26,6 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 @pytest.fixture
 def files(tmp_path: Path, make_model: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model and with prompts; a large shape that is small, and contexts that are short."""
-
-    def static(model: Any, length: int) -> dict[str, Any]:
-        options = static_generation(model, length)
-        options["compile_config"].backend = "eager"  # needs no compiler
-        return options
-
-    monkeypatch.setattr(stock, "static_generation", static)
     monkeypatch.setitem(MODEL_SHAPES, "7b", ModelShape(64, 3, 96, 8, 4))
     monkeypatch.setattr(parts, "STEP_COUNTS", (1, 16))
     monkeypatch.setattr(parts, "STEP_CONTEXT", 40)
@@ -42,7 +33,6 @@ def files(tmp_path: Path, make_model: Callable[..., Any], tokenizer: Any, monkey
     monkeypatch.setattr(parts, "BOUND_SEQUENCES", (1, 3))
     monkeypatch.setattr(parts, "BOUND_CONTEXT", 40)
     monkeypatch.setattr(batch, "SEQUENCES", (1, 3))
-    monkeypatch.setattr(batch, "LATE_TOKENS", 1500)
     make_model(max_position_embeddings=4096).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [json.dumps({"turns": [text], "question_id": i}) for i, text in enumerate(CHAT)]
@@ -52,21 +42,21 @@ def files(tmp_path: Path, make_model: Callable[..., Any], tokenizer: Any, monkey
     return tmp_path
 
 
-def measure(files: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """Run parts; what they wrote, by file."""
+def measure(files: Path, *words: str, shape: str | None = "7b") -> dict[str, dict[str, Any]]:
+    """Run parts, on the model in a larger shape if one is given; what they wrote, by file."""
     common = ["--model", files / "model", "--data-dir", files, "--out", files / "out", "--device", "cpu"]
-    main([*words, *map(str, common), "--dtype", "float32", "--limit", "3", "--max-tokens", "16"])
+    given = [*words, *map(str, common), "--dtype", "float32", "--limit", "3", "--max-tokens", "16"]
+    main(given, *(() if shape is None else (shaped_load(shape), shape)))
     return {path.stem: json.loads(path.read_text()) for path in (files / "out").glob("*.json")}
 
 
 @pytest.mark.slow
-def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In fp32 every method's outputs are those of transformers, whatever the shape. The page has all of it."""
-    chosen = [part for part in PARTS if part != "attention"]
-    made = measure(files, *chosen, "--invariant", "both")
-    assert set(made) == {f"{part}-7b" for part in chosen}
+def test_every_part(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp32 every method's outputs are the same, whatever the shape. The page has all of it."""
+    made = measure(files, *PARTS, "--invariant", "both")
+    assert set(made) == {f"{part}-7b" for part in PARTS}
     about = made["speed-7b"]["about"]
-    assert about["command"].startswith("lookahead bench --preset gpu-step,gpu-speed,")
+    assert about["command"].startswith("python benchmarks/inflate.py 7b gpu step speed ")
     assert str(files) not in json.dumps(about)
 
     assert [record["K"] for record in made["step-7b"]["records"]] == [1, 16] * 2
@@ -85,48 +75,42 @@ def test_every_part_but_attention(files: Path, capsys: pytest.CaptureFixture[str
         assert record["as_autoregressive"] == record["prompts"] == len(record["answers"]) == 3
     assert [set(r["sizes"]) for r in speed if r["method"] == "autoregressive"] == [{"1"}] * 4
 
-    baselines = made["baselines-7b"]["records"]
-    assert len(baselines) == 6
-    assert all(record["tok_s"] > 0 for record in baselines)
-
     batches = made["batch-7b"]["records"]
     assert [record["batch"] for record in batches] == [1, 1, 3, 3] * 2
     assert all(record["tok_s"] > 0 and record["as_first_seen"] == record["answers"] > 0 for record in batches)
-    assert len(made["prompts-7b"]["records"]) == 2
     assert [record["sequences"] for record in made["bound-7b"]["records"]] == [1, 3]
     assert all(0 < record["bound_ms"] < record["device_ms"] for record in made["bound-7b"]["records"])
 
-    exact = made["exact-7b"]["records"]
-    assert [r.get("identical", r.get("identical_to_own")) for r in exact] == [3] * 6
-    assert any(record["unlike_greedy"] for record in exact if "unlike_greedy" in record)  # so something was drawn
-
     page = (files / "out" / "gpu.md").read_text(encoding="utf-8")
-    for title in ("A step by K", "Tokens per second", "Context and memory", "Batch", "Exactness"):
+    for title in (
+        "A step by K",
+        "Tokens per second",
+        "Context and memory",
+        "Batch",
+        "Token by token against the bound",
+    ):
         assert f"## {title}" in page
     last = capsys.readouterr().out.rstrip().splitlines()
-    assert last[-1].endswith("the page of 11 files")
+    assert last[-1].endswith("the page of 5 files")
     assert any(line.startswith("| default | yes | mt-bench | 3 |") for line in last)
 
 
-def test_a_baseline_that_fails_says_so(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the record, and the next method still runs."""
-
-    def broken(model: Any, length: int) -> Any:
-        raise RuntimeError("nobody compiles this")
-
-    monkeypatch.setattr(stock, "static_generation", broken)
-    records = measure(files, "baselines")["baselines-7b"]["records"]
-    assert "nobody compiles this" in records[-1]["error"]
-    assert len(records) == 5
+def test_a_model_as_it_is(files: Path) -> None:
+    """Without a shape the parts measure the model that is named."""
+    made = measure(files, "step", "speed", shape=None)
+    assert set(made) == {"step", "speed"}
+    assert made["step"]["about"]["shape"] == "model"
+    assert made["step"]["about"]["command"].startswith("lookahead bench --preset gpu-step,gpu-speed ")
+    assert all(record["as_autoregressive"] == 3 for record in made["speed"]["records"])
+    assert "## Tokens per second: model" in (files / "out" / "gpu.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["step"], "there is no CUDA device here"),
-        (["step", "--inflate", "9b", "--device", "cpu"], "--inflate does not know '9b'"),
         (["step", "--dtype", "nope", "--device", "cpu"], "--dtype does not know 'nope'"),
-        (["speed", "--device", "cpu", "--inflate", "small"], "this part needs prompts"),
+        (["speed", "--device", "cpu", "--data-dir", "nowhere"], "set 'mt-bench' needs nowhere/mt_bench.jsonl"),
         (["report", "--out", "nowhere"], "holds no JSON of a GPU part"),
     ],
 )

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from inflate import MODEL_SHAPES, ModelShape, inflate
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.bench.run.inflate import MODEL_SHAPES, ModelShape, inflate
 from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request

@@ -25,20 +25,13 @@ if TYPE_CHECKING:
 GPU_PRESETS = {
     "gpu-step": "A step by K on a CUDA GPU",
     "gpu-speed": "Tokens per second, S and the host's share on a CUDA GPU",
-    "gpu-baselines": "The same of transformers' own decoding",
     "gpu-batch": "1 to 64 sequences at once on a CUDA GPU",
-    "gpu-prompts": "Prompts that arrive together, and beside others, on a CUDA GPU",
     "gpu-bound": "Token by token against what reading the weights and the K/V takes, on a CUDA GPU",
     "gpu-context": "A step by context, and memory, on a CUDA GPU",
-    "gpu-window": "A step by context where layers have a window, on a CUDA GPU",
-    "gpu-attention": "The attention kernel against SDPA",
-    "gpu-hook": "model.generate with and without the hook: first call, later calls",
-    "gpu-eager": "the same on the eager backend",
-    "gpu-exact": "fp32 tokens on a CUDA GPU against transformers",
     "gpu-report": "The page of what the others left in --out",
 }
-"""Parts of `python -m lookahead.bench.gpu`, which has a few more options."""
-GPU_TAKES = ("preset", "model", "inflate", "dtype", "device", "data_dir", "out", "limit", "max_tokens")
+"""Parts of `python -m lookahead.bench.gpu`, which has two more options."""
+GPU_TAKES = ("preset", "model", "dtype", "device", "data_dir", "out", "limit", "max_tokens")
 """The options that these take."""
 EVERY = 15.0  # seconds between lines of progress where there is no terminal to draw a bar on
 
@@ -81,16 +74,6 @@ def bench(
     dtype: Annotated[str, typer.Option("--dtype", help="As for generate.", rich_help_panel="Model")] = "auto",
     device: Annotated[str, typer.Option("--device", help="As for generate.", rich_help_panel="Model")] = "auto",
     backend: Annotated[str, typer.Option("--backend", help="As for generate.", rich_help_panel="Model")] = "auto",
-    shapes: Annotated[
-        str | None,
-        typer.Option("--shapes", help="Also cost shape-inflated models, such as 7b,13b.", rich_help_panel="Model"),
-    ] = None,
-    inflate: Annotated[
-        str | None,
-        typer.Option(
-            "--inflate", help="Run the model's function in a larger shape, such as 7b.", rich_help_panel="Model"
-        ),
-    ] = None,
     step_cost: Annotated[
         Path | None,
         typer.Option(
@@ -119,8 +102,8 @@ def bench(
         return
     if preset is not None and preset.startswith("gpu-"):
         _refuse_others(ctx, GPU_TAKES)
-        given = {"model": model, "inflate": inflate, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
-        host.write(_gpu(preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
+        given = {"model": model, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
+        host.write(_gpu(host, preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
         return
     settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
     settings.check()
@@ -128,8 +111,8 @@ def bench(
     asked = [
         BenchOptions(
             name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
-            repeats=repeats, temperatures=temperature, seed=seed, warm=warm, shapes=shapes, step_cost=step_cost,
-            draft_model=draft_model, ranks=several.size, inflate=inflate,
+            repeats=repeats, temperatures=temperature, seed=seed, warm=warm, step_cost=step_cost,
+            draft_model=draft_model, ranks=several.size,
             half="float16" if dtype == "float16" else "bfloat16",
         )
         for name in _named(preset, device)
@@ -148,13 +131,14 @@ def _refuse_others(ctx: typer.Context, taken: Sequence[str]) -> None:
             raise ValueError(f"{parameter.opts[0]} is not for presets of a GPU; leave it out")
 
 
-def _gpu(preset: str, given: dict[str, Any]) -> str:
+def _gpu(host: Host, preset: str, given: dict[str, Any]) -> str:
     """Run parts of `lookahead.bench.gpu`; returns their short table. Options that nobody gave keep its defaults."""
     from lookahead.bench.gpu.bench import GpuOptions
     from lookahead.bench.gpu.command import run
 
     parts = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
-    return run(parts, GpuOptions(**{name: value for name, value in given.items() if value not in (None, "auto")}))
+    options = {name: value for name, value in given.items() if value not in (None, "auto")}
+    return run(parts, GpuOptions(**options), host.load)
 
 
 def _named(preset: str | None, device: str) -> list[str | None]:
@@ -197,7 +181,7 @@ def _bench(
         host.say(f"note: the last line of {results.path} was cut off and is measured again")
 
     def load(dtype: str | None = None, backend: str | None = None) -> Any:
-        return _load(host, replace(settings, dtype=dtype or settings.dtype, backend=backend or settings.backend), asked)
+        return replace(settings, dtype=dtype or settings.dtype, backend=backend or settings.backend).load(host)
 
     lm: Any = several.load(host, settings) if several.together else load()
     if results is not None:
@@ -238,19 +222,6 @@ def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner
         host.write(files["markdown"].read_text(encoding="utf-8"))
     host.say(f"results in {run.results.path}, report in {files['html']}")
     return whole
-
-
-def _load(host: Host, settings: Settings, asked: Sequence[BenchOptions]) -> Any:
-    """The model, in the shape that `--inflate` asks for."""
-    shape = asked[0].inflate
-    if shape is None:
-        return settings.load(host)
-    from lookahead.bench.run.models import in_shape
-    from lookahead.config import LookaheadConfig
-
-    # The small model answers nothing: it needs no graphs, and no config that suits it.
-    options = {"dtype": settings.dtype, "device": settings.device, "backend": "eager", "config": LookaheadConfig()}
-    return in_shape(host.load(settings.model, log=host.say, **options), shape, settings.backend, host.say)
 
 
 def _announce(host: Host, asked: Sequence[BenchOptions], jobs: Sequence[Sequence[Job]]) -> None:

@@ -1,13 +1,12 @@
-"""Many sequences at once: their tokens per second in a steady state, and what prompts cost that arrive among them.
+"""The part batch: tokens per second of many sequences at once, in a steady state.
 
-In the steady state an answer that ends is replaced by the next one at once, so that the number of sequences stays the
+An answer that ends is replaced by the next one at once, so that the number of sequences stays the
 same. A step that had to be captured first is left out: in a steady state all are captured. The record says how many.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +36,6 @@ SAMPLINGS = {"greedy": SamplingParams(), "T=0.7": SamplingParams(temperature=0.7
 ROUNDS, ANSWERS = 1.5, {"greedy": 12, "T=0.7": 6}
 """For how many answers of every sequence a run is timed, after the first step of all of them; and for how many answers
 of all sequences together at least, because how much guessing gives depends on the text."""
-TOGETHER, TOGETHER_TOKENS = 16, 100
-LATE_TOKENS, BESIDE = 8000, 8
 
 
 @dataclass
@@ -140,7 +137,7 @@ def batch(bench: GpuBench) -> None:
     """Total tokens per second of n sequences in a steady state, token by token and with guesses, greedy and sampled."""
     tokens = bench.options.max_tokens
     prompts = [one for pair in zip(*bench.prompts.values(), strict=True) for one in pair]
-    rules = StopRules(tokens, bench.small.stop_ids)
+    rules = StopRules(tokens, bench.model.stop_ids)
     backend, clock = bench.backend(), Clock()
     passes = measure_passes(backend).table(512)
     cost = stairs(passes, ROW_SIZES)
@@ -196,42 +193,3 @@ def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[s
          "S": round(made / steps / count, 3), "guesses": round(tried / steps / count, 2), "captures": captures,
          "context": round(texts / steps / count), **clock.read()}
     ]  # fmt: skip
-
-
-def prompts(bench: GpuBench) -> None:
-    """How long 16 short prompts take together, and how long 8 sequences pause when a prompt of 8,000 tokens arrives."""
-    backend, rng = bench.backend(), random.Random(0)
-    vocabulary = min(1000, backend.vocab_size)
-    longest = min(LATE_TOKENS, (backend.holds() or LATE_TOKENS) - 256, (backend.max_length or LATE_TOKENS) - 64)
-
-    def request(count: int, tokens: int) -> Request:
-        text = [rng.randrange(vocabulary) for _ in range(count)]
-        return Request(DecodingSequence(text, LookaheadConfig.autoregressive(), rules=StopRules(tokens)))
-
-    taken = []
-    for _ in range(4):
-        engine = Engine(backend)
-        group = [request(TOGETHER_TOKENS, 1) for _ in range(TOGETHER)]
-        begin = perf_counter()
-        for one in group:
-            engine.submit(one)
-        while engine.running:
-            engine.step()
-        taken.append(1e3 * (perf_counter() - begin))
-    bench.add({"case": f"{TOGETHER} prompts of {TOGETHER_TOKENS} tokens", "ms": round(statistics.median(taken[1:]), 2)})
-    for _ in range(2):  # the first time captures
-        engine = Engine(backend)
-        for _ in range(BESIDE):
-            engine.submit(request(TOGETHER_TOKENS, 400))
-        for _ in range(20):
-            engine.step()
-        engine.submit(request(longest, 8))
-        pauses = []
-        for _ in range(40):
-            begin = perf_counter()
-            decoded = len(engine.step())
-            pauses.append(1e3 * (perf_counter() - begin))
-            assert decoded >= BESIDE
-        for id in engine.running:
-            engine.cancel(id)
-    bench.add({"case": f"a prompt of {longest} tokens beside {BESIDE} sequences", "ms": round(max(pauses), 2)})

@@ -1,11 +1,12 @@
 """What a step and a token cost on a CUDA GPU: parts that each end within ten minutes, and the page of what they left.
 
-    lookahead bench --preset gpu-step,gpu-speed --model FILE --data-dir DIR --out DIR
-    python -m lookahead.bench.gpu step speed --model FILE --data-dir DIR --out DIR     # needs neither typer nor rich
+    lookahead bench --preset gpu-step,gpu-speed --model NAME --data-dir DIR --out DIR
+    python -m lookahead.bench.gpu step speed --model NAME --data-dir DIR --out DIR     # needs neither typer nor rich
 
-The model is the embedded one in a larger shape (`--inflate 7b`; `small` is itself): real text at a real cost. Every
-command ends with the page of all files in `--out` and its shortest table; `report` is that alone. `--device cpu` runs
-all parts but attention on the kernels' slow twins: to test them, not to time anything. The parts:
+Every command ends with the page of all files in `--out` and its shortest table; `report` is that alone. `--device cpu`
+runs all parts on the kernels' slow twins: to test them, not to time anything. From Python, `timing.step_ms` times a
+step of a backend, and `PARTS["speed"]` or `PARTS["batch"]` with a `GpuBench` measures a part into its `records`.
+The parts:
 """
 
 from __future__ import annotations
@@ -15,48 +16,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from lookahead.bench.gpu import page, parts
-from lookahead.bench.gpu.batch import batch, prompts
+from lookahead.bench.gpu.batch import batch
 from lookahead.bench.gpu.bench import GpuBench, GpuOptions
-from lookahead.bench.gpu.hook import eager, hook
-
-
-def attention(bench: GpuBench) -> None:
-    """The kernel against SDPA with a dense mask, and against the device's copy bandwidth."""
-    from lookahead.bench.gpu.attention import attention_records  # needs triton and CUDA
-
-    for record in attention_records():
-        bench.add(record)
-
+from lookahead.generate import load as load_model
 
 PARTS: dict[str, Callable[[GpuBench], None]] = {
-    part.__name__: part
-    for part in (
-        parts.step,
-        parts.speed,
-        parts.baselines,
-        batch,
-        prompts,
-        parts.bound,
-        parts.context,
-        parts.window,
-        hook,
-        eager,
-        attention,
-        parts.exact,
-    )
+    part.__name__: part for part in (parts.step, parts.speed, batch, parts.bound, parts.context)
 }
 
 
-def run(names: Sequence[str], options: GpuOptions) -> str:
+def run(names: Sequence[str], options: GpuOptions, load: Callable[..., Any] = load_model) -> str:
     """Measure these parts and write the page; returns the short table."""
     chosen = [name for name in names if name != "report"]
     if chosen:
         options.check()
-    bench = GpuBench(options, chosen)
+    bench = GpuBench(options, chosen, load)
     for name in chosen:
         begin = perf_counter()
         bench.begin(name)
@@ -67,7 +46,8 @@ def run(names: Sequence[str], options: GpuOptions) -> str:
     return page.write(options.out, options.page or options.out / "gpu.md")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str], load: Callable[..., Any] = load_model, shape: str | None = None) -> None:
+    """The command; `load` makes the model in place of `lookahead.load`, padded to `shape` where one is given."""
     told = "\n".join(f"    {name:<12}{(part.__doc__ or '').splitlines()[0]}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         "python -m lookahead.bench.gpu",
@@ -75,8 +55,7 @@ def main(argv: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="+", choices=[*PARTS, "report"], metavar="PART")
-    parser.add_argument("--model", help="the embedded model or another small Llama: a folder, a .gguf or a name")
-    parser.add_argument("--inflate", help="7b by default; small for the model itself")
+    parser.add_argument("--model", help="a folder, a .gguf or a name; the embedded model without it")
     parser.add_argument("--dtype")
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--data-dir", type=Path, help="a folder with mt_bench.jsonl and humaneval.jsonl")
@@ -85,10 +64,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     parser.add_argument("--page", type=Path, help="the page, if not gpu.md in --out; its plots go beside it")
     parser.add_argument("--invariant", choices=["on", "off", "both"], help="of step and speed")
-    parser.add_argument("--seconds", type=float, help="a baseline starts no new prompt of a set after so long")
     args = parser.parse_args(argv)
-    given = {one.name: value for one in fields(GpuOptions) if (value := getattr(args, one.name)) is not None}
+    given = {one.name: value for one in fields(GpuOptions) if (value := getattr(args, one.name, None)) is not None}
     try:
-        print(run(args.parts, GpuOptions(**given)))
+        print(run(args.parts, GpuOptions(**given, shape=shape), load))
     except ValueError as error:
         parser.error(str(error))

@@ -155,9 +155,9 @@ def measured_on(results: GpuResults) -> Section:
         facts = [str(about.get(fact) or "-") for fact in ("dtype", *FACTS)]
         section.rows.append([f"`{name}`", f"`{about['command']}`", *facts])
     section.notes.append(
-        "The model is the embedded one in the shape of a 7B Llama (hidden 4096, 32 layers, 64 heads of 64, "
-        "intermediate 11008; 13.8 GB of bf16 weights), or itself (135M). Batch 1 unless said otherwise. `invariant` "
-        "yes is how the backend does it unless told: a row's bits do not depend on K."
+        "7B shape: the embedded model in the shape of a 7B Llama (hidden 4096, 32 layers, 64 heads of 64, "
+        "intermediate 11008; 13.8 GB of bf16 weights). Batch 1 unless said otherwise. `invariant` yes is the backend's "
+        "default: a row's bits do not depend on K."
     )
     return section
 

@@ -1,4 +1,4 @@
-"""The parts: step, bound, speed, baselines, exact, context. The others have files of their own."""
+"""The parts step, context, bound and speed, each over a `GpuBench`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,16 @@ import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.pages import pages_in_window
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE, ROW_SIZES, bucket
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
 from lookahead.bench.gpu.bench import METHODS, GpuBench
 from lookahead.bench.gpu.timing import ROOM, bytes_read, copy_bandwidth, products_ms, step_ms
 from lookahead.bench.run.decode import Decoded, decode
-from lookahead.bench.run.stock import Stock
-from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.generate import LookaheadModel
+from lookahead.config import StopRules
 from lookahead.stats import Stats
 
 STEP_COUNTS, STEP_CONTEXT = (1, 16, 32, 64, 121, 128), 1024
 CONTEXTS = (1024, 4096, 16384, 32768)
-WINDOW = 4096
 BOUND_SEQUENCES, BOUND_CONTEXT = (1, 8, 16, 32, 64), 512
-STOCK = {
-    "hf-greedy": "transformers eager",
-    "hf-prompt-lookup": "transformers prompt lookup",
-    "hf-static": "transformers static + compile",
-}
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 
 
 def step(bench: GpuBench) -> None:
@@ -57,20 +47,6 @@ def context(bench: GpuBench) -> None:
         held = torch.cuda.memory_allocated() - before
         record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
         bench.add(record | {"memory_mb": round(held / 1e6, 1)})
-        del backend
-
-
-def window(bench: GpuBench) -> None:
-    """A step by context where every layer has a window of 4,096 tokens, and the pages that a sequence then holds."""
-    bench.backend()  # fuses the weights
-    most = pages_in_window(WINDOW, ROW_SIZES[-1], PAGE)
-    for tokens, count in product(CONTEXTS, (1, 128)):
-        whole = tokens + ROOM + INVARIANT_ROWS
-        backend = bench.backend(kv_tokens=min(whole, most * PAGE), window=WINDOW)
-        device, wall = step_ms(backend, count, tokens)
-        record = {"window": WINDOW, "context": tokens, "K": count, "device_ms": round(device, 3)}
-        record |= {"step_wall_ms": round(wall, 3), "pages": backend.pool.pages, "pages_of_context": -(-whole // PAGE)}
-        bench.add(record | {"kv_mb": round(sum(cache.nbytes for cache in backend.kv.caches) / 1e6, 1)})
         del backend
 
 
@@ -145,50 +121,3 @@ def gap(
         "device_ms": round(device, 3), "gap_ms": round(ms_per_step - device, 3),
         "gap_percent": round(100 * (ms_per_step - device) / ms_per_step, 1),
     }  # fmt: skip
-
-
-def baselines(bench: GpuBench) -> None:
-    """transformers' own decoding on the same model and prompts. One that fails leaves a record with its error."""
-    with torch.inference_mode(False):  # torch.compile and inference mode do not go well together
-        lm = LookaheadModel(bench.large, bench.small.tokenizer, "baselines", LookaheadConfig(), "eager")
-        stock = Stock(lm)
-        tokens = bench.options.max_tokens
-        longest = max(len(prompt) for prompts in bench.prompts.values() for prompt in prompts) + tokens
-        for how, name in STOCK.items():
-            try:
-                stock.run(how, bench.prompts["mt-bench"][0], min(32, tokens), longest)  # compiles
-                for data, prompts in bench.prompts.items():
-                    stats: list[Stats] = []
-                    while len(stats) < len(prompts) and sum(s.seconds for s in stats) < bench.options.seconds:
-                        stats.append(stock.run(how, prompts[len(stats)], tokens, longest)[1])
-                    bench.add({"method": name, "set": data, "invariant": None, **summary(stats)})
-            except Exception as error:
-                bench.add({"method": name, "error": f"{type(error).__name__}: {str(error).strip()[:500]}"})
-
-
-def exact(bench: GpuBench) -> None:
-    """fp32: the graph backend against transformers' greedy search; sampling by trees against one token per step."""
-    if torch.backends.cuda.matmul.allow_tf32:
-        raise ValueError("TF32 is on: fp32 products would have ten bits of mantissa; set allow_tf32 = False")
-    model = bench.shaped(torch.float32)
-    with torch.inference_mode(False):
-        lm = LookaheadModel(model, bench.small.tokenizer, "exact", LookaheadConfig(), "eager")
-    backend, tokens = bench.backend(model), bench.options.max_tokens
-
-    def run(method: str, data: str, sampling: SamplingParams | None = None) -> list[Decoded]:
-        memory = SharedMemory()
-        return [decode(backend, [p], METHODS[method], bench.rules, memory, sampling) for p in bench.prompts[data]]
-
-    def same(ours: Sequence[Decoded], theirs: Sequence[list[int]]) -> int:
-        return sum(one.outputs[0] == other for one, other in zip(ours, theirs, strict=True))
-
-    for data, prompts in bench.prompts.items():
-        greedy = [Stock(lm).run("hf-greedy", prompt, tokens, 0)[0] for prompt in prompts]
-        for name in ("paper (5,15,15) + prompt", "default"):
-            done = run(name, data)
-            record = {"method": name, "set": data, "prompts": len(prompts), "identical": same(done, greedy)}
-            bench.add(record | {"S": summary([one.stats for one in done])["S"]})
-        drawn = [one.outputs[0] for one in run("autoregressive", data, SAMPLED)]
-        record = {"method": "default, T=0.8, top_p=0.9", "set": data, "prompts": len(prompts)}
-        record["identical_to_own"] = same(run("default", data, SAMPLED), drawn)
-        bench.add(record | {"unlike_greedy": sum(a != b for a, b in zip(drawn, greedy, strict=True))})

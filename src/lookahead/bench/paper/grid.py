@@ -1,7 +1,7 @@
 """S over (W, N) with G = W: the best of them for a model size (table 4), and the scaling law (figure 4).
 
-Table 4 is searched for rather than copied: S is measured on real text for every (W, N). A shape-inflated model
-computes the same function, so its S is the same and only t(K) has to be measured for it: time per token = t(K) / S.
+Table 4 is searched for rather than copied: S is measured on real text for every (W, N). S does not depend on the
+machine, so with the t(K) of another one (`--step-cost`) the best there can be projected: time per token = t(K) / S.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from lookahead.loading.timing import WIDE_SIZES
 from lookahead.tune.candidates import at
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
 
-TABLE_4 = {"7b": (15, 5), "13b": (10, 5), "34b": (7, 5)}
-"""(W, N) with G = W on an A100."""
-
 
 def measure(run: BenchRun) -> None:
-    for shape in (costs.OWN, *run.shapes):
-        costs.measured(run, shape)
+    costs.measured(run)
 
 
 def projected(line: Line, cost: StepCost) -> float:
@@ -31,20 +27,15 @@ def projected(line: Line, cost: StepCost) -> float:
 
 def show(run: BenchRun) -> list[Section]:
     grid = [line for line in run.lines if line.method.config is not None and line.stats.steps]
-    section = Section("Table 4: the best of the grid", ("model", "W", "N", "S", "K", "speedup", "by", "paper's (W, N)"))
+    section = Section("Table 4: the best of the grid", ("set", "W", "N", "S", "K", "speedup", "by"))
     for data, lines in by_data(grid).items():
         timed = [line for line in lines if line.gain]
         if timed:
             best = max(timed, key=lambda line: line.gain or 0.0)
-            section.rows.append([f"this one, {data}", *_cells(best, best.gain), "measured", "-"])
-        for shape in (costs.OWN, *run.shapes):
-            cost = costs.known(run, shape)
-            if cost is None:
-                continue
-            best = max(lines, key=lambda line: projected(line, cost))
-            name = f"this one, {data}" if shape == costs.OWN else f"{shape} shape, {data}"
-            said = "{}, {}".format(*TABLE_4[shape]) if shape in TABLE_4 else "-"
-            section.rows.append([name, *_cells(best, projected(best, cost)), "t(K) / S", said])
+            section.rows.append([data, *_cells(best, best.gain), "measured"])
+        if (cost := costs.known(run)) is not None:
+            best, speedup = max(((line, projected(line, cost)) for line in lines), key=lambda pair: pair[1])
+            section.rows.append([data, *_cells(best, speedup), "t(K) / S"])
         series: dict[str, Points] = {}
         for line in lines:
             window, ngram = _shape(line)
@@ -52,8 +43,8 @@ def show(run: BenchRun) -> list[Section]:
         section.plots.append(Curves(f"{data}: S over the grid", "W", "S", series))
     section.notes.append(
         "speedup: over our own autoregressive decoding, if it was run. Rows by t(K) / S are projections: S measured on "
-        "this model, the time of a step measured for the shape. "
-        "The paper: 7B (15, 5), 13B (10, 5), 34B (7, 5) on an A100; --shapes 7b,13b,34b adds those sizes here."
+        "this model, the time of a step measured here or read from --step-cost. "
+        "The paper's (W, N): 7B (15, 5), 13B (10, 5), 34B (7, 5) on an A100."
     )
     return [section, comparison(run.lines, "The grid")]
 

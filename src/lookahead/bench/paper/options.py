@@ -14,7 +14,6 @@ from lookahead.bench.paper.views import scorer
 from lookahead.bench.report import ranks
 from lookahead.bench.report.sections import Section, html, markdown
 from lookahead.bench.run import costs, prompts
-from lookahead.bench.run.inflate import MODEL_SHAPES
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Load, Models
@@ -39,26 +38,19 @@ class BenchOptions:
     temperatures: Sequence[float] | None = None
     seed: int = 0
     warm: bool = False
-    shapes: str | None = None
     step_cost: Path | None = None
     draft_model: str | None = None
     ranks: int = 1
-    inflate: str | None = None
     half: str = HALF
 
     def __post_init__(self) -> None:
         preset, methods = self.preset, self.chosen
         if self.methods and not preset.methods:
             raise ValueError(f"preset {preset.name!r} has settings of its own and takes no --method")
-        if self.inflate is not None and self.inflate not in MODEL_SHAPES:
-            raise ValueError(f"--inflate does not know {self.inflate!r}: choose from {', '.join(MODEL_SHAPES)}")
-        known_shapes("--shapes", self.shapes)
         if self.ranks > 1 and preset.more is not None:
             raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
         if self.ranks > 1 and any(method.dtype or method.backend for method in methods):
             raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
-        if self.ranks > 1 and self.inflate is not None:
-            raise ValueError("--inflate makes a model on one rank; leave --ranks out")
         if any(method.how == "hf-assisted" for method in methods) and self.draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
         if preset.name == "sampling":
@@ -106,7 +98,7 @@ class BenchOptions:
         if not self.methods:
             if device != "cuda":  # compiling for a CPU takes minutes and gains nothing
                 found = tuple(method for method in found if method.how != "hf-static")
-                if self.preset.name == "exactness" and not self.inflate and find_spec("onnxruntime") is not None:
+                if self.preset.name == "exactness" and find_spec("onnxruntime") is not None:
                     found = (*found, *EXACT_ON_CPU)
             elif self.preset is DEFAULT:
                 found = (found[0], STATIC, *found[1:])
@@ -167,8 +159,7 @@ class BenchOptions:
 
     def run_of(self, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> BenchRun:
         assert runner.results is not None
-        shapes = known_shapes("--shapes", self.shapes)
-        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost, shapes)
+        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost)
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
@@ -195,11 +186,3 @@ def about_section(run: BenchRun) -> Section:
         unfinished = "" if done == len(run.jobs) else " Not finished."
         section.notes.append(f"{done} of {len(run.jobs)} answers.{unfinished} Each is timed {often}.")
     return section
-
-
-def known_shapes(option: str, text: str | None) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
-    for name in names:
-        if name not in MODEL_SHAPES:
-            raise ValueError(f"{option} does not know {name!r}: choose from {', '.join(MODEL_SHAPES)}")
-    return names

@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 
-from lookahead.backends.choose import make_backend
-from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
 from lookahead.bench.run.results import key_of
 from lookahead.bench.run.summary import BenchRun
 from lookahead.loading.step_cost import StepCost
 from lookahead.loading.timing import WIDE_SIZES, measure
 
-OWN = "own"
-"""Stands for the model itself, where else a shape is named."""
+KEY = key_of({"kind": "cost", "shape": "own"})
 
 
-def _key(shape: str) -> str:
-    return key_of({"kind": "cost", "shape": shape})
-
-
-def known(run: BenchRun, shape: str = OWN) -> StepCost | None:
-    """The curve of the model itself, or in a shape, if it was measured; a file's stands for the model's."""
-    if shape == OWN and run.step_cost is not None:
+def known(run: BenchRun) -> StepCost | None:
+    """The curve of the model, if it was measured; a file's stands for it."""
+    if run.step_cost is not None:
         return read(run.step_cost)
-    record = run.results.records.get(_key(shape))
+    record = run.results.records.get(KEY)
     return None if record is None else StepCost(tuple(record["sizes"]), tuple(record["seconds"]))
 
 
-def measured(run: BenchRun, shape: str = OWN) -> StepCost:
+def measured(run: BenchRun) -> StepCost:
     """The same, measured now if need be."""
-    if (found := known(run, shape)) is not None:
+    if (found := known(run)) is not None:
         return found
-    run.say(f"measuring what a step costs: {'this model' if shape == OWN else shape + ' shape'}")
-    lm = run.models.own
-    if shape == OWN:
-        cost = measure(lm.backend, WIDE_SIZES)
-    else:
-        large = inflate(lm.model, MODEL_SHAPES[shape], dtype=lm.dtype)
-        cost = measure(make_backend(large, "auto", run.say), WIDE_SIZES)
-        del large
-    gc.collect()  # a backend's captured steps refer to it: without this a 34B would stay beside what comes next
-    facts = {"shape": shape, "sizes": list(cost.sizes), "seconds": list(cost.seconds)}
-    run.results.add({"kind": "cost", "key": _key(shape), **facts})
+    run.say("measuring what a step costs")
+    cost = measure(run.models.own.backend, WIDE_SIZES)
+    run.results.add({"kind": "cost", "key": KEY, "sizes": list(cost.sizes), "seconds": list(cost.seconds)})
     return cost
 
 

@@ -1,31 +1,32 @@
-"""The models of a run: the one that was loaded, and others of its weights, dtype or shape that methods ask for."""
+"""The models of a run: the one that was loaded, and its weights in other dtypes and backends that methods ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from lookahead.bench.run.inflate import MODEL_SHAPES, inflate
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.stock import Stock
+from lookahead.config import LookaheadConfig
+from lookahead.engine.pass_times import PassTimes
 from lookahead.generate import LookaheadModel
-from lookahead.loading.default import default_config
+from lookahead.loading.default import batch_cost, default_config
 
 Say = Callable[[str], None]
 Load = Callable[..., Any]
 """(dtype=, backend=) -> a loaded model; None for the run's own."""
 
 
-def in_shape(lm: Any, shape: str, backend: str, say: Say | None = None) -> LookaheadModel:
-    """The same function in a larger shape (see `inflate`), fitted to this machine as `load` does."""
-    large = inflate(lm.model, MODEL_SHAPES[shape], dtype=lm.dtype)
-    return _loaded(large, lm.tokenizer, f"{lm.name} in {shape} shape", backend, say)
-
-
-def _loaded(model: Any, tokenizer: Any, name: str, backend: str, say: Say | None) -> LookaheadModel:
-    made = LookaheadModel(model, tokenizer, name, None, backend, say)
+def fitted(
+    model: Any, tokenizer: Any, name: str, backend: str, say: Say | None, config: LookaheadConfig | None = None
+) -> LookaheadModel:
+    """A model of weights that are there already, fitted to this machine as `load` does unless a config is given."""
+    made = LookaheadModel(model, tokenizer, name, config, backend, say)
     made.prepare(log=say)
-    made.default_config = default_config(made.name, made.backend, say)
+    if config is None:
+        made.default_config = default_config(made.name, made.backend, say)
+        if (costs := batch_cost(made.backend, made.default_config, say)) is not None:
+            made.engine.times = PassTimes(costs)
     return made
 
 
@@ -63,7 +64,7 @@ class Models:
             if backend is None or backend == _place(lm)[1]:
                 return lm
         if loaded and backend is not None:
-            return _loaded(loaded[0].model, loaded[0].tokenizer, loaded[0].name, backend, self._say)
+            return fitted(loaded[0].model, loaded[0].tokenizer, loaded[0].name, backend, self._say)
         if self._load is None:
             raise ValueError(f"method {method.label!r} needs another model than the one that was given")
         return self._load(dtype=dtype, backend=backend)

@@ -154,7 +154,6 @@ class BenchRun:
     say: Callable[[str], None]
     max_tokens: dict[str, int]
     step_cost: Path | None = None
-    shapes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[Line]:

@@ -1,7 +1,12 @@
-"""ModelShape-inflated models: a small model's function at a large model's cost.
+"""A small model's function at a large model's cost: `python benchmarks/inflate.py 7b VERB ...`.
 
 A step's time depends on the shapes, its acceptance on the text. To measure both without a large checkpoint, the small
 model's weights are padded into a larger Llama that computes the same function: the text is real, and so is the cost.
+
+    python benchmarks/inflate.py 7b bench --preset ablation --dtype bfloat16 ...   # any verb of `lookahead`
+    python benchmarks/inflate.py 7b gpu step speed --out DIR ...   # `python -m lookahead.bench.gpu`: no typer, no rich
+
+The model that the verb names is loaded, and runs in the larger shape. How it is padded:
 
 - Padded hidden channels stay zero: the embedding has zeros there, and nothing writes to them (`o_proj` and `down_proj`
   have zero rows). RMSNorm divides by the root of the mean over the wider vector, so its weight takes a factor
@@ -14,11 +19,17 @@ model's weights are padded into a larger Llama that computes the same function: 
 
 from __future__ import annotations
 
+import argparse
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+import lookahead
+from lookahead.bench.run.models import fitted
+from lookahead.config import LookaheadConfig
 
 
 @dataclass(frozen=True)
@@ -139,3 +150,37 @@ def _put(large: torch.Tensor, small: torch.Tensor) -> None:
 
 def _norm(large: torch.Tensor, small: torch.Tensor, stretch: float) -> None:
     large[: len(small)] = (small.float() * stretch).to(large.dtype)
+
+
+def shaped_load(shape: str, load: Callable[..., Any] = lookahead.load) -> Callable[..., Any]:
+    """`lookahead.load`, but the model comes in this shape."""
+
+    def loaded(name: str | None = None, *, backend: str = "auto", config: Any = None, **options: Any) -> Any:
+        # The small model answers nothing: it needs no graphs, and no config that suits it.
+        small = load(name, backend="eager", config=LookaheadConfig(), **options)
+        large = inflate(small.model, MODEL_SHAPES[shape], dtype=small.dtype)
+        return fitted(large, small.tokenizer, f"{small.name} in {shape} shape", backend, options.get("log"), config)
+
+    return loaded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shape", choices=MODEL_SHAPES)
+    parser.add_argument("verb", nargs=argparse.REMAINDER, help="of `lookahead`, or gpu, with its options")
+    args = parser.parse_args()
+    if any(word.startswith("--ranks") for word in args.verb):
+        parser.error("--ranks: the model is made on one rank")
+    if args.verb[:1] == ["gpu"]:
+        from lookahead.bench.gpu.command import main as gpu
+
+        gpu(args.verb[1:], shaped_load(args.shape), args.shape)
+    else:
+        from lookahead.cli import app
+        from lookahead.cli.common import Host
+
+        app(args.verb, prog_name="lookahead", obj=Host(load=shaped_load(args.shape), arguments=args.verb))
+
+
+if __name__ == "__main__":
+    main()
