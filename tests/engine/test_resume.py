@@ -13,8 +13,8 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.text import SharedTokenizer, StopStrings
-from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.keys import KeyRing
+from lookahead.serve.requests import RequestSpec, RequestState
 from lookahead.serve.scoring import ForcedText
 
 TOKENS = 24
@@ -33,19 +33,19 @@ def loaded(model: Any, tokenizer: Any, settings: LookaheadConfig) -> Any:
     return lookahead.load((model, tokenizer), config=settings)
 
 
-def ask_of(loaded: Any, sampling: SamplingParams, **fields: Any) -> Ask:
+def spec_of(loaded: Any, sampling: SamplingParams, **fields: Any) -> RequestSpec:
     prompt = loaded.encode("the quick brown fox jumps over the", raw=True)
     rules = StopRules(max_tokens=TOKENS, eos_ids=loaded.stop_ids, min_tokens=4)
     owner = KeyRing((), loaded.memory).owners[0]
-    return Ask(prompt, loaded.default_config, sampling, rules, owner, **fields)
+    return RequestSpec(prompt, loaded.default_config, sampling, rules, owner, **fields)
 
 
-def run(loaded: Any, ask: Ask) -> tuple[list[int], list[Any], str | None]:
+def run(loaded: Any, spec: RequestSpec) -> tuple[list[int], list[Any], str | None]:
     """The output with its log-probabilities, and why it ended."""
-    job = Job(loaded, SharedTokenizer(loaded.tokenizer), ask, 0)
-    events = list(loaded.front.submit(job.request))
+    state = RequestState(loaded, SharedTokenizer(loaded.tokenizer), spec, 0)
+    events = list(loaded.front.submit(state.request))
     logprobs = [round(one.logprob, 4) for event in events for one in event.logprobs or ()]
-    return [token for event in events for token in event.tokens], logprobs, job.sequence.finish_reason
+    return [token for event in events for token in event.tokens], logprobs, state.sequence.finish_reason
 
 
 def check_all_cuts(loaded: Any, make: Any) -> None:
@@ -62,9 +62,9 @@ def check_all_cuts(loaded: Any, make: Any) -> None:
 @pytest.mark.parametrize("config", [None, LookaheadConfig.autoregressive()], ids=["guesses", "plain"])
 @pytest.mark.thinned(1)
 def test_every_cut_gives_the_same_text(loaded: Any, name: str, config: LookaheadConfig | None) -> None:
-    def make() -> Ask:
-        ask = ask_of(loaded, SAMPLINGS[name])
-        return ask if config is None else replace(ask, config=config)
+    def make() -> RequestSpec:
+        spec = spec_of(loaded, SAMPLINGS[name])
+        return spec if config is None else replace(spec, config=config)
 
     check_all_cuts(loaded, make)
 
@@ -72,12 +72,12 @@ def test_every_cut_gives_the_same_text(loaded: Any, name: str, config: Lookahead
 @pytest.mark.parametrize("unsearched", [0, 5])
 def test_a_stop_string_may_begin_before_the_cut(loaded: Any, unsearched: int) -> None:
     sampling = SAMPLINGS["sampled"]
-    whole, _, _ = run(loaded, ask_of(loaded, sampling))
+    whole, _, _ = run(loaded, spec_of(loaded, sampling))
     text = loaded.tokenizer.decode(whole)
     stop = next(found[0] for found in re.finditer(r"[^\ufffd]{6}", text) if found.start() > len(text) // 2)
 
-    def make() -> Ask:
-        return ask_of(loaded, sampling, stops=StopStrings([stop]), unsearched=unsearched)
+    def make() -> RequestSpec:
+        return spec_of(loaded, sampling, stops=StopStrings([stop]), unsearched=unsearched)
 
     cut_short, _, reason = run(loaded, make())
     assert reason == "stop"
@@ -86,11 +86,11 @@ def test_a_stop_string_may_begin_before_the_cut(loaded: Any, unsearched: int) ->
 
 
 def test_a_prediction_and_a_mask_follow_what_was_sent(loaded: Any) -> None:
-    whole, _, _ = run(loaded, ask_of(loaded, SAMPLINGS["greedy"]))
+    whole, _, _ = run(loaded, spec_of(loaded, SAMPLINGS["greedy"]))
     predicted = [*whole[:5], 0, *whole[6:]]
-    check_all_cuts(loaded, lambda: ask_of(loaded, SAMPLINGS["greedy"], prediction=predicted))
+    check_all_cuts(loaded, lambda: spec_of(loaded, SAMPLINGS["greedy"], prediction=predicted))
     forced = ForcedText(predicted, loaded.backend.vocab_size)
-    check_all_cuts(loaded, lambda: ask_of(loaded, SamplingParams(logprobs=1), mask=forced))
+    check_all_cuts(loaded, lambda: spec_of(loaded, SamplingParams(logprobs=1), mask=forced))
 
 
 def test_the_processors_of_a_generation_config_follow_what_was_sent(
@@ -98,8 +98,10 @@ def test_the_processors_of_a_generation_config_follow_what_was_sent(
 ) -> None:
     monkeypatch.setattr(loaded.model.generation_config, "no_repeat_ngram_size", 2)
     for name in ("greedy", "sampled"):
-        assert Job(loaded, SharedTokenizer(loaded.tokenizer), ask_of(loaded, SAMPLINGS[name]), 0).request.verifier
-        check_all_cuts(loaded, lambda name=name: ask_of(loaded, SAMPLINGS[name]))
+        assert RequestState(
+            loaded, SharedTokenizer(loaded.tokenizer), spec_of(loaded, SAMPLINGS[name]), 0
+        ).request.verifier
+        check_all_cuts(loaded, lambda name=name: spec_of(loaded, SAMPLINGS[name]))
 
 
 def test_what_was_sent_is_not_counted_as_generated_here() -> None:

@@ -135,7 +135,7 @@ def test_requests_at_once_get_what_each_gets_alone(paged: Running, count: int) -
             if one["logprobs"]:
                 assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
     assert soon(lambda: pool.used == 0)
-    assert not paged.service._jobs
+    assert not paged.service._states
     assert paged.service.queue.taken == 0
 
 

@@ -47,7 +47,7 @@ def test_a_client_that_leaves_a_stream_cancels_it(slow: Running) -> None:
         next(lines)
         assert slow.service.replies
     assert soon(lambda: not slow.model.engine.running, 2)
-    assert soon(lambda: not slow.service.replies and not slow.service._jobs, 2)
+    assert soon(lambda: not slow.service.replies and not slow.service._states, 2)
     assert slow.service.queue.taken == 0
 
 
@@ -72,7 +72,7 @@ def test_a_slow_reader_gets_everything_in_fewer_chunks(server: Running) -> None:
     assert chunks <= 120
 
 
-def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
+def test_a_request_that_is_woken_after_its_end_ends_no_other() -> None:
     class Ended:
         error = None
 
@@ -84,23 +84,23 @@ def test_a_job_that_is_told_of_after_its_end_ends_no_other() -> None:
             events, self.events, self.done = self.events, [], True
             return events
 
-    def job() -> Any:
-        return SimpleJob(ticket=Ended(), over=False, read=lambda events: "piece")
+    def state() -> Any:
+        return SimpleState(ticket=Ended(), over=False, read=lambda events: "piece")
 
-    class SimpleJob(SimpleNamespace):
+    class SimpleState(SimpleNamespace):
         __hash__ = object.__hash__  # type: ignore[assignment]
 
     async def run() -> list[Any]:
-        jobs = [job(), job()]
-        reply = Reply(jobs, 5.0, lambda reply: None)
-        reply.wake(jobs[0])
+        states = [state(), state()]
+        reply = Reply(states, 5.0, lambda reply: None)
+        reply.wake(states[0])
         found, again = list[Any](), True
         while (pieces := await reply.next()) is not None:
             found += pieces
             if again:
                 again = False
-                reply.wake(jobs[0])
-                asyncio.get_running_loop().call_later(0.05, reply.wake, jobs[1])
+                reply.wake(states[0])
+                asyncio.get_running_loop().call_later(0.05, reply.wake, states[1])
         return found
 
     assert asyncio.run(run()) == ["piece", "piece"]

@@ -16,7 +16,7 @@ from http_server import running
 import lookahead
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.serve.memory import MOST_BROKEN, folder_of, give, read, take, write
+from lookahead.serve.memory import MOST_BROKEN, fill_from_arrays, folder_of, read, to_arrays, write
 
 KEYS = ("first-secret", "second-secret")
 
@@ -33,7 +33,7 @@ def filled(keys: int = 5) -> SharedMemory:
 
 def test_a_memory_comes_back_as_it_was(tmp_path: Path) -> None:
     memory, path = filled(), tmp_path / "one" / "key.npz"
-    write(path, take(memory, 100))
+    write(path, to_arrays(memory, 100))
     for drafter in (None, PythonDrafter()):
         again = SharedMemory(drafter)
         assert read(path, again)
@@ -44,10 +44,10 @@ def test_a_memory_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_keys_are_kept() -> None:
-    arrays = take(filled(50), 10)
+    arrays = to_arrays(filled(50), 10)
     assert len(arrays["keys"]) == 10
     again = SharedMemory()
-    give(again, arrays)
+    fill_from_arrays(again, arrays)
     assert again.successors.get((49,)) == (1, 2, 3, 0, 1, 2)
     assert again.successors.get((1,)) is None
 
@@ -56,7 +56,7 @@ def test_only_the_newest_keys_are_kept() -> None:
     "harm", ["cut", "empty", "text", "version", "no version", "shape", "rates", "pickle", "token", "level", "trust"]
 )
 def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
-    path, arrays = tmp_path / "key.npz", take(filled(), 100)
+    path, arrays = tmp_path / "key.npz", to_arrays(filled(), 100)
     if harm == "version":
         arrays["version"] = np.array(99)
     elif harm == "no version":
@@ -94,7 +94,7 @@ def test_a_broken_file_is_set_aside(tmp_path: Path, harm: str, caplog: pytest.Lo
 def test_whatever_is_damaged_never_raises(tmp_path: Path, keys: int, caplog: pytest.LogCaptureFixture) -> None:
     """Random damage of a real file: it is set aside, or what it holds is what was saved."""
     path, rng, memory = tmp_path / "key.npz", random.Random(keys), filled(keys)
-    write(path, take(memory, 10_000))
+    write(path, to_arrays(memory, 10_000))
     whole, saved, aside = path.read_bytes(), sorted(memory.successors.items()), 0
     for number in range(300):
         damaged = bytearray(whole)
@@ -116,7 +116,7 @@ def test_whatever_is_damaged_never_raises(tmp_path: Path, keys: int, caplog: pyt
     assert aside > 200
     assert len(list(tmp_path.glob("*.broken*"))) <= MOST_BROKEN
     assert len(caplog.records) == aside
-    write(path, take(memory, 10_000))
+    write(path, to_arrays(memory, 10_000))
     assert read(path, SharedMemory())
 
 
@@ -128,7 +128,7 @@ def test_a_folder_in_place_of_the_file(tmp_path: Path, caplog: pytest.LogCapture
         assert (tmp_path / name / "something").exists()
         assert f"{path} cannot be read" in caplog.text
         assert f"set aside as {tmp_path / name}" in caplog.text
-    write(path, take(filled(), 100))
+    write(path, to_arrays(filled(), 100))
     assert read(path, memory)
 
 
@@ -139,7 +139,7 @@ def test_no_permission(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeyp
         raise PermissionError(13, "Permission denied")
 
     path, memory = tmp_path / "key.npz", SharedMemory()
-    write(path, take(filled(), 100))
+    write(path, to_arrays(filled(), 100))
     monkeypatch.setattr(zipfile, "ZipFile", forbidden)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", forbidden)
@@ -157,7 +157,7 @@ def test_a_server_starts_with_a_damaged_file_and_saves_again(
 ) -> None:
     loaded = lookahead.load((model, tokenizer), config=settings)
     path = folder_of(loaded, tmp_path) / "shared.npz"
-    write(path, take(filled(), 100))
+    write(path, to_arrays(filled(), 100))
     content = bytearray(path.read_bytes())
     begin = content.index(b"keys.npy") + len(b"keys.npy")
     content[begin : begin + 40] = b"\xff" * 40  # no block of deflate begins like this

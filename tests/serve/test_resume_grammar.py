@@ -11,8 +11,8 @@ import pytest
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.text import SharedTokenizer
 from lookahead.serve.grammar import Grammars, json_grammar
-from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.keys import KeyRing
+from lookahead.serve.requests import RequestSpec, RequestState
 
 SCHEMA = {
     "type": "object",
@@ -28,11 +28,11 @@ def test_every_cut_gives_the_same_json(make_json_model: Callable[[], Any], sampl
     owner, grammar = KeyRing((), model.memory).owners[0], json_grammar(SCHEMA)
 
     def run(output: list[int]) -> tuple[list[int], str | None]:
-        ask = Ask(model.encode("a name: ", raw=True), model.default_config, sampling, StopRules(40), owner)
-        ask = replace(ask, rules=replace(ask.rules, eos_ids=model.stop_ids), mask=grammars.mask(grammar, 6))
-        job = Job(model, tokenizer, replace(ask, output=output), 0)
-        tokens = [token for event in model.front.submit(job.request) for token in event.tokens]
-        return [*output, *tokens], job.sequence.finish_reason
+        spec = RequestSpec(model.encode("a name: ", raw=True), model.default_config, sampling, StopRules(40), owner)
+        spec = replace(spec, rules=replace(spec.rules, eos_ids=model.stop_ids), mask=grammars.mask(grammar, 6))
+        state = RequestState(model, tokenizer, replace(spec, output=output), 0)
+        tokens = [token for event in model.front.submit(state.request) for token in event.tokens]
+        return [*output, *tokens], state.sequence.finish_reason
 
     whole = run([])
     assert len(whole[0]) > 10

@@ -26,9 +26,9 @@ from lookahead import LookaheadConfig
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.text import StopStrings
 from lookahead.serve.grammar import Grammars
-from lookahead.serve.jobs import Ask
 from lookahead.serve.keys import KeyRing
-from lookahead.serve.recipes import GrammarText, GrammarTexts, as_plain, from_plain
+from lookahead.serve.requests import RequestSpec
+from lookahead.serve.serialize import GrammarText, GrammarTexts, spec_from_dict, spec_to_dict
 
 PATIENCE = 120.0
 LONG = {"prompt": "true", "max_tokens": 1500, "ignore_eos": True, "stream": True, "lookahead": False}
@@ -41,7 +41,7 @@ def model(make_json_model: Callable[[], Any]) -> Any:
 
 def test_a_recipe_gives_the_same_ask(model: Any) -> None:
     owners = KeyRing(["a-long-secret", "another-secret"], model.memory).owners
-    ask = Ask(
+    spec = RequestSpec(
         [5, 6, 7],
         LookaheadConfig.paper(3, 3, 2),
         SamplingParams(0.7, top_p=0.9, seed=4, logit_bias={3: 1.5, 4: float("-inf")}),
@@ -53,21 +53,21 @@ def test_a_recipe_gives_the_same_ask(model: Any) -> None:
         2,
         output=[4],
     )
-    found = from_plain(json.loads(json.dumps(as_plain(ask, 1))), owners, GrammarTexts(model))
+    found = spec_from_dict(json.loads(json.dumps(spec_to_dict(spec, 1))), owners, GrammarTexts(model))
     for name in ("prompt", "config", "sampling", "rules", "owner", "mask", "prediction", "unsearched", "output"):
-        assert getattr(found, name) == getattr(ask, name), name
-    assert found.stops.stops == ask.stops.stops
+        assert getattr(found, name) == getattr(spec, name), name
+    assert found.stops.stops == spec.stops.stops
     assert GrammarTexts(model).compiled(GrammarText('start: "true"', 2))._least == 2
 
 
 def test_what_ranks_cannot_do_is_refused(model: Any) -> None:
     owner = KeyRing((), model.memory).owners[0]
-    ask = Ask([5], LookaheadConfig(), SamplingParams(logprobs=0), StopRules(), owner)
+    spec = RequestSpec([5], LookaheadConfig(), SamplingParams(logprobs=0), StopRules(), owner)
     with pytest.raises(ValueError, match=r"^logprobs: the ranks of this server exchange tokens"):
-        as_plain(ask, 0)
-    ask.sampling, ask.mask = SamplingParams(), Grammars(model).mask('start: "true"')
+        spec_to_dict(spec, 0)
+    spec.sampling, spec.mask = SamplingParams(), Grammars(model).mask('start: "true"')
     with pytest.raises(ValueError, match="only masks of grammars can be handed to other ranks"):
-        as_plain(ask, 0)
+        spec_to_dict(spec, 0)
 
 
 # The command.
@@ -120,13 +120,13 @@ def test_two_ranks_answer_as_one_process_does_and_drain(folder: Path, tmp_path: 
     assert len(mixed) > 10
     with served_by(folder, tmp_path, 2) as (process, said, url), httpx.Client(base_url=url, timeout=PATIENCE) as client:
 
-        def ask(request: tuple[str, dict[str, Any]]) -> Any:
+        def send(request: tuple[str, dict[str, Any]]) -> Any:
             answer = client.post(request[0], json=request[1])
             assert answer.status_code == 200, answer.text
             return told(answer.json())
 
         with ThreadPoolExecutor(6) as threads:
-            found = list(threads.map(ask, mixed))
+            found = list(threads.map(send, mixed))
         for (path, body), one in zip(mixed, found, strict=True):
             assert same(one, told(one_process.post(path, **body).json())), body
         refused = client.post("/v1/completions", json={"prompt": "x", "logprobs": 1})

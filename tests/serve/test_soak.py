@@ -42,7 +42,7 @@ def test_nothing_grows(model: Any, tokenizer: Any, settings: Any) -> None:
                     sizes.append(resident())
 
         asyncio.run(run())
-        assert soon(lambda: not server.service._jobs and not loaded.engine.running)
+        assert soon(lambda: not server.service._states and not loaded.engine.running)
         assert loaded.backend.pool.used == 0
         assert server.service.queue.taken == 0
         assert threading.active_count() < 12

@@ -85,7 +85,7 @@ def test_a_trace_shows_each_tree_and_its_accepted_path(server: Running) -> None:
         # The accepted path goes down from the root, and its tokens are the step's own but for the last.
         assert [tree["parents"][node] for node in tree["path"]] == [0, *tree["path"]][: len(tree["path"])]
         assert [tree["sources"][node] for node in tree["path"]] == step["sources"]
-        spelled = [server.service.spelling.of(token)[0] for token in step["tokens"]]
+        spelled = [server.service.token_formatter.text_and_bytes(token)[0] for token in step["tokens"]]
         assert [tree["tokens"][node] for node in tree["path"]] == spelled[: step["accepted"]]
 
 

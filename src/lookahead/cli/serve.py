@@ -85,7 +85,7 @@ def serve(
         check_extra(RAY, "ray")
     elif gpus is not None:
         raise ValueError("--gpus-per-replica belongs to --replicas; give that, too")
-    from lookahead.serve.listen import bound
+    from lookahead.serve.sockets import bound
 
     if replicas is None and several.together and not several.started:
         with bound(host, port):  # whether it can be: rank 0 binds it again
@@ -132,8 +132,8 @@ def serve_together(several: Ranks, settings: Any, console: Host, name: str | Non
     """Serve with an engine of several ranks, of which this process is one: rank 0 serves, and the others follow."""
     import lookahead.parallel
     from lookahead.serve.life import serve as run
-    from lookahead.serve.listen import bound
     from lookahead.serve.ranks import LeadingService, follow
+    from lookahead.serve.sockets import bound
 
     load = partial(lookahead.parallel.load, name, **place, ranks=several.count, timeout=several.timeout)
     if several.follows:

@@ -9,17 +9,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
+from lookahead.serve.choices import Choices, new_id, now, usage_of
 from lookahead.serve.errors import bad_request
 from lookahead.serve.grammar import ANY_OBJECT, json_grammar
-from lookahead.serve.jobs import Ask, Piece
+from lookahead.serve.parameters import config_of, rules_of, sampling_of, stops_of
 from lookahead.serve.protocol import ChatBody, ResponseFormat, text_of
-from lookahead.serve.replies import Choices, new_id, now, usage_of
 from lookahead.serve.reply import Reply
+from lookahead.serve.requests import Piece, RequestSpec
 from lookahead.serve.service import Service
-from lookahead.serve.steps import check_trace, told, trees_of
-from lookahead.serve.stream import EventStream, Template, event, whole
-from lookahead.serve.tools import Call, CallReader, Toolbox, spoken, toolbox
+from lookahead.serve.steps import check_trace, step_fields, trees_of
+from lookahead.serve.stream import EventStream, Template, collect_outputs, event
+from lookahead.serve.tools import Call, CallReader, Toolbox, template_messages, toolbox
 
 router = APIRouter()
 
@@ -34,7 +34,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     format = Format(service, body, box, reply)
     if body.stream:
         return EventStream(reply, format, service.settings.keep_alive)
-    return JSONResponse(format.whole(await whole(reply, request)))
+    return JSONResponse(format.response(await collect_outputs(reply, request)))
 
 
 async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
@@ -48,7 +48,7 @@ async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Req
     grammar = await service.in_worker(lambda: grammar_of(body, box), size)
     if grammar is not None:
         await service.in_worker(lambda: service.grammars.mask(grammar))
-    return await service.open(lambda: asks_of(body, box, grammar, service, owner), size)
+    return await service.open(lambda: specs_of(body, box, grammar, service, owner), size)
 
 
 def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
@@ -66,10 +66,10 @@ def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
     return (format.json_schema.schema_ if format.json_schema is not None else None) or ANY_OBJECT
 
 
-def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service, owner: Any) -> list[Ask]:
+def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service, owner: Any) -> list[RequestSpec]:
     """One ask for each of the `n` choices."""
     model = service.model
-    messages = spoken(body.messages, box, service.template)
+    messages = template_messages(body.messages, box, service.template)
     try:
         prompt = model.encode(messages, tools=box.described() if box.tools and box.knows else None)
     except ValueError as error:
@@ -87,7 +87,7 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
     samplings = sampling_of(body, model, (body.top_logprobs or 0) if body.logprobs else None)
     trees = trees_of(body, len(samplings))
     return [
-        Ask(
+        RequestSpec(
             prompt,
             config,
             sampling,
@@ -97,7 +97,7 @@ def asks_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service,
             mask=None if grammar is None else service.grammars.mask(grammar, least),
             prediction=predicted,
             unsearched=body.min_tokens or 0,
-            tells_steps=body.tells_steps,
+            streams_steps=body.streams_steps,
             trees=trees,
         )
         for sampling in samplings
@@ -116,15 +116,15 @@ class Format(Choices):
         }
         super().__init__(head, body.stream_options, reply)
         self.service, self.body = service, body
-        self.readers: list[CallReader] = [box.reader() for _ in reply.jobs]
+        self.readers: list[CallReader] = [box.reader() for _ in reply.states]
         self._plain: dict[int, Template] = {}  # of choices in whose chunks only the text changes
-        if body.stream and not (box.tools or body.logprobs or body.tells_steps):
-            for job in reply.jobs:
-                self._plain[job.index] = Template(partial(self._text_chunk, job.index))
+        if body.stream and not (box.tools or body.logprobs or body.streams_steps):
+            for state in reply.states:
+                self._plain[state.index] = Template(partial(self._text_chunk, state.index))
 
-    def whole(self, pieces: list[list[Piece]]) -> dict[str, Any]:
-        choices = []
-        for job, parts, reader in zip(self.reply.jobs, pieces, self.readers, strict=True):
+    def response(self, pieces: list[list[Piece]]) -> dict[str, Any]:
+        choices, format_logprobs = [], self.service.token_formatter.chat_logprobs
+        for state, parts, reader in zip(self.reply.states, pieces, self.readers, strict=True):
             said, _ = reader.push("".join(part.text for part in parts))
             rest, _ = reader.finish()
             text = said + rest
@@ -136,24 +136,24 @@ class Format(Choices):
                 [token for part in parts for token in part.tokens],
                 [one for part in parts for one in part.logprobs],
             )
-            logprobs = {"content": self.service.spelling.chat(*joined), "refusal": None} if self.body.logprobs else None
+            logprobs = {"content": format_logprobs(*joined), "refusal": None} if self.body.logprobs else None
             reason = self._reason(parts[-1], reader)
-            choices.append({"index": job.index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-        return {**self.head, "choices": choices, "usage": usage_of(self.reply.jobs)}
+            choices.append({"index": state.index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        return {**self.head, "choices": choices, "usage": usage_of(self.reply.states)}
 
     def first(self) -> bytes:
-        begins = [_chunk(job.index, {"role": "assistant", "content": ""}) for job in self.reply.jobs]
+        begins = [_chunk(state.index, {"role": "assistant", "content": ""}) for state in self.reply.states]
         return b"".join([event(self._chunk(choice)) for choice in begins])
 
-    def news(self, piece: Piece) -> bytes:
-        index = piece.job.index
+    def delta(self, piece: Piece) -> bytes:
+        index = piece.state.index
         plain = self._plain.get(index)
         if plain is not None and piece.finish_reason is None:
             return plain(piece.text) if piece.text else b""
         chunks = [self._chunk(choice) for choice in self._chunks(piece)]
         if piece.steps:  # a step that gave no text yet is told, too
             chunks = chunks or [self._chunk(_chunk(index, {}))]
-            chunks[0].update(told(piece, self.service.spelling))
+            chunks[0].update(step_fields(piece, self.service.token_formatter))
         return b"".join([event(chunk) for chunk in chunks])
 
     def _text_chunk(self, index: int, text: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Format(Choices):
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The chunks of one piece: its text, its calls, and its end."""
-        index, reader = piece.job.index, self.readers[self.reply.jobs.index(piece.job)]
+        index, reader = piece.state.index, self.readers[self.reply.states.index(piece.state)]
         before = len(reader.calls)
         said, calls = reader.push(piece.text)
         if piece.finish_reason is not None:
@@ -172,7 +172,7 @@ class Format(Choices):
             chunk = _chunk(index, {"content": said})
             if self.body.logprobs:
                 chunk["logprobs"] = {
-                    "content": self.service.spelling.chat(piece.tokens, piece.logprobs),
+                    "content": self.service.token_formatter.chat_logprobs(piece.tokens, piece.logprobs),
                     "refusal": None,
                 }
             found.append(chunk)

@@ -9,16 +9,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from lookahead.engine.request import TokenLogprobs
-from lookahead.serve.asks import config_of, rules_of, sampling_of, stops_of
+from lookahead.serve.choices import Choices, new_id, now, usage_of
 from lookahead.serve.errors import bad_request
-from lookahead.serve.jobs import Ask, Piece
+from lookahead.serve.parameters import config_of, rules_of, sampling_of, stops_of
 from lookahead.serve.protocol import CompletionBody
-from lookahead.serve.replies import Choices, new_id, now, usage_of
 from lookahead.serve.reply import Reply
-from lookahead.serve.scoring import SCORING, scores_of, scoring_ask
+from lookahead.serve.requests import Piece, RequestSpec
+from lookahead.serve.scoring import SCORING, scores_of, scoring_spec
 from lookahead.serve.service import Service
-from lookahead.serve.steps import check_trace, told, trees_of
-from lookahead.serve.stream import EventStream, Template, event, whole
+from lookahead.serve.steps import check_trace, step_fields, trees_of
+from lookahead.serve.stream import EventStream, Template, collect_outputs, event
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
@@ -38,26 +38,26 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         scored = await score(body, service, request)
         if body.max_tokens == 0:
             return JSONResponse(only_scores(body, service, scored))
-    reply = await service.open(lambda: asks_of(body, service, owner), size)
+    reply = await service.open(lambda: specs_of(body, service, owner), size)
     format = Format(service, body, reply, scored)
     if body.stream:
         return EventStream(reply, format, service.settings.keep_alive)
-    return JSONResponse(format.whole(await whole(reply, request)))
+    return JSONResponse(format.response(await collect_outputs(reply, request)))
 
 
-def asks_of(body: CompletionBody, service: Service, owner: Any) -> list[Ask]:
+def specs_of(body: CompletionBody, service: Service, owner: Any) -> list[RequestSpec]:
     """`n` asks for each prompt."""
     model = service.model
     config, stops = config_of(body.lookahead, model), stops_of(body)
-    asks = []
+    specs = []
     prompts = prompts_of(body, service)
     trees = trees_of(body, len(prompts) * (body.n or 1))
     for ids in prompts:
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         rules = rules_of(ids, most, model, config, bool(body.ignore_eos), body.min_tokens or 0)
         samplings = sampling_of(body, model, body.logprobs)
-        asks += [
-            Ask(
+        specs += [
+            RequestSpec(
                 ids,
                 config,
                 sampling,
@@ -65,12 +65,12 @@ def asks_of(body: CompletionBody, service: Service, owner: Any) -> list[Ask]:
                 owner,
                 stops,
                 unsearched=rules.min_tokens,
-                tells_steps=body.tells_steps,
+                streams_steps=body.streams_steps,
                 trees=trees,
             )
             for sampling in samplings
         ]
-    return asks
+    return specs
 
 
 def prompts_of(body: CompletionBody, service: Service) -> list[list[int]]:
@@ -101,8 +101,8 @@ async def score(body: CompletionBody, service: Service, request: Request) -> lis
     owner, count = request.state.owner, body.logprobs or 0
     for prompt in prompts:
         rules_of(prompt, None, service.model, SCORING)  # a prompt that leaves no room is refused
-    asks = [scoring_ask(prompt, count, owner, service) for prompt in prompts if len(prompt) > 1]
-    found = iter(await whole(await service.open(lambda: asks, size), request) if asks else ())
+    specs = [scoring_spec(prompt, count, owner, service) for prompt in prompts if len(prompt) > 1]
+    found = iter(await collect_outputs(await service.open(lambda: specs, size), request) if specs else ())
     return [Scored(prompt, scores_of(next(found)) if len(prompt) > 1 else []) for prompt in prompts]
 
 
@@ -111,7 +111,7 @@ def only_scores(body: CompletionBody, service: Service, scored: Sequence[Scored]
     choices = []
     for index in range(len(scored) * (body.n or 1)):
         prompt, found = scored[index // (body.n or 1)]
-        logprobs = service.spelling.completion(prompt, [None, *found], 0)
+        logprobs = service.token_formatter.completion_logprobs(prompt, [None, *found], 0)
         choices.append(_record(index, echoed(body, service, prompt), logprobs, "length"))
     tokens = sum(len(one.prompt) for one in scored)
     usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
@@ -137,47 +137,47 @@ class Format(Choices):
         self._begun: set[int] = set()
         self._plain: dict[int, Template] = {}
 
-    def whole(self, pieces: list[list[Piece]]) -> dict[str, Any]:
+    def response(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         choices = []
-        for job, parts in zip(self.reply.jobs, pieces, strict=True):
+        for state, parts in zip(self.reply.states, pieces, strict=True):
             joined = Piece(
-                job,
+                state,
                 "".join(part.text for part in parts),
                 [token for part in parts for token in part.tokens],
                 [one for part in parts for one in part.logprobs],
                 parts[-1].finish_reason,
             )
             choices.append(self._choice(joined, first=True))
-        return {**self.head, "choices": choices, "usage": usage_of(self.reply.jobs)}
+        return {**self.head, "choices": choices, "usage": usage_of(self.reply.states)}
 
     def first(self) -> bytes:
         return b""
 
-    def news(self, piece: Piece) -> bytes:
-        index = piece.job.index
+    def delta(self, piece: Piece) -> bytes:
+        index = piece.state.index
         if index in self._plain and piece.finish_reason is None:
             return self._plain[index](piece.text) if piece.text else b""
         begins = index not in self._begun
         self._begun.add(index)
-        if self.body.logprobs is None and not self.body.tells_steps:  # from now on only the text changes
+        if self.body.logprobs is None and not self.body.streams_steps:  # from now on only the text changes
             self._plain[index] = Template(lambda text: self._chunk(_record(index, text)))
         has_text = piece.text or piece.finish_reason or (begins and self.body.echo)
         has_logprobs = self.body.logprobs is not None and piece.tokens
         if not (has_text or has_logprobs or piece.steps):
             return b""
-        return event({**self._chunk(self._choice(piece, begins)), **told(piece, self.service.spelling)})
+        return event({**self._chunk(self._choice(piece, begins)), **step_fields(piece, self.service.token_formatter)})
 
     def _choice(self, piece: Piece, first: bool) -> dict[str, Any]:
-        index, text, logprobs = piece.job.index, piece.text, None
+        index, text, logprobs = piece.state.index, piece.text, None
         if self.body.echo and first:
-            text = echoed(self.body, self.service, piece.job.ask.prompt) + text
+            text = echoed(self.body, self.service, piece.state.spec.prompt) + text
         if self.body.logprobs is not None:
             tokens, found = piece.tokens, list[TokenLogprobs | None](piece.logprobs)
             if self.scored and first:
                 prompt, before = self.scored[index // (self.body.n or 1)]
                 tokens, found = [*prompt, *tokens], [None, *before, *found]
             offset = self._offsets.get(index, 0)
-            logprobs = self.service.spelling.completion(tokens, found, offset)
+            logprobs = self.service.token_formatter.completion_logprobs(tokens, found, offset)
             self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         return _record(index, text, logprobs, piece.finish_reason)
 

@@ -84,10 +84,10 @@ def most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return min(problems, key=rank)
 
 
-def field_name(place: Sequence[Any]) -> str:
+def field_name(location: Sequence[Any]) -> str:
     """('body', 'messages', 0, 'content', 'str') -> 'messages[0].content'. Names of pydantic's own are left out."""
     name = ""
-    for part in place[1:] if place and place[0] == "body" else place:
+    for part in location[1:] if location and location[0] == "body" else location:
         if isinstance(part, int):
             name += f"[{part}]"
         elif not (part[:1].isupper() or any(mark in part for mark in "[(-") or part in UNION_PARTS):
@@ -96,7 +96,7 @@ def field_name(place: Sequence[Any]) -> str:
 
 
 UNION_PARTS = {"str", "int", "float", "bool", "none", "constrained-str", "json_or_python"}
-"""What pydantic puts into the place of an error to tell which type of a union it tried."""
+"""What pydantic puts into the location of an error to tell which type of a union it tried."""
 
 
 def install(app: FastAPI, refused: Counter[str]) -> None:

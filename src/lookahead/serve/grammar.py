@@ -89,7 +89,7 @@ class Grammars:
         if matcher.is_error():
             raise refusal(matcher.get_error())
         if not full:  # a grammar whose lexer is renewed has passed
-            check_begin(matcher, self._model.backend.vocab_size, self._model.stop_ids)
+            check_first_tokens(matcher, self._model.backend.vocab_size, self._model.stop_ids)
         return matcher
 
     def _refused(self) -> str:
@@ -108,7 +108,7 @@ LEXER = "lexer error"
 """How llguidance names an error of the lexer."""
 
 
-def check_begin(compiled: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
+def check_first_tokens(compiled: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
     """Raise a 400 if a grammar fails within its first tokens.
 
     Some compile and then lead to a state that is beyond the limits, or to none: a `$ref` to itself, an endless chain of
@@ -276,10 +276,10 @@ class GrammarMask:
             if tokens[guess] not in self._ends and int(row[tokens[guess] >> 5]) >> (tokens[guess] & 31) & 1
         ]
 
-    def _fill(self, row: npt.NDArray[np.uint32], place: int) -> None:
-        """Write the tokens that are allowed at this place of the output."""
+    def _fill(self, row: npt.NDArray[np.uint32], position: int) -> None:
+        """Write the tokens that are allowed at this position of the output."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if place < self._least:
+        if position < self._least:
             goes_on = row & self._others
             if goes_on.any():
                 row[:] = goes_on

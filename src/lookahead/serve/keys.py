@@ -67,7 +67,7 @@ class Owner:
     file: str
     rights: frozenset[str] = frozenset()
 
-    def check(self, right: str, what: str, param: str | None = None) -> None:
+    def require_right(self, right: str, what: str, param: str | None = None) -> None:
         """Raise a 403 unless the owner has this right, which `what` needs. `param` is the field that asked for it."""
         if right not in self.rights:
             raise ApiError(

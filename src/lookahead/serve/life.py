@@ -18,9 +18,9 @@ from lookahead.generate import LookaheadModel
 from lookahead.serve.app import make_app
 from lookahead.serve.connection import Connection
 from lookahead.serve.errors import log, unavailable
-from lookahead.serve.listen import bind, cannot_listen, prepare
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
+from lookahead.serve.sockets import allow_port_reuse, bind, cannot_listen
 
 SWITCH_SECONDS = 0.0005
 """How long the event loop may keep the interpreter while the engine's thread wants it. Python's own 5 ms are as long as
@@ -28,7 +28,7 @@ a step on a GPU. Not tuned: between 0.1 and 2 ms no difference was seen with ste
 YOUNG_OBJECTS = 20_000
 """After so many new objects the collector looks for cycles among them. Python's own 700 are about ten requests: with 32
 streams, 30 collections a second took 2 to 3% of the time."""
-LAST_WORDS = 0.5
+FLUSH_SECONDS = 0.5
 """Seconds that clients get to read the error that ends their reply."""
 POLL = 0.02
 
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
         except Exception as error:
             raise ValueError(f"the server cannot start: {type(error).__name__}: {error}") from error
         try:
-            prepare(sockets or ())
+            allow_port_reuse(sockets or ())
             await super().startup(sockets)
         except OSError as error:
             raise cannot_listen(host, port, error) from error
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         if service.replies:
             self.say(f"ending {len(service.replies)} requests that were not finished in time")
             service.fail_all(unavailable("the server has shut down before the reply was finished; ask another one"))
-            end = loop.time() + LAST_WORDS
+            end = loop.time() + FLUSH_SECONDS
             while service.replies and loop.time() < end:
                 await asyncio.sleep(POLL)
         self.should_exit = True

@@ -41,10 +41,10 @@ class Queue:
 
     def enter(self, count: int) -> None:
         """Take places for so many sequences. Raises a 429 if there are too few."""
-        self.check(count)
+        self.check_room(count)
         self.taken += count
 
-    def check(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
         """Raise a 429 if there are too few places for so many sequences."""
         if count > self.most:
             raise ApiError(400, f"{count} sequences in one request, and the server takes {self.most} in all", param="n")
@@ -91,7 +91,7 @@ class Gate:
                 scope.setdefault("state", {})["owner"] = owner
             if scope["method"] == "POST":
                 self._check_headers(headers)
-                receive = await self._read_whole(receive)
+                receive = await self._read_body(receive)
         except ApiError as error:
             self.refused[str(error.status)] += 1
             error.headers.setdefault("Connection", "close")  # what is left of the body is not read
@@ -109,7 +109,7 @@ class Gate:
         if length.isdigit() and int(length) > self.max_body:
             raise self._too_long(f"{int(length)} bytes")
 
-    async def _read_whole(self, receive: Receive) -> Receive:
+    async def _read_body(self, receive: Receive) -> Receive:
         """Read the body as far as the limit. Returns a `receive` that gives it again."""
         parts, size, more = [], 0, True
         while more:

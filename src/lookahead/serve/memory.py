@@ -53,18 +53,18 @@ def folder_of(model: LookaheadModel, base: Path) -> Path:
     return base / hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
-def take(memory: SharedMemory, most: int) -> Arrays:
+def to_arrays(memory: SharedMemory, most: int) -> Arrays:
     """A copy of a memory: the newest `most` keys, and the calibration. Call it where the engine does not run."""
     items = list(memory.successors.items())[-most:]
     keys = np.full((len(items), WIDTH), NO_TOKEN, dtype=np.int32)
-    for line, (key, successors) in zip(keys, items, strict=True):
-        line[3 - len(key) : 3] = key
-        line[3] = len(successors)
-        line[4 : 4 + len(successors)] = successors
+    for row, (key, successors) in zip(keys, items, strict=True):
+        row[3 - len(key) : 3] = key
+        row[3] = len(successors)
+        row[4 : 4 + len(successors)] = successors
     return {"version": np.array(VERSION), "keys": keys, **memory.calibration.numbers()}
 
 
-def give(memory: SharedMemory, arrays: Arrays) -> None:
+def fill_from_arrays(memory: SharedMemory, arrays: Arrays) -> None:
     """Fill a memory from a copy. Raises ValueError if it does not fit."""
     check_version(int(arrays["version"]) if "version" in arrays else None, VERSION)
     keys = arrays["keys"]
@@ -74,9 +74,9 @@ def give(memory: SharedMemory, arrays: Arrays) -> None:
         raise ValueError("successors of an odd length")
     check_numbers(keys)
     memory.calibration.set_numbers(arrays)
-    for line in keys.tolist():
-        key = tuple(token for token in line[:3] if token != NO_TOKEN)
-        memory.successors.put(key, tuple(line[4 : 4 + line[3]]))
+    for row in keys.tolist():
+        key = tuple(token for token in row[:3] if token != NO_TOKEN)
+        memory.successors.put(key, tuple(row[4 : 4 + row[3]]))
 
 
 def check_numbers(keys: npt.NDArray[np.int32]) -> None:
@@ -108,7 +108,7 @@ def read(path: Path, memory: SharedMemory) -> bool:
     """Fill a memory from a file, if there is one. A file that cannot be read is set aside, with a warning."""
     remove_parts(path)
     try:
-        give(memory, load(path))
+        fill_from_arrays(memory, load(path))
     except FileNotFoundError:
         return False
     except Exception as error:  # damage can raise anything: zlib, zipfile and NumPy each have errors of their own
@@ -148,7 +148,7 @@ def set_aside(path: Path, why: str) -> None:
         log.warning("the memory %s cannot be read (%s); it is set aside as %s", path, why, aside)
 
 
-class Keeper:
+class MemorySaver:
     """Reads every owner's memory at the start, and writes it now and then and at the end.
 
     `in_worker` runs a function in a thread that may wait. `busy` tells whether somebody waits for the engine, which
@@ -171,7 +171,7 @@ class Keeper:
         self.folder = await self.in_worker(partial(folder_of, self.model, self.folder))
         for owner in self.owners:
             await self.in_worker(partial(read, self.path(owner), owner.memory))
-        self._saving = asyncio.ensure_future(self._save_now_and_then())
+        self._saving = asyncio.ensure_future(self._save_periodically())
 
     async def close(self) -> None:
         if self._saving is not None:
@@ -184,14 +184,14 @@ class Keeper:
     async def save(self) -> None:
         """Write every owner's memory. It is copied between two steps of the engine."""
         for owner in self.owners:
-            copy = partial(take, owner.memory, self.settings.memory_keys)
+            copy = partial(to_arrays, owner.memory, self.settings.memory_keys)
             try:
                 arrays = await self.in_worker(partial(self.model.front.call, copy))
                 await self.in_worker(partial(write, self.path(owner), arrays))
             except (OSError, RuntimeError) as error:
                 log.warning("the memory of %s cannot be written: %s", owner.name, error)
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_periodically(self) -> None:
         put_off = 0
         while True:
             await asyncio.sleep(self.settings.memory_seconds)

@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from lookahead.generate import LookaheadModel
-from lookahead.serve.jobs import Job
+from lookahead.serve.requests import RequestState
 
 OURS, VLLM = "lookahead", "vllm"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -76,42 +76,42 @@ class Metrics:
 
     # Counting.
 
-    def step(self, rows: int, seconds: float) -> None:
+    def observe_step(self, rows: int, seconds: float) -> None:
         """One pass of so many rows has run."""
         self.step_times[ROWS[min(bisect_left(ROWS, rows), len(ROWS) - 1)]].observe(seconds)
 
-    def news(self, job: Job, now: float) -> None:
+    def observe_tokens(self, state: RequestState, now: float) -> None:
         """A step gave this job tokens."""
-        stats = job.sequence.stats
-        new = stats.generated_tokens - job.counted
+        stats = state.sequence.stats
+        new = stats.generated_tokens - state.counted
         if new < 1:
             return
-        job.counted += new
+        state.counted += new
         self.totals["generation_tokens"] += new
-        if job.last_news:
-            self.times["inter_token_latency_seconds"].observe((now - job.last_news) / new, new)
+        if state.last_token_time:
+            self.times["inter_token_latency_seconds"].observe((now - state.last_token_time) / new, new)
         else:
-            self.times["time_to_first_token_seconds"].observe(now - job.begin)
+            self.times["time_to_first_token_seconds"].observe(now - state.begin)
             self.totals["prompt_tokens"] += stats.prompt_tokens
-        job.last_news = now
+        state.last_token_time = now
 
-    def finished(self, job: Job, now: float) -> None:
+    def observe_end(self, state: RequestState, now: float) -> None:
         """A job has ended, or was cancelled."""
-        self.news(job, now)  # what the engine told after the reply had been read to its end
-        stats, totals = job.sequence.stats, self.totals
-        self.success[job.sequence.finish_reason or "abort"] += 1
+        self.observe_tokens(state, now)  # what the engine told after the reply had been read to its end
+        stats, totals = state.sequence.stats, self.totals
+        self.success[state.sequence.finish_reason or "abort"] += 1
         guessed = stats.steps - 1
-        if guessed > 0 and job.sequence.config.sources:
+        if guessed > 0 and state.sequence.config.sources:
             totals["spec_decode_num_drafts"] += guessed
-        totals["spec_decode_num_draft_tokens"] += job.tried
+        totals["spec_decode_num_draft_tokens"] += state.tried
         totals["spec_decode_num_accepted_tokens"] += sum(stats.accepted_by_depth)
         totals["steps"] += stats.steps
         for depth, count in enumerate(stats.accepted_by_depth):
             self.by_depth[depth] += count
         self.by_source.update(stats.accepted_by_source)
-        if job.last_news:
+        if state.last_token_time:
             first = stats.first_token_seconds
-            self.times["e2e_request_latency_seconds"].observe(now - job.begin)
+            self.times["e2e_request_latency_seconds"].observe(now - state.begin)
             self.times["request_queue_time_seconds"].observe(stats.queue_seconds)
             self.times["request_prefill_time_seconds"].observe(max(0.0, first - stats.queue_seconds))
             self.times["request_decode_time_seconds"].observe(max(0.0, stats.seconds - first))

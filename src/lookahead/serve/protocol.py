@@ -112,12 +112,12 @@ class Generation(Body):
     def _options(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belongs to stream=true; leave it out")
-        if self.tells_steps and not self.stream:
+        if self.streams_steps and not self.stream:
             raise ValueError("lookahead.steps and lookahead.trace belong to stream=true; leave them out")
         return self
 
     @property
-    def tells_steps(self) -> bool:
+    def streams_steps(self) -> bool:
         """Whether the stream tells of each step."""
         return isinstance(self.lookahead, StreamedLookahead) and bool(self.lookahead.steps or self.lookahead.trace)
 

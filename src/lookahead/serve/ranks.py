@@ -11,9 +11,9 @@ from lookahead.generate import LookaheadModel
 from lookahead.parallel.lead import Recipe
 from lookahead.parallel.model import ParallelModel
 from lookahead.serve.grammar import Grammars
-from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.keys import KeyRing
-from lookahead.serve.recipes import GrammarText, GrammarTexts, as_plain, from_plain
+from lookahead.serve.requests import RequestSpec, RequestState
+from lookahead.serve.serialize import GrammarText, GrammarTexts, spec_from_dict, spec_to_dict
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
@@ -28,13 +28,13 @@ class LeadingService(Service):
         super().__init__(model, replace(settings, memory_folder=None))
         self.grammars: GrammarTexts = GrammarTexts(model)
 
-    def make_job(self, ask: Ask, index: int) -> Job:
-        recipe = Recipe(as_plain(ask, self.keys.owners.index(ask.owner)))
-        if isinstance(ask.mask, GrammarText):
-            ask = replace(ask, mask=self.grammars.compiled(ask.mask))
-        job = super().make_job(ask, index)
-        job.request.recipe = recipe
-        return job
+    def make_state(self, spec: RequestSpec, index: int) -> RequestState:
+        recipe = Recipe(spec_to_dict(spec, self.keys.owners.index(spec.owner)))
+        if isinstance(spec.mask, GrammarText):
+            spec = replace(spec, mask=self.grammars.compiled(spec.mask))
+        state = super().make_state(spec, index)
+        state.request.recipe = recipe
+        return state
 
 
 def follow(model: ParallelModel, settings: ServeSettings) -> None:
@@ -45,6 +45,6 @@ def follow(model: ParallelModel, settings: ServeSettings) -> None:
     model.prepare(settings.max_concurrency)
 
     def make(data: Any) -> Request:
-        return Job(model, tokenizer, from_plain(data, owners, grammars), 0).request
+        return RequestState(model, tokenizer, spec_from_dict(data, owners, grammars), 0).request
 
     model.follow(make)

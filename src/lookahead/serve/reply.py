@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from lookahead.serve.errors import ApiError, internal, unavailable
-from lookahead.serve.jobs import Job, Piece
+from lookahead.serve.requests import Piece, RequestState
 
 
 class Reply:
@@ -17,17 +17,17 @@ class Reply:
     It may take `timeout` seconds. `leave` is called with it when it is over, which may be more than once.
     """
 
-    def __init__(self, jobs: list[Job], timeout: float, leave: Callable[[Reply], None]) -> None:
-        self.jobs, self.timeout, self.leave = jobs, timeout, leave
+    def __init__(self, states: list[RequestState], timeout: float, leave: Callable[[Reply], None]) -> None:
+        self.states, self.timeout, self.leave = states, timeout, leave
         self.begin = perf_counter()
         self.failure: ApiError | None = None  # of the server; a reply that has ended does not mind
         self._broken: ApiError | None = None  # what ends the reply once its last pieces were given
-        self._running = len(jobs)
-        self._fresh: dict[Job, None] = {}
+        self._running = len(states)
+        self._fresh: dict[RequestState, None] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.Handle | None = None
         self._due = 0.0  # when the timer goes off; not each of uvloop's timers can tell
-        self._patience = 0.0  # until when `_news` waits, in the event loop's time
+        self._patience = 0.0  # until when `_wait_for_output` waits, in the event loop's time
         self._deadline: asyncio.Handle | None = None
 
     async def __aenter__(self) -> Reply:
@@ -54,7 +54,7 @@ class Reply:
         """
         while self._broken is None and self._running:
             if not self._fresh and self.failure is None:
-                await self._news(keep_alive)
+                await self._wait_for_output(keep_alive)
                 if not self._fresh and self.failure is None:
                     return []
             pieces = self._read_fresh()
@@ -71,8 +71,8 @@ class Reply:
         fresh, self._fresh = self._fresh, {}
         pieces = []
         try:
-            for job in fresh:
-                piece = self._read(job)
+            for state in fresh:
+                piece = self._read(state)
                 if piece is not None:
                     pieces.append(piece)
         except ApiError as error:  # it is raised after these pieces were given
@@ -81,10 +81,10 @@ class Reply:
 
     async def finish(self) -> list[list[Piece]]:
         """All pieces of every job, after their ends."""
-        found: list[list[Piece]] = [[] for _ in self.jobs]
+        found: list[list[Piece]] = [[] for _ in self.states]
         while (pieces := await self.next()) is not None:
             for piece in pieces:
-                found[self.jobs.index(piece.job)].append(piece)
+                found[self.states.index(piece.state)].append(piece)
         return found
 
     def fail(self, error: ApiError) -> None:
@@ -92,16 +92,16 @@ class Reply:
         self.failure = error
         self.wake()
 
-    def wake(self, job: Job | None = None) -> None:
+    def wake(self, state: RequestState | None = None) -> None:
         """Called in the event loop: this job has something, or the reply has failed."""
-        if job is not None:
-            self._fresh[job] = None
+        if state is not None:
+            self._fresh[state] = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _read(self, job: Job) -> Piece | None:
-        ticket = job.ticket
-        if ticket is None or job.over:
+    def _read(self, state: RequestState) -> Piece | None:
+        ticket = state.ticket
+        if ticket is None or state.over:
             return None
         done = ticket.done  # asked before the events are taken: after the end come no more
         events = ticket.take()
@@ -111,13 +111,13 @@ class Reply:
         elif done and error is None:
             error = self.failure or unavailable("the request was cancelled")
         if done:
-            job.over = True
+            state.over = True
             self._running -= 1
         if error is not None:
             raise error if isinstance(error, ApiError) else internal(error)
-        return job.read(events) if events else None
+        return state.read(events) if events else None
 
-    async def _news(self, seconds: float | None) -> None:
+    async def _wait_for_output(self, seconds: float | None) -> None:
         """Wait until there is something, at most so many seconds.
 
         One timer serves many waits: making one for each would take a tenth of the time of a chunk.

@@ -12,14 +12,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
 from lookahead.serve.chat import open_chat
+from lookahead.serve.choices import new_id, now, usage_of
 from lookahead.serve.errors import ApiError, explain, most_telling
-from lookahead.serve.items import InputItem, ResponsesBody
-from lookahead.serve.jobs import Piece
 from lookahead.serve.protocol import ChatBody
-from lookahead.serve.replies import new_id, now, usage_of
 from lookahead.serve.reply import Reply
+from lookahead.serve.requests import Piece
+from lookahead.serve.responses_protocol import InputItem, ResponsesBody
 from lookahead.serve.service import Service
-from lookahead.serve.stream import EventStream, event, whole
+from lookahead.serve.stream import EventStream, collect_outputs, event
 from lookahead.serve.tools import Call, Toolbox, toolbox
 
 router = APIRouter()
@@ -37,7 +37,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     format = Format(service, body, box, reply)
     if body.stream:
         return EventStream(reply, format, service.settings.keep_alive)
-    (pieces,) = await whole(reply, request)
+    (pieces,) = await collect_outputs(reply, request)
     format.text("".join(piece.text for piece in pieces))
     format.end(pieces[-1].finish_reason)
     return JSONResponse(format.record())
@@ -134,7 +134,7 @@ class Format:
         return {**item, "name": call.name, "arguments": call.arguments}
 
     def _usage(self) -> dict[str, Any]:
-        used = usage_of(self.reply.jobs)
+        used = usage_of(self.reply.states)
         return {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": used["prompt_tokens_details"],
@@ -154,13 +154,13 @@ class Format:
         begin = self._event("response.created", response=self.record())
         return begin + self._event("response.in_progress", response=self.record())
 
-    def news(self, piece: Piece) -> bytes:
+    def delta(self, piece: Piece) -> bytes:
         begun, called = bool(self.said), len(self.reader.calls)
         said, calls = self.text(piece.text)
         if piece.finish_reason is not None:
             rest, more = self.end(piece.finish_reason)
             said, calls = said + rest, calls + more
-        return b"".join(self._news(said, begun, calls, called))
+        return b"".join(self._delta_events(said, begun, calls, called))
 
     def last(self) -> bytes:
         ends = self._message_end() if self.said else []
@@ -170,32 +170,32 @@ class Format:
         self.status, self.error = "failed", {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=self.record())
 
-    def _news(self, said: str, begun: bool, calls: list[Call], called: int) -> list[bytes]:
+    def _delta_events(self, said: str, begun: bool, calls: list[Call], called: int) -> list[bytes]:
         """The events of what is new: text of the message, which has begun or not, and calls after those before."""
         found = []
-        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        where = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
         if said and not begun:
             item = self._message("", "in_progress")
             found.append(self._event("response.output_item.added", output_index=0, item=item))
-            found.append(self._event("response.content_part.added", **place, part=_part("")))
+            found.append(self._event("response.content_part.added", **where, part=_part("")))
         if said:
-            found.append(self._event("response.output_text.delta", **place, delta=said, logprobs=[]))
+            found.append(self._event("response.output_text.delta", **where, delta=said, logprobs=[]))
         for number, call in enumerate(calls, start=called + bool(self.said)):
             item = self._call_item(call)
             empty = {**item, "status": "in_progress", "arguments": ""}
-            where = {"item_id": item["id"], "output_index": number}
+            call_where = {"item_id": item["id"], "output_index": number}
             found.append(self._event("response.output_item.added", output_index=number, item=empty))
-            found.append(self._event("response.function_call_arguments.delta", **where, delta=call.arguments))
+            found.append(self._event("response.function_call_arguments.delta", **call_where, delta=call.arguments))
             done = {"name": call.name, "arguments": call.arguments}
-            found.append(self._event("response.function_call_arguments.done", **where, **done))
+            found.append(self._event("response.function_call_arguments.done", **call_where, **done))
             found.append(self._event("response.output_item.done", output_index=number, item=item))
         return found
 
     def _message_end(self) -> list[bytes]:
-        place = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
+        where = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
         return [
-            self._event("response.output_text.done", **place, text=self.said, logprobs=[]),
-            self._event("response.content_part.done", **place, part=_part(self.said)),
+            self._event("response.output_text.done", **where, text=self.said, logprobs=[]),
+            self._event("response.content_part.done", **where, part=_part(self.said)),
             self._event("response.output_item.done", output_index=0, item=self._message(self.said)),
         ]
 

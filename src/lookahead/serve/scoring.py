@@ -17,8 +17,8 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.request import TokenLogprobs
 from lookahead.serve.grammar import ALL
-from lookahead.serve.jobs import Ask, Piece
 from lookahead.serve.keys import Owner
+from lookahead.serve.requests import Piece, RequestSpec
 from lookahead.serve.service import Service
 
 SCORING = LookaheadConfig(window=0, guesses=0, budget=17, sources=("suffix",), recycle_scope="request")
@@ -36,9 +36,9 @@ class ForcedText:
         rows = np.zeros((len(tree.needed), self._words), dtype=np.uint32)
         done = len(sequence.tokens) - sequence.prompt_tokens
         for row, node in zip(rows, tree.needed, strict=True):
-            place = done + tree.depths[node]
-            if place < len(self._text):
-                token = self._text[place]
+            position = done + tree.depths[node]
+            if position < len(self._text):
+                token = self._text[position]
                 row[token >> 5] = 1 << (token & 31)
             else:
                 row[:] = ALL
@@ -48,11 +48,11 @@ class ForcedText:
         pass
 
 
-def scoring_ask(prompt: Sequence[int], count: int, owner: Owner, service: Service) -> Ask:
+def scoring_spec(prompt: Sequence[int], count: int, owner: Owner, service: Service) -> RequestSpec:
     """An ask whose pieces have the log-probabilities of all tokens of the prompt but the first, each with the `count`
     likeliest. The prompt must have two tokens or more."""
     backend, rest = service.model.backend, list(prompt[1:])
-    return Ask(
+    return RequestSpec(
         list(prompt[:1]),
         SCORING,
         SamplingParams(logprobs=count),

@@ -1,6 +1,6 @@
-"""From asks to the engine and back: an `Ask` becomes a job of the engine, and its events come back to asyncio.
+"""Between HTTP and the engine: a `RequestSpec` becomes an engine request, and its events return to asyncio.
 
-The engine's thread calls `Service._told` once per step, with all tickets that got something. That is one call into the
+The engine's thread calls `Service._on_step` once per step with every ticket that has new events: one call into the
 event loop per step, however many streams there are.
 """
 
@@ -21,14 +21,14 @@ from lookahead.engine.text import SharedTokenizer
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError, bad_request, log, unavailable
 from lookahead.serve.grammar import Grammars
-from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.keys import KeyRing
 from lookahead.serve.limits import Queue
-from lookahead.serve.memory import Keeper
+from lookahead.serve.logprobs import TokenFormatter
+from lookahead.serve.memory import MemorySaver
 from lookahead.serve.metrics import Metrics
 from lookahead.serve.reply import Reply
+from lookahead.serve.requests import RequestSpec, RequestState
 from lookahead.serve.settings import ServeSettings
-from lookahead.serve.spelling import Spelling
 
 R = TypeVar("R")
 
@@ -47,30 +47,30 @@ class Service:
         self.metrics = Metrics(self.name)
         self.grammars = Grammars(model)
         self.tokenizer = SharedTokenizer(model.tokenizer)
-        self.spelling = Spelling(model.tokenizer)
+        self.token_formatter = TokenFormatter(model.tokenizer)
         template = getattr(model.tokenizer, "chat_template", None) or ""  # some have several, by name
         self.template = template if isinstance(template, str) else "\n".join(template.values())
         self.created = int(time())
         self.draining = False
         self.replies: dict[Reply, None] = {}
-        self._jobs: dict[Request, tuple[Reply, Job]] = {}
+        self._states: dict[Request, tuple[Reply, RequestState]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="lookahead-prepare")
         self._probing: Ticket | None = None
-        self.keeper: Keeper | None = None
+        self.memory_saver: MemorySaver | None = None
         if settings.memory_folder is not None:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
-            self.keeper = Keeper(model, settings, owners, self.in_worker, lambda: bool(self.replies))
+            self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
         model.prepare(settings.max_concurrency, log.info)  # before anybody may ask
-        model.engine.watch = self.metrics.step
+        model.engine.watch = self.metrics.observe_step
 
     async def start(self) -> None:
         """Called in the event loop that serves."""
         self._loop = asyncio.get_running_loop()
         await self.in_worker(self.grammars.prepare)
-        if self.keeper is not None:
-            await self.keeper.start()
+        if self.memory_saver is not None:
+            await self.memory_saver.start()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included."""
@@ -89,32 +89,32 @@ class Service:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
 
-    def make_job(self, ask: Ask, index: int) -> Job:
-        return Job(self.model, self.tokenizer, ask, index)
+    def make_state(self, spec: RequestSpec, index: int) -> RequestState:
+        return RequestState(self.model, self.tokenizer, spec, index)
 
-    async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
+    async def open(self, prepare: Callable[[], list[RequestSpec]], size: int) -> Reply:
         """Prepare the asks of one HTTP request, and hand them to the engine. Raises an ApiError if it cannot be."""
         self.check_open()
-        self.queue.check(1)  # before any work is done for it
+        self.queue.check_room(1)  # before any work is done for it
 
-        def jobs() -> list[Job]:
+        def states() -> list[RequestState]:
             try:
-                return [self.make_job(ask, index) for index, ask in enumerate(prepare())]
+                return [self.make_state(spec, index) for index, spec in enumerate(prepare())]
             except ValueError as error:
                 raise bad_request(str(error)) from error
 
-        made = await self.in_worker(jobs, size)
+        made = await self.in_worker(states, size)
         if self.settings.log_prompts:
-            for job in made:
-                log.info("prompt of %s: %s", job.ask.owner.name, self.decode(job.ask.prompt))
+            for state in made:
+                log.info("prompt of %s: %s", state.spec.owner.name, self.decode(state.spec.prompt))
         self.check_open()
         self.queue.enter(len(made))
         reply = Reply(made, self.settings.request_timeout, self.leave)
         self.replies[reply] = None
         try:
-            for job in made:
-                self._jobs[job.request] = reply, job
-                job.ticket = self.model.front.submit(job.request, self._told)
+            for state in made:
+                self._states[state.request] = reply, state
+                state.ticket = self.model.front.submit(state.request, self._on_step)
         except BaseException as error:
             self.leave(reply)
             if isinstance(error, ValueError):
@@ -127,20 +127,20 @@ class Service:
         if reply not in self.replies:
             return
         del self.replies[reply]
-        for job in reply.jobs:
-            self._jobs.pop(job.request, None)
-            finished = job.ticket is not None and job.ticket.done
-            if job.ticket is not None and not job.ticket.done:
+        for state in reply.states:
+            self._states.pop(state.request, None)
+            finished = state.ticket is not None and state.ticket.done
+            if state.ticket is not None and not state.ticket.done:
                 try:
-                    self.model.front.cancel(job.ticket)
+                    self.model.front.cancel(state.ticket)
                 except RuntimeError:  # the engine is gone
                     finished = True
-            self.queue.leave(perf_counter() - job.begin if finished else None)
-            self.metrics.finished(job, perf_counter())
+            self.queue.leave(perf_counter() - state.begin if finished else None)
+            self.metrics.observe_end(state, perf_counter())
 
     # What the engine tells.
 
-    def _told(self, tickets: Sequence[Ticket]) -> None:
+    def _on_step(self, tickets: Sequence[Ticket]) -> None:
         """In the engine's thread, once per step."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -149,11 +149,11 @@ class Service:
 
     def _arrived(self, tickets: Sequence[Ticket], now: float) -> None:
         for ticket in tickets:
-            found = self._jobs.get(ticket.request)
+            found = self._states.get(ticket.request)
             if found is not None:
-                reply, job = found
-                self.metrics.news(job, now)
-                reply.wake(job)
+                reply, state = found
+                self.metrics.observe_tokens(state, now)
+                reply.wake(state)
 
     # Life.
 
@@ -189,6 +189,6 @@ class Service:
             reply.fail(error)
 
     async def close(self) -> None:
-        if self.keeper is not None:
-            await self.keeper.close()
+        if self.memory_saver is not None:
+            await self.memory_saver.close()
         self._worker.shutdown(wait=False, cancel_futures=True)

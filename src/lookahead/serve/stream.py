@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lookahead.serve.errors import ApiError, internal
-from lookahead.serve.jobs import Piece
 from lookahead.serve.limits import DIRECT_SEND
 from lookahead.serve.reply import Reply
+from lookahead.serve.requests import Piece
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
@@ -40,7 +40,7 @@ class Events(Protocol):
         """Before anything has come."""
         ...
 
-    def news(self, piece: Piece) -> bytes:
+    def delta(self, piece: Piece) -> bytes:
         """For one piece."""
         ...
 
@@ -56,7 +56,7 @@ class Events(Protocol):
 class EventStream(Response):
     """Streams a reply's events. However it ends, the reply's jobs end with it.
 
-    A chunk passes nothing but `Reply.next`, `Events.news` and the server's own `send`, because thousands of them are
+    A chunk passes nothing but `Reply.next`, `Events.delta` and the server's own `send`, because thousands of them are
     sent every second.
     """
 
@@ -82,9 +82,9 @@ class EventStream(Response):
             if begin := events.first():
                 await send(_body(begin))
             while (pieces := await reply.next(self.keep_alive)) is not None:
-                news = b"".join([events.news(piece) for piece in pieces])
-                if news or not pieces:
-                    await send(_body(news or COMMENT))
+                chunk = b"".join([events.delta(piece) for piece in pieces])
+                if chunk or not pieces:
+                    await send(_body(chunk or COMMENT))
             end = events.last()
         except ApiError as error:
             end = events.failed(error)
@@ -121,7 +121,7 @@ class Template:
         return self._before + encode_basestring(text).encode("utf-8", "replace") + self._after
 
 
-async def whole(reply: Reply, request: Request) -> list[list[Piece]]:
+async def collect_outputs(reply: Reply, request: Request) -> list[list[Piece]]:
     """All pieces of a reply that is not streamed. If the client goes away, its jobs are cancelled."""
     async with reply:
         finish = asyncio.ensure_future(reply.finish())

@@ -17,7 +17,7 @@ LONE = re.compile("[\ud800-\udfff]")
 LONGEST_NAME = 200
 
 
-class Found(NamedTuple):
+class LoneSurrogate(NamedTuple):
     """A string of a body that has a lone surrogate. `field` is the name of the string, or of what it is a key of."""
 
     field: str
@@ -53,18 +53,18 @@ def may_have_lone(body: bytes) -> bool:
     return ESCAPED.search(PAIR.sub(b"", text)) is not None
 
 
-def find(value: Any, name: str = "") -> Found | None:
+def find(value: Any, name: str = "") -> LoneSurrogate | None:
     """The first string with a lone surrogate, of a value whose name is known."""
     if isinstance(value, str):
         lone = LONE.search(value)
-        return None if lone is None else Found(name, lone[0], False)
+        return None if lone is None else LoneSurrogate(name, lone[0], False)
     if isinstance(value, list):
         return next(filter(None, (find(part, f"{name}[{index}]") for index, part in enumerate(value))), None)
     if not isinstance(value, dict):
         return None
     for key, part in value.items():
         if lone := LONE.search(key):
-            return Found(name, lone[0], True)
+            return LoneSurrogate(name, lone[0], True)
         if found := find(part, f"{name}.{key}" if name else key):
             return found
     return None

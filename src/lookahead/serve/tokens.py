@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from lookahead.serve.errors import ApiError, bad_request
 from lookahead.serve.protocol import DetokenizeBody, TokenizeBody
 from lookahead.serve.service import Service
-from lookahead.serve.tools import Toolbox, spoken
+from lookahead.serve.tools import Toolbox, template_messages
 
 router = APIRouter()
 
@@ -48,7 +48,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     def encode() -> list[int]:
         try:
             if body.messages is not None:
-                return service.model.encode(spoken(body.messages, Toolbox(), service.template))
+                return service.model.encode(template_messages(body.messages, Toolbox(), service.template))
             return service.model.encode(body.prompt or "", raw=True)
         except ValueError as error:
             raise bad_request(str(error)) from error
@@ -90,7 +90,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """All counters, for Prometheus. They sum over all keys, so that a key needs the right to see them: a prefix cache
     hit, a page in use or a short first step would tell of somebody else's prompt."""
-    request.state.owner.check("metrics", "/metrics")
+    request.state.owner.require_right("metrics", "/metrics")
     service: Service = request.app.state.service
     text = await service.metrics_text()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

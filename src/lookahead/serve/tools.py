@@ -127,20 +127,20 @@ def style_of(template: str) -> tuple[str, bool]:
     return "hermes", True
 
 
-def spoken(messages: Sequence[Message], box: Toolbox, template: str) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message], box: Toolbox, template: str) -> list[dict[str, Any]]:
     """Messages as chat templates take them. Where a template knows no tools, calls and results become text."""
     knows = style_of(template)[1]
-    found = [_spoken(message, knows) for message in messages]
+    found = [_template_message(message, knows) for message in messages]
     if box.tools and not knows:
-        told = instruction(box)
+        instructions = instruction(box)
         if found[0]["role"] == "system":
-            found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{told}"}
+            found[0] = {**found[0], "content": f"{found[0]['content']}\n\n{instructions}"}
         else:
-            found.insert(0, {"role": "system", "content": told})
+            found.insert(0, {"role": "system", "content": instructions})
     return found
 
 
-def _spoken(message: Message, knows: bool) -> dict[str, Any]:
+def _template_message(message: Message, knows: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
     if message.name is not None:

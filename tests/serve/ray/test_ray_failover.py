@@ -23,9 +23,9 @@ from lookahead.serve.app import make_app
 from lookahead.serve.ray import channels
 from lookahead.serve.ray.front import RemoteFront
 from lookahead.serve.ray.ingress import IngressService
-from lookahead.serve.ray.mirror import RemoteModel
+from lookahead.serve.ray.remote import RemoteModel
 from lookahead.serve.ray.replica import Replica, ReplicaService
-from lookahead.serve.ray.wire import Chunk, Errand, Facts
+from lookahead.serve.ray.wire import Chunk, DecodeRequest, Facts
 from lookahead.serve.settings import ServeSettings
 
 
@@ -88,7 +88,7 @@ class Handle:
 
     def __init__(self, replica: LocalReplica, deaths: list[int | None], error: Exception | None = None) -> None:
         self.replica, self.deaths, self.error = replica, list(deaths), error or ActorDiedError()
-        self.errands: list[Errand] = []
+        self.sent: list[DecodeRequest] = []
         self.names: list[str] = []
         self.calls: list[Call] = []
         self.decode = self
@@ -99,10 +99,10 @@ class Handle:
         self.names.append(multiplexed_model_id)
         return self
 
-    def remote(self, errand: Errand) -> Call:
-        self.errands.append(errand)
+    def remote(self, request: DecodeRequest) -> Call:
+        self.sent.append(request)
         death = self.deaths.pop(0) if self.deaths else None
-        self.calls.append(Call(self.replica.decode(errand), death, self.error))
+        self.calls.append(Call(self.replica.decode(request), death, self.error))
         return self.calls[-1]
 
 
@@ -119,9 +119,9 @@ def with_ingress(
         await replica.service.start()
         handle: Any = Handle(replica, deaths, error)
         remote = RemoteModel(Facts.of(model, "1"), RemoteFront(handle, "1"))
-        app = make_app(remote, ServeSettings(**settings), partial(IngressService, board=None, process="ingress"))
+        app = make_app(remote, ServeSettings(**settings), partial(IngressService, reports=None, process="ingress"))
         service = app.state.service
-        await super(IngressService, service).start()  # without the board
+        await super(IngressService, service).start()  # without the reports
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
             found = await test(client, handle, service)
         assert not service.replies
@@ -154,13 +154,13 @@ def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> 
 
     async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
         for death in range(12):
-            before = len(handle.errands)
+            before = len(handle.sent)
             handle.deaths = [death]
             answer = await client.post("/v1/completions", json=body)
             assert joined(answer.text) == expected, death
-            first, second = handle.errands[before:]
-            assert list(first.ask.output) == []
-            assert len(second.ask.output) >= death
+            first, second = handle.sent[before:]
+            assert list(first.spec.output) == []
+            assert len(second.spec.output) >= death
         assert service.front.counts["lost"] == 12
 
     with_ingress(served, [], test)
@@ -220,7 +220,7 @@ def joined(text: str) -> tuple[str, list[str], list[float]]:
     return "".join(part["text"] for part in parts), tokens, values
 
 
-def test_a_request_that_kills_two_replicas_is_given_up(served: Any) -> None:
+def test_a_request_that_kills_two_replicas_is_dropped(served: Any) -> None:
     async def test(client: httpx.AsyncClient, handle: Handle, service: IngressService) -> None:
         body = {"prompt": "true", "max_tokens": 20, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body)
@@ -232,7 +232,7 @@ def test_a_request_that_kills_two_replicas_is_given_up(served: Any) -> None:
         *_, last, done, empty = answer.text.split("\n\n")
         assert json.loads(last[6:])["error"]["code"] == "replicas_lost"
         assert (done, empty) == ("data: [DONE]", "")
-        assert service.front.counts == {"lost": 4, "given_up": 2}
+        assert service.front.counts == {"lost": 4, "dropped": 2}
 
     with_ingress(served, [3, 0], test)
 

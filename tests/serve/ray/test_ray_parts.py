@@ -1,4 +1,4 @@
-"""The parts around replicas that need no cluster: settings, conversations, the board, metrics, refusals, manifests."""
+"""The parts around replicas that need no cluster: settings, conversations, reports, metrics, refusals, manifests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lookahead.cli import app as command
 from lookahead.cli import serve as verb
 from lookahead.cli.common import Host
 from lookahead.serve.errors import ApiError
-from lookahead.serve.ray import board as boards
+from lookahead.serve.ray import reports as reports_module
 from lookahead.serve.ray.application import build
-from lookahead.serve.ray.board import Board, Post
 from lookahead.serve.ray.conversations import BLOCK, TAIL, Conversations, Homes
-from lookahead.serve.ray.gather import gathered, ingress_text
+from lookahead.serve.ray.gather import ingress_text, merge_metrics
 from lookahead.serve.ray.local import check_machine, cluster
+from lookahead.serve.ray.reports import Report, ReportStore
 from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.ray.wire import as_fields
 from lookahead.serve.settings import ServeSettings
@@ -185,27 +185,27 @@ def test_a_short_prompt_has_no_conversation_and_old_ones_are_forgotten() -> None
 def test_homes_are_kept_until_they_are_left() -> None:
     homes = Homes(kept=2)
     for conversation, replica in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("", "5")):
-        homes.settle(conversation, replica)
+        homes.assign(conversation, replica)
     assert [homes.find(name) for name in ("a", "b", "c", "")] == ["3", "", "4", ""]
-    homes.leave("a")
+    homes.forget("a")
     assert homes.find("a") == ""
 
 
-# The board, and the metrics of all.
+# Reports, and the merged metrics.
 
 
-def test_a_post_that_is_old_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_report_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(boards, "monotonic", lambda: now[0])
+    monkeypatch.setattr(reports_module, "monotonic", lambda: now[0])
 
     async def test() -> None:
-        board = Board()
-        await board.post("replica", "a", b"1")
-        now[0] = boards.STALE - 1
-        await board.post("replica", "b", b"2")
-        assert [post.name for post in await board.read()] == ["a", "b"]
-        now[0] = boards.STALE + 1
-        assert [post.name for post in await board.read()] == ["b"]
+        reports = ReportStore()
+        await reports.post("replica", "a", b"1")
+        now[0] = reports_module.STALE - 1
+        await reports.post("replica", "b", b"2")
+        assert [report.name for report in await reports.read()] == ["a", "b"]
+        now[0] = reports_module.STALE + 1
+        assert [report.name for report in await reports.read()] == ["b"]
 
     asyncio.run(test())
 
@@ -214,11 +214,11 @@ def test_one_text_has_the_samples_of_all_replicas(served: Any) -> None:
     from lookahead.serve.metrics import Metrics
 
     metrics = Metrics("tiny")
-    metrics.step(3, 0.01)
+    metrics.observe_step(3, 0.01)
     metrics.totals["generation_tokens"] = 5
     text = metrics.text(served)
     ingress = ingress_text("tiny", 4, Counter({"429": 2}), Counter(lost=1))
-    found = gathered([Post("replica", "b", text), Post("ingress", "i", ingress), Post("replica", "a", text)])
+    found = merge_metrics([Report("replica", "b", text), Report("ingress", "i", ingress), Report("replica", "a", text)])
     families = {family.name: family for family in text_string_to_metric_families(found.decode())}
     tokens = {sample.labels["replica"]: sample.value for sample in families["lookahead:generation_tokens"].samples}
     assert tokens == {"a": 5, "b": 5}

@@ -16,9 +16,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig
 
 from lookahead.serve.keys import read_keys
-from lookahead.serve.ray.board import Board
 from lookahead.serve.ray.ingress import Ingress
 from lookahead.serve.ray.replica import Replica
+from lookahead.serve.ray.reports import ReportStore
 from lookahead.serve.ray.settings import RaySettings
 
 NAME = "lookahead"
@@ -33,7 +33,7 @@ QUICK = 0.2
 def build(settings: RaySettings) -> serve.Application:
     """The application, ready for `serve.run`."""
     own, light = settings.serve, {"num_cpus": 0}
-    board = deployed(Board, num_replicas=1, max_ongoing_requests=MANY, ray_actor_options=light).bind()
+    reports = deployed(ReportStore, num_replicas=1, max_ongoing_requests=MANY, ray_actor_options=light).bind()
     replicas = deployed(
         Replica,
         max_ongoing_requests=own.max_concurrency + settings.ingresses,  # each ingress may have a channel
@@ -41,8 +41,8 @@ def build(settings: RaySettings) -> serve.Application:
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         graceful_shutdown_timeout_s=own.drain_seconds,
         **_count(settings),
-        **_place(settings),
-    ).bind(settings_for_replicas(settings), board)
+        **_placement(settings),
+    ).bind(settings_for_replicas(settings), reports)
     return deployed(
         serve.ingress()(Ingress),
         num_replicas=settings.ingresses,
@@ -50,7 +50,7 @@ def build(settings: RaySettings) -> serve.Application:
         ray_actor_options=light,
         # A redeployed ingress may finish all requests that it has taken.
         graceful_shutdown_timeout_s=max(own.drain_seconds, own.request_timeout),
-    ).bind(settings, replicas, board)
+    ).bind(settings, replicas, reports)
 
 
 def deployed(kind: type[Any], **options: Any) -> serve.Deployment:
@@ -85,7 +85,7 @@ def _count(settings: RaySettings) -> dict[str, Any]:
     }
 
 
-def _place(settings: RaySettings) -> dict[str, Any]:
+def _placement(settings: RaySettings) -> dict[str, Any]:
     """Where the ranks of a replica are: on one machine, all of them or none."""
     if settings.ranks == 1:
         return {}

@@ -61,13 +61,13 @@ class Homes:
         """Its home, or nothing."""
         return self._homes.get(conversation, "")
 
-    def settle(self, conversation: str, replica: str) -> None:
+    def assign(self, conversation: str, replica: str) -> None:
         if conversation and replica:
             self._homes[conversation] = replica
             self._homes.move_to_end(conversation)
             while len(self._homes) > self._kept:
                 self._homes.popitem(last=False)
 
-    def leave(self, conversation: str) -> None:
+    def forget(self, conversation: str) -> None:
         """Its home is gone."""
         self._homes.pop(conversation, None)

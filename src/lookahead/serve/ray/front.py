@@ -22,8 +22,8 @@ from lookahead.engine.request import Request
 from lookahead.serve.errors import ApiError
 from lookahead.serve.ray.channels import Channels, Inbox
 from lookahead.serve.ray.conversations import Homes
-from lookahead.serve.ray.mirror import Mirror
-from lookahead.serve.ray.wire import Chunk, Errand
+from lookahead.serve.ray.remote import RemoteSequence
+from lookahead.serve.ray.wire import Chunk, DecodeRequest
 
 log = logging.getLogger("ray.serve")
 """Ray's own log, whose lines carry the id of the request, in every process that it passes."""
@@ -37,9 +37,9 @@ PAUSE = 0.2
 class ReplicaLostError(Exception):
     """A replica has died, or its engine has failed. `told` is the error that it sent, if it could."""
 
-    def __init__(self, why: str, told: ApiError | None = None) -> None:
+    def __init__(self, why: str, reported: ApiError | None = None) -> None:
         super().__init__(why)
-        self.told = told
+        self.reported = reported
 
 
 class RemoteFront:
@@ -81,51 +81,51 @@ class RemoteFront:
             error = failed
         if not ticket.done:
             ticket.end(error)
-        self._tell(ticket)
+        self._notify(ticket)
 
     async def _generate(self, ticket: Ticket) -> None:
-        mirror, losses = cast(Mirror, ticket.request.sequence), 0
-        while mirror.finish_reason is None:
+        sequence, losses = cast(RemoteSequence, ticket.request.sequence), 0
+        while sequence.finish_reason is None:
             try:
-                async with aclosing(self._chunks(mirror, by_channel=not losses)) as chunks:
+                async with aclosing(self._chunks(sequence, by_channel=not losses)) as chunks:
                     async for chunk in chunks:
-                        for event in mirror.take(chunk, ticket.request):
+                        for event in sequence.take(chunk, ticket.request):
                             ticket.put(event)
-                        self._tell(ticket)
-                if mirror.finish_reason is None:
+                        self._notify(ticket)
+                if sequence.finish_reason is None:
                     raise ReplicaLostError("it ended without a reason")
             except ReplicaLostError as lost:
                 losses += 1
-                self._homes.leave(mirror.ask.conversation)
+                self._homes.forget(sequence.spec.conversation)
                 self.counts["lost"] += 1
-                sent = len(mirror.output)
+                sent = len(sequence.output)
                 log.warning("a replica was lost after %d tokens of a sequence (%s); loss %d", sent, lost, losses)
                 if losses >= MOST_LOSSES:
-                    self.counts["given_up"] += 1
-                    raise given_up(lost) from lost
+                    self.counts["dropped"] += 1
+                    raise too_many_losses(lost) from lost
             except BackPressureError as full:
-                if not mirror.output and not losses:
+                if not sequence.output and not losses:
                     raise queue_full() from full
                 await asyncio.sleep(PAUSE)  # it was accepted before, so it may wait
 
-    async def _chunks(self, mirror: Mirror, by_channel: bool) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, sequence: RemoteSequence, by_channel: bool) -> AsyncGenerator[Chunk, None]:
         """What one replica sends of a sequence, of which a part may have been sent already. After a loss it comes by
         the sequence's own stream alone: the channel may have been what was lost."""
-        ask, inbox = mirror.ask, Inbox(len(mirror.output))
-        replicas = self._replicas.options(stream=True, multiplexed_model_id=self._homes.find(ask.conversation))
+        spec, inbox = sequence.spec, Inbox(len(sequence.output))
+        replicas = self._replicas.options(stream=True, multiplexed_model_id=self._homes.find(spec.conversation))
         with self._channels.numbered(inbox) as number:
-            owner, name = self.owner_of(ask.owner), self._channels.name if by_channel else ""
-            errand = Errand.of(ask, owner, self._version, mirror.output, name, number)
-            stream = cast("DeploymentResponseGenerator[Chunk]", replicas.decode.remote(errand))
+            owner, name = self.owner_of(spec.owner), self._channels.name if by_channel else ""
+            call = DecodeRequest.of(spec, owner, self._version, sequence.output, name, number)
+            stream = cast("DeploymentResponseGenerator[Chunk]", replicas.decode.remote(call))
             reading = asyncio.get_running_loop().create_task(read_into(inbox, stream))
-            settled = False
+            assigned = False
             try:
                 while (chunk := await inbox.next()) is not None:
                     if chunk.error is not None:
                         raise refusal(ApiError(**chunk.error))
-                    if not settled:
-                        self._homes.settle(ask.conversation, chunk.replica)
-                        settled = True
+                    if not assigned:
+                        self._homes.assign(spec.conversation, chunk.replica)
+                        assigned = True
                     self._channels.use(chunk.replica)
                     yield chunk
             except RayTaskError:  # a mistake in the replica's code, not its death
@@ -139,7 +139,7 @@ class RemoteFront:
                     stream.cancel()
                     reading.cancel()
 
-    def _tell(self, ticket: Ticket) -> None:
+    def _notify(self, ticket: Ticket) -> None:
         if ticket.told is not None:
             ticket.told([ticket])
 
@@ -161,9 +161,9 @@ def refusal(error: ApiError) -> Exception:
     return error
 
 
-def given_up(lost: ReplicaLostError) -> ApiError:
-    if lost.told is not None:
-        return lost.told
+def too_many_losses(lost: ReplicaLostError) -> ApiError:
+    if lost.reported is not None:
+        return lost.reported
     message = f"{MOST_LOSSES} replicas were lost while they answered this request; it is given up"
     return ApiError(502, message, code="replicas_lost")
 

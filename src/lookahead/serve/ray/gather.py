@@ -11,15 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from lookahead.serve.metrics import OURS, Collector
-from lookahead.serve.ray.board import Post
+from lookahead.serve.ray.reports import Report
 
 
-def gathered(posts: Iterable[Post]) -> bytes:
+def merge_metrics(reports: Iterable[Report]) -> bytes:
     """One text of all posts. Families of the same name become one, as Prometheus demands."""
     families: dict[str, Metric] = {}
-    for post in sorted(posts):
-        for family in text_string_to_metric_families(post.text.decode()):
-            samples = [sample._replace(labels={**sample.labels, "replica": post.name}) for sample in family.samples]
+    for report in sorted(reports):
+        for family in text_string_to_metric_families(report.text.decode()):
+            samples = [sample._replace(labels={**sample.labels, "replica": report.name}) for sample in family.samples]
             known = families.setdefault(family.name, family)
             known.samples = samples if known is family else known.samples + samples
     return written(families.values())
@@ -38,11 +38,11 @@ def ingress_text(model: str, waiting: int, refused: Counter[str], counts: Counte
         f"{OURS}:replicas_lost", "Replicas that were lost while they generated a sequence.", labels=["model_name"]
     )
     lost.add_metric([model], counts["lost"])
-    given_up = CounterMetricFamily(
+    dropped = CounterMetricFamily(
         f"{OURS}:sequences_given_up", "Sequences that ended because too many replicas were lost.", labels=["model_name"]
     )
-    given_up.add_metric([model], counts["given_up"])
-    return written([queue, refusals, lost, given_up])
+    dropped.add_metric([model], counts["dropped"])
+    return written([queue, refusals, lost, dropped])
 
 
 def written(families: Iterable[Metric]) -> bytes:

@@ -17,17 +17,17 @@ from ray.serve.handle import DeploymentHandle
 
 from lookahead.serve.app import make_app
 from lookahead.serve.errors import unavailable
-from lookahead.serve.jobs import Ask, Job
 from lookahead.serve.limits import App, Receive, Scope, Send
-from lookahead.serve.ray.board import PERIOD, Post
 from lookahead.serve.ray.conversations import Conversations
 from lookahead.serve.ray.front import RemoteFront
-from lookahead.serve.ray.gather import gathered, ingress_text
-from lookahead.serve.ray.mirror import RemoteJob, RemoteModel
+from lookahead.serve.ray.gather import ingress_text, merge_metrics
+from lookahead.serve.ray.remote import RemoteModel, RemoteRequestState
+from lookahead.serve.ray.reports import PERIOD, Report
 from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.ray.wire import Facts
-from lookahead.serve.recipes import GrammarTexts, check_for_ranks
 from lookahead.serve.reply import Reply
+from lookahead.serve.requests import RequestSpec, RequestState
+from lookahead.serve.serialize import GrammarTexts, check_for_ranks
 from lookahead.serve.service import Service
 from lookahead.serve.settings import ServeSettings
 
@@ -50,12 +50,12 @@ class IngressService(Service):
         self,
         model: RemoteModel,
         settings: ServeSettings,
-        board: DeploymentHandle[Any],
+        reports: DeploymentHandle[Any],
         process: str,
         ranks: int = 1,
     ) -> None:
         super().__init__(model, settings)
-        self._board, self._process, self._ranks = board, process, ranks
+        self._reports, self._process, self._ranks = reports, process, ranks
         self._watching: asyncio.Task[None] | None = None
         self.grammars = GrammarTexts(model)  # the replicas follow them
         self.conversations = Conversations()
@@ -63,22 +63,22 @@ class IngressService(Service):
         self.front.owner_of = self.keys.owners.index
         self.live = 1  # this ingress has got the model's facts from one
 
-    def make_job(self, ask: Ask, index: int) -> Job:
+    def make_state(self, spec: RequestSpec, index: int) -> RequestState:
         if self._ranks > 1:
-            check_for_ranks(ask)
-        return RemoteJob(self.model, self.tokenizer, ask, index)
+            check_for_ranks(spec)
+        return RemoteRequestState(self.model, self.tokenizer, spec, index)
 
-    async def open(self, prepare: Callable[[], list[Ask]], size: int) -> Reply:
+    async def open(self, prepare: Callable[[], list[RequestSpec]], size: int) -> Reply:
         named = session.get()
 
-        def asks() -> list[Ask]:
+        def specs() -> list[RequestSpec]:
             found = prepare()
-            for ask in found:
-                owner = ask.owner.name
-                ask.conversation = f"{owner}/{named}" if named else self.conversations.name(owner, ask.prompt)
+            for spec in found:
+                owner = spec.owner.name
+                spec.conversation = f"{owner}/{named}" if named else self.conversations.name(owner, spec.prompt)
             return found
 
-        return await super().open(asks, size)
+        return await super().open(specs, size)
 
     def check_open(self) -> None:
         """Requests are taken even while no replica is there: they wait for the next one."""
@@ -114,20 +114,20 @@ class IngressService(Service):
 
     async def metrics_text(self) -> bytes:
         """The metrics of all replicas, and those of all ingresses."""
-        posts: list[Post] = await self._board.read.remote()
-        return gathered([*(post for post in posts if post.name != self._process), self._post()])
+        reports: list[Report] = await self._reports.read.remote()
+        return merge_metrics([*(report for report in reports if report.name != self._process), self._report()])
 
-    def _post(self) -> Post:
+    def _report(self) -> Report:
         text = ingress_text(self.name, self.waiting, self.metrics.refused, self.front.counts)
-        return Post("ingress", self._process, text)
+        return Report("ingress", self._process, text)
 
     async def _watch(self) -> None:
         """Tell the board about this ingress, and read how many replicas there are."""
         while True:
             with suppress(RayError, RayServeException):
-                await self._board.post.remote(*self._post())
-                posts: list[Post] = await self._board.read.remote()
-                self.count_replicas(sum(post.kind == "replica" for post in posts))
+                await self._reports.post.remote(*self._report())
+                reports: list[Report] = await self._reports.read.remote()
+                self.count_replicas(sum(report.kind == "replica" for report in reports))
             await asyncio.sleep(PERIOD)
 
 
@@ -148,13 +148,13 @@ class Ingress:
     """The deployment that speaks HTTP. It has no weights: the first replica tells it what it has to know."""
 
     async def __init__(  # type: ignore[misc]
-        self, settings: RaySettings, replicas: DeploymentHandle[Any], board: DeploymentHandle[Any]
+        self, settings: RaySettings, replicas: DeploymentHandle[Any], reports: DeploymentHandle[Any]
     ) -> None:
         facts: Facts = await replicas.facts.remote()
         model = RemoteModel(facts, RemoteFront(replicas, facts.version))
         own = replace(settings.serve, memory_folder=None)
         process = serve.get_replica_context().replica_id.unique_id
-        kind = partial(IngressService, board=board, process=process, ranks=settings.ranks)
+        kind = partial(IngressService, reports=reports, process=process, ranks=settings.ranks)
         self.app_ = make_app(model, own, kind)
         self.service: IngressService = self.app_.state.service
 

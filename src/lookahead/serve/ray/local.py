@@ -17,14 +17,14 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
-from lookahead.serve.listen import bound, written
 from lookahead.serve.ray.application import NAME, build
 from lookahead.serve.ray.settings import RaySettings
+from lookahead.serve.sockets import bound, host_port
 
 QUICK_HOPS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 """Ray's switches for fewer threads on the way of a chunk, set in `deploy/ray.yaml`, too. With 16 streams on two busy
 cores, 430 tokens per second became 590 with them."""
-LAST_WORDS = 1.0
+FLUSH_SECONDS = 1.0
 """Seconds that the proxy gets to pass on what the ingress has written last, before everything is stopped."""
 LONGEST_STOP = 30.0
 """Seconds that Ray may take to stop, after the requests have ended."""
@@ -54,7 +54,7 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
     with bound(own.host, own.port) as sockets:  # whether it can be: Ray's proxy binds the address itself
         port: int = sockets[0].getsockname()[1]
     logging.getLogger("ray").setLevel(logging.ERROR)
-    where = written(own.host, port)
+    where = host_port(own.host, port)
     with variables({"RAY_USAGE_STATS_ENABLED": "0", **QUICK_HOPS}), named("Ray cannot start"):  # its processes inherit
         ray.init(
             address="local",
@@ -143,4 +143,4 @@ def drain(seconds: float, say: Callable[[str], None]) -> None:
     left = ingress.drain.remote(seconds).result(timeout_s=seconds + LONGEST_STOP)
     if left:
         say(f"{left} requests were not finished in time")
-    time.sleep(LAST_WORDS)
+    time.sleep(FLUSH_SECONDS)

@@ -40,15 +40,15 @@ class Ranks:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             actor = make.options(scheduling_strategy=strategy).remote()
             self._actors.append(actor)
-            self._ends.append(actor.follow.remote(settings, place_of(settings, rank, self._port)))
+            self._ends.append(actor.follow.remote(settings, rank_info(settings, rank, self._port)))
 
     def load(self, settings: RaySettings) -> ParallelModel:
         """Load the model together with the other ranks, and lead them."""
-        model = load_rank(settings, place_of(settings, 0, self._port))
+        model = load_rank(settings, rank_info(settings, 0, self._port))
         model.lead()
         return model
 
-    async def end_together(self) -> None:
+    async def exit_with_ranks(self) -> None:
         """Wait for the end of a rank, and end this process with it."""
         ends = [asyncio.ensure_future(_outcome(end)) for end in self._ends]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -64,7 +64,7 @@ class Rank:
         follow(model, settings.for_replicas())
 
 
-def place_of(settings: RaySettings, rank: int, port: int) -> Place:
+def rank_info(settings: RaySettings, rank: int, port: int) -> Place:
     """Where a rank stands. One that has whole GPUs sees no others, so that its first GPU is its own."""
     sees_own = settings.gpus >= 1
     local, count = (0, 1) if sees_own else (rank, settings.ranks)

@@ -19,16 +19,16 @@ import lookahead
 from lookahead.engine.request import Event, Request
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError, bad_request, internal, unavailable
-from lookahead.serve.jobs import Ask, Job, Piece
 from lookahead.serve.life import SWITCH_SECONDS
 from lookahead.serve.memory import folder_of
 from lookahead.serve.ranks import LeadingService
-from lookahead.serve.ray.board import PERIOD
 from lookahead.serve.ray.channels import Numbered, Outbox
 from lookahead.serve.ray.ranks import Ranks
+from lookahead.serve.ray.reports import PERIOD
 from lookahead.serve.ray.settings import RaySettings
-from lookahead.serve.ray.wire import Chunk, Errand, Facts, as_fields
-from lookahead.serve.recipes import GrammarText
+from lookahead.serve.ray.wire import Chunk, DecodeRequest, Facts, as_fields
+from lookahead.serve.requests import Piece, RequestSpec, RequestState
+from lookahead.serve.serialize import GrammarText
 from lookahead.serve.service import Service
 
 CHUNK_SECONDS = 0.001
@@ -47,7 +47,7 @@ class Events(Piece):
     events: Sequence[Event] = ()
 
 
-class ReplicaJob(Job):
+class ReplicaRequestState(RequestState):
     """A job whose events are handed on as they are."""
 
     def read(self, events: Sequence[Event]) -> Piece:
@@ -58,8 +58,8 @@ class ReplicaJob(Job):
 class ReplicaService(Service):
     """The service of a replica: the same engine, metrics and memories as in one process, without texts."""
 
-    def make_job(self, ask: Ask, index: int) -> Job:
-        return ReplicaJob(self.model, self.tokenizer, ask, index)
+    def make_state(self, spec: RequestSpec, index: int) -> RequestState:
+        return ReplicaRequestState(self.model, self.tokenizer, spec, index)
 
 
 class LeadingReplicaService(LeadingService, ReplicaService):
@@ -72,11 +72,11 @@ class Replica:
     _chunk_seconds = CHUNK_SECONDS
 
     async def __init__(  # type: ignore[misc]
-        self, settings: RaySettings, board: DeploymentHandle[Any]
+        self, settings: RaySettings, reports: DeploymentHandle[Any]
     ) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         context = serve.get_replica_context()
-        self.name, self._board = context.replica_id.unique_id, board
+        self.name, self._reports = context.replica_id.unique_id, reports
         self._outboxes: dict[str, Outbox] = {}  # by ingress
         self._chunk_seconds = CHUNK_SECONDS * settings.most / settings.ingresses
         ranks = Ranks(settings) if settings.ranks > 1 else None
@@ -84,16 +84,16 @@ class Replica:
         model = await asyncio.to_thread(load if ranks is None else ranks.load, settings)
         kind: Callable[..., ReplicaService] = ReplicaService
         if ranks is not None:
-            kind, self._ranks = LeadingReplicaService, asyncio.ensure_future(ranks.end_together())
-        told = settings.for_replicas()
-        if told.memory_folder is not None:  # two replicas must not write the same file
-            told = replace(told, memory_folder=told.memory_folder / f"replica-{context.rank.rank}")
-        await asyncio.to_thread(model.prepare, told.max_concurrency)
-        self.service = kind(model, told)
+            kind, self._ranks = LeadingReplicaService, asyncio.ensure_future(ranks.exit_with_ranks())
+        own = settings.for_replicas()
+        if own.memory_folder is not None:  # two replicas must not write the same file
+            own = replace(own, memory_folder=own.memory_folder / f"replica-{context.rank.rank}")
+        await asyncio.to_thread(model.prepare, own.max_concurrency)
+        self.service = kind(model, own)
         self.version = version_of(model, settings)
         await self.service.start()
         await self.introduce(self.name)
-        self._posting = asyncio.ensure_future(self._post_now_and_then())
+        self._reporting = asyncio.ensure_future(self._report_periodically())
 
     async def facts(self) -> Facts:
         """What an ingress has to know of the model."""
@@ -105,25 +105,25 @@ class Replica:
         router sends requests for it here, and elsewhere if this replica is full or gone."""
         return name
 
-    async def decode(self, errand: Errand) -> AsyncIterator[Chunk]:
+    async def decode(self, call: DecodeRequest) -> AsyncIterator[Chunk]:
         """Generate a sequence, or what is left of it. One chunk per step, or fewer if there are many sequences."""
-        first = at = len(errand.ask.output)
+        first = at = len(call.spec.output)
         try:
-            if errand.version != self.version:
+            if call.version != self.version:
                 raise unavailable("the model was replaced while it answered; ask again")
-            if isinstance(mask := errand.ask.mask, GrammarText):  # compiled here, not on the event loop
+            if isinstance(mask := call.spec.mask, GrammarText):  # compiled here, not on the event loop
                 await self.service.in_worker(lambda: mask.mask(self.service.grammars))
-            reply = await self.service.open(lambda: [self._ask(errand)], TOKEN_BYTES * len(errand.ask.prompt))
+            reply = await self.service.open(lambda: [self._spec(call)], TOKEN_BYTES * len(call.spec.prompt))
             async with reply:
-                job = reply.jobs[0]
+                state = reply.states[0]
                 while (pieces := await reply.next()) is not None:
                     for piece in cast("list[Events]", pieces):
-                        chunk = self._chunk(at, job, piece.events)
-                        outbox = self._outboxes.get(errand.ingress)
+                        chunk = self._chunk(at, state, piece.events)
+                        outbox = self._outboxes.get(call.ingress)
                         if outbox is None or at == first or chunk.stats is not None:
                             yield chunk
                         else:
-                            outbox.put(errand.number, chunk)
+                            outbox.put(call.number, chunk)
                         at += sum(len(event.tokens) for event in piece.events)
                     if (others := len(self.service.replies) - 1) > 0:
                         await asyncio.sleep(self._chunk_seconds * others)
@@ -143,20 +143,20 @@ class Replica:
         finally:
             del self._outboxes[ingress]
 
-    def _ask(self, errand: Errand) -> Ask:
+    def _spec(self, call: DecodeRequest) -> RequestSpec:
         """The sequence with an owner and a mask of this process."""
-        ask, owners = errand.ask, self.service.keys.owners
-        if errand.owner >= len(owners):
+        spec, owners = call.spec, self.service.keys.owners
+        if call.owner >= len(owners):
             raise bad_request("the replica does not know this key; deploy it anew")
-        mask = ask.mask.mask(self.service.grammars) if isinstance(ask.mask, GrammarText) else ask.mask
-        return replace(ask, owner=owners[errand.owner], mask=mask)
+        mask = spec.mask.mask(self.service.grammars) if isinstance(spec.mask, GrammarText) else spec.mask
+        return replace(spec, owner=owners[call.owner], mask=mask)
 
-    def _chunk(self, at: int, job: Job, events: Sequence[Event]) -> Chunk:
+    def _chunk(self, at: int, state: RequestState, events: Sequence[Event]) -> Chunk:
         nobody = cast(Request, None)  # the ingress puts its own request in
         chunk = Chunk(at, [replace(event, request=nobody) for event in events], self.name)
         if events[-1].finish_reason is not None:
-            prediction = job.sequence.prediction
-            chunk.cached, chunk.stats = job.request.cached, job.sequence.stats
+            prediction = state.sequence.prediction
+            chunk.cached, chunk.stats = state.request.cached, state.sequence.stats
             chunk.predicted = 0 if prediction is None else prediction.accepted
         return chunk
 
@@ -164,12 +164,12 @@ class Replica:
         """Ray asks this now and then, and replaces a replica that fails several times."""
         self.service.check_ready()
 
-    async def _post_now_and_then(self) -> None:
+    async def _report_periodically(self) -> None:
         service = self.service
         while True:
             text = service.metrics.text(service.model, service.settings.vllm_metrics)
             with suppress(RayError, RayServeException):
-                await self._board.post.remote("replica", self.name, text)
+                await self._reports.post.remote("replica", self.name, text)
             await asyncio.sleep(PERIOD)
 
     async def __del__(self) -> None:
@@ -177,7 +177,7 @@ class Replica:
         if hasattr(self, "_ranks"):
             self._ranks.cancel()
         if hasattr(self, "_posting"):
-            self._posting.cancel()
+            self._reporting.cancel()
             await self.service.close()
 
 

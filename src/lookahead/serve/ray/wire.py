@@ -12,7 +12,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.engine.request import Event
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError
-from lookahead.serve.jobs import Ask
+from lookahead.serve.requests import RequestSpec
 from lookahead.stats import Stats
 
 
@@ -56,14 +56,14 @@ class Facts:
 
 
 @dataclass
-class Errand:
-    """A sequence that a replica is asked for. `ask.output` is what other replicas have generated of it.
+class DecodeRequest:
+    """A sequence that a replica is asked for. `spec.output` is what other replicas have generated of it.
 
     `owner` is the place of its key in the list of keys. `ingress` is who asks, and `number` the errand's own there: see
     `channels`.
     """
 
-    ask: Ask
+    spec: RequestSpec
     owner: int
     version: str
     ingress: str = ""
@@ -71,10 +71,10 @@ class Errand:
 
     @classmethod
     def of(
-        cls, ask: Ask, owner: int, version: str, output: Sequence[int], ingress: str = "", number: int = 0
-    ) -> Errand:
+        cls, spec: RequestSpec, owner: int, version: str, output: Sequence[int], ingress: str = "", number: int = 0
+    ) -> DecodeRequest:
         without: Any = None  # an owner has memories, which stay where they are
-        return cls(replace(ask, owner=without, output=list(output)), owner, version, ingress, number)
+        return cls(replace(spec, owner=without, output=list(output)), owner, version, ingress, number)
 
 
 @dataclass

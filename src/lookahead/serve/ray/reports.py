@@ -14,7 +14,7 @@ STALE = 5.0
 """Seconds after which a post no longer counts: its replica has gone."""
 
 
-class Post(NamedTuple):
+class Report(NamedTuple):
     """What a process said of itself: its kind (replica or ingress), its name, and its metrics in Prometheus' text."""
 
     kind: str
@@ -22,17 +22,17 @@ class Post(NamedTuple):
     text: bytes
 
 
-class Board:
+class ReportStore:
     """A deployment of one process. If it dies, the posts are back within a second."""
 
     def __init__(self) -> None:
-        self._posts: dict[tuple[str, str], tuple[Post, float]] = {}
+        self._reports: dict[tuple[str, str], tuple[Report, float]] = {}
 
     async def post(self, kind: str, name: str, text: bytes) -> None:
-        self._posts[kind, name] = Post(kind, name, text), monotonic()
+        self._reports[kind, name] = Report(kind, name, text), monotonic()
 
-    async def read(self) -> list[Post]:
+    async def read(self) -> list[Report]:
         """The posts that still count."""
         now = monotonic()
-        self._posts = {key: (post, when) for key, (post, when) in self._posts.items() if now - when < STALE}
-        return [post for post, _ in self._posts.values()]
+        self._reports = {key: (report, when) for key, (report, when) in self._reports.items() if now - when < STALE}
+        return [report for report, _ in self._reports.values()]

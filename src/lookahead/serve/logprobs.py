@@ -15,14 +15,14 @@ LEAST = -9999.0
 """Stands for a log-probability of minus infinity, which JSON cannot write."""
 
 
-class Spelling:
+class TokenFormatter:
     """How a model's tokens are spelled, one by one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.of = lru_cache(1 << 16)(self._of)
+        self.text_and_bytes = lru_cache(1 << 16)(self._text_and_bytes)
 
-    def _of(self, token: int) -> tuple[str, list[int]]:
+    def _text_and_bytes(self, token: int) -> tuple[str, list[int]]:
         """A token's text and its bytes. A token that is a part of a character has a text of U+FFFD, but true bytes."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
@@ -38,7 +38,7 @@ class Spelling:
             raw = bytes(byte_of_mark()[mark] for mark in piece)
         return raw.decode("utf-8", "replace"), list(raw)
 
-    def chat(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    def chat_logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
         """Log-probabilities as chats have them."""
         return [
             {**self._entry(token, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top]}
@@ -46,16 +46,18 @@ class Spelling:
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.of(token)
+        text, raw = self.text_and_bytes(token)
         return {"token": text, "logprob": max(LEAST, logprob), "bytes": raw}
 
-    def _likeliest(self, one: TokenLogprobs) -> dict[str, float]:
-        return {self.of(token)[0]: max(LEAST, value) for token, value in one.top}
+    def _top_logprobs(self, one: TokenLogprobs) -> dict[str, float]:
+        return {self.text_and_bytes(token)[0]: max(LEAST, value) for token, value in one.top}
 
-    def completion(self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offset: int) -> dict[str, Any]:
+    def completion_logprobs(
+        self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offset: int
+    ) -> dict[str, Any]:
         """Log-probabilities as completions have them. `offset` is where the text of the first token begins. None
         stands for those of a prompt's first token, which follows nothing."""
-        texts = [self.of(token)[0] for token in tokens]
+        texts = [self.text_and_bytes(token)[0] for token in tokens]
         offsets = []
         for text in texts:
             offsets.append(offset)
@@ -63,6 +65,6 @@ class Spelling:
         return {
             "tokens": texts,
             "token_logprobs": [None if one is None else max(LEAST, one.logprob) for one in found],
-            "top_logprobs": [None if one is None else self._likeliest(one) for one in found],
+            "top_logprobs": [None if one is None else self._top_logprobs(one) for one in found],
             "text_offset": offsets,
         }

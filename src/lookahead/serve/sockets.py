@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         why = f"the host is not known ({error.args[-1]}); give another --host, such as 127.0.0.1"
-        raise ValueError(f"cannot listen on {written(host, port)}: {why}") from error
+        raise ValueError(f"cannot listen on {host_port(host, port)}: {why}") from error
     sockets: list[socket.socket] = []
     absent: OSError | None = None
     for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
@@ -76,7 +76,7 @@ def _bind(family: socket.AddressFamily, address: Any) -> socket.socket:
     return one
 
 
-def prepare(sockets: Sequence[socket.socket]) -> None:
+def allow_port_reuse(sockets: Sequence[socket.socket]) -> None:
     """Call this just before they listen: a later server must not be kept from the port by this one's connections."""
     for one in sockets:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,8 +85,8 @@ def prepare(sockets: Sequence[socket.socket]) -> None:
 def cannot_listen(host: str, port: int, error: OSError) -> ValueError:
     """The line for the person who starts the server."""
     why = REASONS.get(error.errno or 0) or error.strerror or str(error)
-    return ValueError(f"cannot listen on {written(host, port)}: {why}")
+    return ValueError(f"cannot listen on {host_port(host, port)}: {why}")
 
 
-def written(host: str, port: int) -> str:
+def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

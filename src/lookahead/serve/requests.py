@@ -16,12 +16,12 @@ from lookahead.serve.keys import Owner
 
 
 @dataclass
-class Ask:
+class RequestSpec:
     """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble. The
     text of the first `unsearched` tokens is not searched for stop strings. `output` is the beginning of the answer, if
     another engine has generated it already. Asks of the same `conversation` share a long beginning: see `ray`.
 
-    With `tells_steps` its pieces say what each step did, and the first `trees` steps show their tree.
+    With `streams_steps` its pieces say what each step did, and the first `trees` steps show their tree.
     """
 
     prompt: list[int]
@@ -33,7 +33,7 @@ class Ask:
     mask: TokenMask | None = None
     prediction: Sequence[int] = ()
     unsearched: int = 0
-    tells_steps: bool = False
+    streams_steps: bool = False
     trees: int = 0
     output: Sequence[int] = ()
     conversation: str = ""
@@ -52,7 +52,7 @@ class Step:
 class Piece:
     """What a job gave since the piece before: text, tokens, and why it ended, if it did."""
 
-    job: Job
+    state: RequestState
     text: str
     tokens: list[int]
     logprobs: list[TokenLogprobs]
@@ -60,43 +60,43 @@ class Piece:
     steps: Sequence[Step] = ()
 
 
-class Job:
+class RequestState:
     """One sequence on its way. `index` is its place in the reply."""
 
-    def __init__(self, model: LookaheadModel, tokenizer: SharedTokenizer, ask: Ask, index: int) -> None:
-        self.ask, self.index = ask, index
+    def __init__(self, model: LookaheadModel, tokenizer: SharedTokenizer, spec: RequestSpec, index: int) -> None:
+        self.spec, self.index = spec, index
         self.request = self._request(model, tokenizer)
         self.sequence = self.request.sequence
-        self.request.tells_steps, self.request.trees = ask.tells_steps, ask.trees
-        self.text = TextStream(tokenizer, ask.stops, ask.unsearched)
+        self.request.tells_steps, self.request.trees = spec.streams_steps, spec.trees
+        self.text = TextStream(tokenizer, spec.stops, spec.unsearched)
         self.ticket: Ticket | None = None
         self.begin = perf_counter()
-        self.last_news = 0.0  # when the last token came
+        self.last_token_time = 0.0  # when the last token came
         self.counted = 0  # tokens that the metrics have counted
         self.tried = 0
-        self.told = 0  # steps that were told
+        self.steps_sent = 0
         self.over = False
 
     def _request(self, model: LookaheadModel, tokenizer: SharedTokenizer) -> Request:
         """What the engine gets. The output that there is already counts as output for everything that follows it."""
-        ask, ends = self.ask, None
-        if ask.stops.stops:  # the engine's thread looks for stop strings in a text of its own
-            searched = TextStream(tokenizer, ask.stops, ask.unsearched)
-            searched.push_tokens(ask.output)
+        spec, ends = self.spec, None
+        if spec.stops.stops:  # the engine's thread looks for stop strings in a text of its own
+            searched = TextStream(tokenizer, spec.stops, spec.unsearched)
+            searched.push_tokens(spec.output)
             ends = searched.push_token
-        if ask.mask is not None and ask.output:
-            ask.mask.accept(ask.output)
+        if spec.mask is not None and spec.output:
+            spec.mask.accept(spec.output)
         sequence = DecodingSequence(
-            ask.prompt,
-            ask.config,
-            ask.sampling,
-            ask.rules,
+            spec.prompt,
+            spec.config,
+            spec.sampling,
+            spec.rules,
             ends=ends,
-            memory=ask.owner.memory,
-            prediction=ask.prediction,
-            output=ask.output,
+            memory=spec.owner.memory,
+            prediction=spec.prediction,
+            output=spec.output,
         )
-        return Request(sequence, model.verifier(sequence), mask=ask.mask, salt=ask.owner.salt)
+        return Request(sequence, model.verifier(sequence), mask=spec.mask, salt=spec.owner.salt)
 
     def read(self, events: Sequence[Event]) -> Piece:
         """Take what steps have given, in the event loop's thread. An EOS is no text."""
@@ -111,9 +111,9 @@ class Job:
             tokens += kept
             logprobs += (event.logprobs or [])[: len(kept)]
             self.tried += event.tried
-            if self.ask.tells_steps:
-                self.told += 1
-                steps.append(Step(self.told, self._take(reason), event))
+            if self.spec.streams_steps:
+                self.steps_sent += 1
+                steps.append(Step(self.steps_sent, self._take(reason), event))
         text = self._take(reason)
         if steps:
             text = "".join(step.text for step in steps) + text

@@ -8,9 +8,9 @@ from time import time
 from typing import Any
 
 from lookahead.serve.errors import ApiError
-from lookahead.serve.jobs import Job
 from lookahead.serve.protocol import StreamOptions
 from lookahead.serve.reply import Reply
+from lookahead.serve.requests import RequestState
 from lookahead.serve.stream import DONE, event
 from lookahead.stats import Stats
 
@@ -23,19 +23,19 @@ def now() -> int:
     return int(time())
 
 
-def usage_of(jobs: Sequence[Job]) -> dict[str, Any]:
+def usage_of(states: Sequence[RequestState]) -> dict[str, Any]:
     """OpenAI's usage, and under `lookahead` what the guesses gave. Choices of one prompt count it once."""
-    total = Stats.total(job.sequence.stats for job in jobs)
-    prompts = {id(job.ask.prompt): job for job in jobs}.values()
-    prompt = sum(len(job.ask.prompt) for job in prompts)
-    predictions = [job.sequence.prediction for job in jobs if job.sequence.prediction is not None]
+    total = Stats.total(state.sequence.stats for state in states)
+    prompts = {id(state.spec.prompt): state for state in states}.values()
+    prompt = sum(len(state.spec.prompt) for state in prompts)
+    predictions = [state.sequence.prediction for state in states if state.sequence.prediction is not None]
     accepted = sum(one.accepted for one in predictions)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": total.generated_tokens,
         "total_tokens": prompt + total.generated_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(min(job.request.cached, len(job.ask.prompt)) for job in prompts)
+            "cached_tokens": sum(min(state.request.cached, len(state.spec.prompt)) for state in prompts)
         },
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
@@ -44,7 +44,7 @@ def usage_of(jobs: Sequence[Job]) -> dict[str, Any]:
         "lookahead": {
             "steps": total.steps,
             "compression": round(total.compression, 3),
-            "tried": sum(job.tried for job in jobs),
+            "tried": sum(state.tried for state in states),
             "accepted": sum(total.accepted_by_depth),
             "by_source": total.accepted_by_source,
         },
@@ -56,12 +56,12 @@ class Choices:
 
     def __init__(self, head: dict[str, Any], options: StreamOptions | None, reply: Reply) -> None:
         self.head, self.reply = head, reply
-        self._tells_usage = options is not None and options.include_usage
+        self._includes_usage = options is not None and options.include_usage
 
     def last(self) -> bytes:
-        if not self._tells_usage:
+        if not self._includes_usage:
             return DONE
-        return event({**self.head, "choices": [], "usage": usage_of(self.reply.jobs)}) + DONE
+        return event({**self.head, "choices": [], "usage": usage_of(self.reply.states)}) + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE

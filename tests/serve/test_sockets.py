@@ -15,8 +15,8 @@ import lookahead.parallel
 from lookahead.cli import app
 from lookahead.cli.common import Host
 from lookahead.cli.ranks import Ranks
-from lookahead.serve.listen import bind, bound, prepare
 from lookahead.serve.service import Service
+from lookahead.serve.sockets import allow_port_reuse, bind, bound
 
 HERE = "127.0.0.1"
 
@@ -120,7 +120,7 @@ def test_an_error_at_the_start_names_itself(loaded: Any, monkeypatch: pytest.Mon
 
 def test_connections_of_an_earlier_server_are_no_obstacle() -> None:
     with bound(HERE, 0) as sockets:
-        prepare(sockets)
+        allow_port_reuse(sockets)
         (own,) = sockets
         own.listen()
         port = own.getsockname()[1]

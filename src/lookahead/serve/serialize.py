@@ -13,8 +13,8 @@ from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.request import TokenMask
 from lookahead.engine.text import StopStrings
 from lookahead.serve.grammar import GrammarMask, Grammars
-from lookahead.serve.jobs import Ask
 from lookahead.serve.keys import Owner
+from lookahead.serve.requests import RequestSpec
 
 
 @dataclass(frozen=True)
@@ -39,35 +39,35 @@ class GrammarTexts(Grammars):
         return super().mask(text.grammar, text.least)
 
 
-def check_for_ranks(ask: Ask) -> None:
+def check_for_ranks(spec: RequestSpec) -> None:
     """Raise ValueError if several ranks cannot generate this sequence together."""
-    if ask.sampling.logprobs is not None:
+    if spec.sampling.logprobs is not None:
         raise ValueError("logprobs: the ranks of this server exchange tokens, not log-probabilities; leave it out")
-    if ask.mask is not None and not isinstance(ask.mask, GrammarText):
+    if spec.mask is not None and not isinstance(spec.mask, GrammarText):
         raise ValueError("only masks of grammars can be handed to other ranks")
 
 
-def as_plain(ask: Ask, owner: int) -> dict[str, Any]:
+def spec_to_dict(spec: RequestSpec, owner: int) -> dict[str, Any]:
     """The ask as JSON knows it. `owner` is the place of its key in the list of keys."""
-    check_for_ranks(ask)
+    check_for_ranks(spec)
     return {
         "owner": owner,
-        "prompt": ask.prompt,
-        "config": asdict(ask.config),
-        "sampling": asdict(ask.sampling),
-        "rules": {**asdict(ask.rules), "eos_ids": sorted(ask.rules.eos_ids)},
-        "stops": ask.stops.stops,
-        "grammar": asdict(ask.mask) if isinstance(ask.mask, GrammarText) else None,
-        "prediction": list(ask.prediction),
-        "unsearched": ask.unsearched,
-        "output": list(ask.output),
+        "prompt": spec.prompt,
+        "config": asdict(spec.config),
+        "sampling": asdict(spec.sampling),
+        "rules": {**asdict(spec.rules), "eos_ids": sorted(spec.rules.eos_ids)},
+        "stops": spec.stops.stops,
+        "grammar": asdict(spec.mask) if isinstance(spec.mask, GrammarText) else None,
+        "prediction": list(spec.prediction),
+        "unsearched": spec.unsearched,
+        "output": list(spec.output),
     }
 
 
-def from_plain(data: dict[str, Any], owners: Sequence[Owner], grammars: Grammars) -> Ask:
+def spec_from_dict(data: dict[str, Any], owners: Sequence[Owner], grammars: Grammars) -> RequestSpec:
     """The ask, with an owner and a mask of this process."""
     rules, grammar = data["rules"], data["grammar"]
-    return Ask(
+    return RequestSpec(
         data["prompt"],
         LookaheadConfig.from_json(data["config"]),
         SamplingParams(**data["sampling"]),
