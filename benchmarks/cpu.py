@@ -77,8 +77,8 @@ def main() -> None:
 def loaded(dtype: str) -> Any:
     begin = perf_counter()
     lm = lookahead.load(dtype=dtype, backend="cpu", log=print)
-    took, backend = perf_counter() - begin, lm.backend
-    print(f"{dtype}: loaded in {took:.1f} s, {backend.kernels}, exact up to {backend.most_exact} nodes")
+    took, can = perf_counter() - begin, lm.backend.capabilities
+    print(f"{dtype}: loaded in {took:.1f} s, {can.kernels}, exact up to {can.exact_nodes} nodes")
     cost = measure(lm.backend, SIZES, rounds=8)
     times = zip(cost.sizes, cost.seconds, strict=True)
     print("  ms by tokens of a step:", ", ".join(f"{size}: {1e3 * taken:.1f}" for size, taken in times))

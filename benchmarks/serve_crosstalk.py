@@ -20,8 +20,8 @@ STEMS = (
 def shrink(model: LookaheadModel, pages: int) -> LookaheadModel:
     """The same model with so few pages that sequences must make room for each other."""
     backend: Any = model.backend
-    if not hasattr(backend, "pool"):
-        raise SystemExit(f"--crosstalk needs the graph backend, not {type(backend).__name__}; give --backend graph")
+    if (name := backend.capabilities.name) != "graph":
+        raise SystemExit(f"--crosstalk needs the graph backend, not {name}; give --backend graph")
     rows = backend.most_rows
     backend._slots.pool = PagePools(
         [PagePool(min(pages, pool.pages), pool.page_size, pool.window, rows) for pool in backend.pool.pools]

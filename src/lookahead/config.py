@@ -148,6 +148,17 @@ class LookaheadConfig:
             config = replace(config, max_depth=depth)
         return config
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no tree branches: every step is one chain of tokens."""
+        if self.active_sources == ("suffix",):
+            return self.suffix_branches == 1
+        return self.budget == 1 or self.active_sources in ((), ("fixed-point",))
+
+    def as_chain(self) -> LookaheadConfig:
+        """This config for a backend whose trees cannot branch: the guess of the best suffix match alone."""
+        return self if self.is_chain else replace(self, window=0, guesses=0, sources=("suffix",), suffix_branches=1)
+
     @classmethod
     def paper(
         cls, window: int, ngram: int, guesses: int, *, prompt: bool = False, exact: bool = True

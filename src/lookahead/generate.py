@@ -287,7 +287,8 @@ def load(
     if log is not None and (asked := asked_for(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
-    if log is not None and loaded.dtype in (torch.float16, torch.bfloat16) and loaded.backend.exact_nodes is None:
+    rounds = loaded.dtype in (torch.float16, torch.bfloat16) and loaded.backend.capabilities.exact_nodes is None
+    if log is not None and rounds:
         half = str(loaded.dtype).removeprefix("torch.")
         log(f"note: in {half} on this backend, rounding may make a text differ from that of token-by-token decoding")
     loaded.prepare(log=log)

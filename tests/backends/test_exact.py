@@ -16,7 +16,7 @@ from tiny import PROMPTS, VOCABULARY, tiny
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import Capabilities, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.graph.backend import GraphBackend
@@ -34,13 +34,13 @@ def half() -> GraphBackend:
 
 
 def test_the_limits_of_a_backend(half: GraphBackend) -> None:
-    assert (half.exact_nodes, half.exact_depth) == (128, 16)
+    assert (half.capabilities.exact_nodes, half.capabilities.exact_depth) == (128, 16)
     for backend in (
         GraphBackend(tiny("Llama")),
         GraphBackend(tiny("Llama").to(torch.bfloat16), invariant=False),
         EagerBackend(tiny("Llama")),
     ):
-        assert (backend.exact_nodes, backend.exact_depth) == (None, None)
+        assert (backend.capabilities.exact_nodes, backend.capabilities.exact_depth) == (None, None)
         assert exact_config(PAPER, backend) is PAPER
 
 
@@ -178,7 +178,7 @@ def test_deep_guesses_leave_nothing_for_others_either() -> None:
 )
 def test_the_default_fits_any_backend(nodes: int | None, budget: int, window: int) -> None:
     """A CPU whose kernels pass for small trees only, say: in int8 the window alone would be too large."""
-    backend: Any = SimpleNamespace(dtype=torch.int8, exact_nodes=nodes, exact_depth=None)
+    backend: Any = SimpleNamespace(dtype=torch.int8, capabilities=Capabilities("any", exact_nodes=nodes))
     config = default_within(backend)
     assert (config.budget, config.window) == (budget, window)
 

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,10 +21,10 @@ from lookahead.engine.front import Front
 from lookahead.engine.request import Request
 
 
-@pytest.fixture(autouse=True, params=[None, "cuda"], ids=["in turn", "early"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that runs beside the host, the next step begins before anybody is told of the last one."""
-    monkeypatch.setattr(ToyBackend, "device", None if request.param is None else SimpleNamespace(type=request.param))
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "early"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that runs beside the host, the next step begins before the events of the last one are sent."""
+    monkeypatch.setattr(ToyBackend, "capabilities", replace(ToyBackend.capabilities, overlaps=request.param))
 
 
 def asked(number: int, tokens: int = 20) -> Asked:
@@ -322,7 +322,7 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
 
 def test_beside_a_device_the_last_step_is_told_while_the_next_one_runs() -> None:
     class Device(ToyBackend):
-        device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        capabilities = replace(ToyBackend.capabilities, overlaps=True)
         running = False
 
         def launch(self, inputs: Sequence[StepInput]) -> Any:

@@ -13,6 +13,7 @@ from toys import VOCABULARY, ToyBackend
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.base import NO_LIMIT
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request
@@ -247,7 +248,7 @@ def test_a_request_that_can_never_run_is_refused() -> None:
 
 
 def test_prompts_run_alone_where_passes_are_padded() -> None:
-    backend = PagedToy(pages=200, most_rows=None)
+    backend = PagedToy(pages=200, most_rows=NO_LIMIT, pads=True)
     engine = Engine(backend)
     for i in range(3):
         engine.submit(Request(sequence_of((tuple(range(i, i + 9)), 5, 0, 0))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from toys import ToyBackend
 
@@ -17,8 +18,9 @@ class PagedToy(ToyBackend):
     `passes` has, for every pass, per input: its slot, its trail's length and its tree's size.
     """
 
-    def __init__(self, pages: int = 64, page_size: int = 4, most_rows: int | None = 32) -> None:
+    def __init__(self, pages: int = 64, page_size: int = 4, most_rows: int = 32, pads: bool = False) -> None:
         super().__init__()
+        self.capabilities = replace(self.capabilities, pads=pads)
         self.pool = PagePool(pages, page_size)
         self.most_rows = most_rows
         self.memory = [[-1] * page_size for _ in range(pages)]
@@ -57,7 +59,7 @@ class PagedToy(ToyBackend):
         rows = [(item.slot, len(item.trail), len(item.tree)) for item in inputs]
         total = sum(trail + tree for _, trail, tree in rows)
         assert inputs
-        assert self.most_rows is None or total <= self.most_rows, f"{total} rows"
+        assert total <= self.most_rows, f"{total} rows"
         for slot, trail, tree in rows:
             room = len(self.tables[slot].pages) * self.pool.page_size
             assert len(self.slots[slot]) + trail + tree <= room, "no room was reserved"

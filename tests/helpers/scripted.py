@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.base import Capabilities
 from lookahead.config import LookaheadConfig
 from lookahead.loading.step_cost import StepCost
 from lookahead.stats import Stats
@@ -18,8 +19,7 @@ from lookahead.stats import Stats
 @dataclass
 class ScriptedBackend:
     max_length: int | None = 8192
-    exact_nodes: int | None = None
-    exact_depth: int | None = None
+    capabilities: Capabilities = field(default_factory=lambda: Capabilities("scripted"))
     captures = 0
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

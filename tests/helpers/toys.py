@@ -14,7 +14,7 @@ import torch
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import NO_LIMIT, CacheUse, Capabilities, StepInput
 from lookahead.backends.sampling import adjusted, log_probs, pick, top_tokens
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -35,11 +35,10 @@ class ToyBackend:
     Whoever commits the wrong nodes or forgets a token gets other logits.
     """
 
+    capabilities = Capabilities("toy", pads=True)
     max_length: int | None = None
-    most_rows: int | None = None
+    most_rows = NO_LIMIT
     most_nodes: int | None = None
-    exact_nodes: int | None = None
-    exact_depth: int | None = None
     captures = 0
     vocab_size = VOCABULARY
     model = device = dtype = None
@@ -65,6 +64,9 @@ class ToyBackend:
 
     def holds(self) -> int | None:
         return None
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse()
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None: ...
 

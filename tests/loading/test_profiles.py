@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_another_model_name_dtype_device_or_backend_finds_none(
         elsewhere.setattr(profiles, "processor", lambda: "another processor")
         assert found() is None
     with monkeypatch.context() as split:
-        split.setattr(model, "_tp_size", 2, raising=False)
+        split.setattr(lm.backend, "capabilities", replace(lm.backend.capabilities, ranks=2))
         assert found() is None
     assert said == []
     assert found() == FITTED

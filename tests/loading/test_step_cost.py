@@ -21,7 +21,7 @@ from lookahead.algorithm.draft import Draft, Limits
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import StepInput
+from lookahead.backends.base import Capabilities, StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import timing
 from lookahead.loading.fitting import ATTEMPTS, VERSION, cached, pass_cost
@@ -70,8 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class FakeBackend:
     """Counts cached tokens, refuses to pass its context, and lets every step take its time."""
 
-    exact_nodes: int | None = None
-    exact_depth: int | None = None
+    capabilities = Capabilities("fake")
     captures = 0
 
     def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
@@ -373,7 +372,7 @@ def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) ->
 
 def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, tmp_path: Path) -> None:
     backend = FakeBackend(clock)
-    backend.exact_nodes = 33
+    backend.capabilities = Capabilities("fake", exact_nodes=33)
     assert cached(backend, IDENTITY, tmp_path).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -489,9 +488,10 @@ def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:
 class FlatBackend:
     """A pass takes as long as its tokens say, whosever they are. There is room for `room` tokens of K/V."""
 
+    capabilities = Capabilities("flat")
     captures = 0
 
-    def __init__(self, clock: Clock, times: Times, most_rows: int | None = 2048, room: int = 1 << 20) -> None:
+    def __init__(self, clock: Clock, times: Times, most_rows: int = 2048, room: int = 1 << 20) -> None:
         self.clock, self.times, self.most_rows, self.room = clock, times, most_rows, room
         self.max_length: int | None = 2048
         self.model = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}))
@@ -516,7 +516,7 @@ class FlatBackend:
         for item in inputs:
             assert self.lengths[item.slot] + len(item.trail) + len(item.tree) <= self.reserved[item.slot]
         rows = sum(len(item.trail) + len(item.tree) for item in inputs)
-        assert rows <= (self.most_rows or rows)
+        assert rows <= self.most_rows
         self.passes.append([len(item.tree) for item in inputs])
         self.fed = {item.slot: len(item.trail) + 1 for item in inputs}
         self.clock.now += self.times(rows)
@@ -557,10 +557,11 @@ def test_a_pass_cost_is_measured_once(clock: Clock, tmp_path: Path) -> None:
 
 
 def test_a_backend_that_pads_has_no_pass_cost(clock: Clock, tmp_path: Path) -> None:
-    backend = FlatBackend(clock, flat, most_rows=None)
+    backend = FlatBackend(clock, flat)
+    backend.capabilities = Capabilities("flat", pads=True)
     assert pass_cost(backend, tmp_path) is None
     parallel, short = FlatBackend(clock, flat), FlatBackend(clock, flat)
-    parallel.model._tp_size, short.max_length = 2, 100
+    parallel.capabilities, short.max_length = Capabilities("flat", ranks=2), 100
     assert pass_cost(parallel, tmp_path) is pass_cost(short, tmp_path) is None
 
 

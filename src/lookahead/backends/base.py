@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from lookahead.config import SamplingParams
 
 MOST_AHEAD = 32
 """How many steps a backend may run one after the other without the host."""
+
+NO_LIMIT = sys.maxsize
+"""The `most_rows` of a backend whose passes may have any number of tokens."""
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Per layer, keys and values [heads, n, dim] of one sequence's last n tokens."""
@@ -62,27 +66,68 @@ NO_TREE = TokenTree([], [], [], [])
 """The tree of an input that only caches its trail."""
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do. Callers ask this, never which class a backend is.
+
+    `name` is the name that users give it: 'graph', 'cpu' or 'eager'. `kernels` tells apart versions of one backend
+    whose steps cost different times on the same machine; files of measured costs are kept under it.
+
+    Exactness: `exact_nodes` is the most nodes of a tree whose logits equal those of single-token steps bit for bit, and
+    `exact_depth` the largest depth of its root and guesses. None where logits are equal up to rounding only, or where
+    that is not known. With `branches` a tree may have any form; without, it must be one chain. `backends.exact` fits
+    every config to these three.
+
+    The form of a pass: with `pads` it is padded to its longest input, so that a prompt should run whole and in a pass
+    of its own; without, it has the rows of all inputs and no others. `row_sizes` are the numbers of rows that passes
+    are captured for, smallest first: a pass takes the time of the next larger one, and one of a whole budget hardly
+    longer than one of a single token. Empty where a pass has exactly the rows that it needs.
+
+    `overlaps`: the device runs beside the host, so that a next step may begin before the host has handled the results
+    of the last one. `draws_noise`: `StepInput.noise` is understood. `ranks` is the number of processes that run every
+    pass together, with tensor or lookahead parallelism: all of them must choose the same trees, so that none may choose
+    by its own measurements or files.
+    """
+
+    name: str
+    kernels: str = ""
+    exact_nodes: int | None = None
+    exact_depth: int | None = None
+    branches: bool = True
+    pads: bool = False
+    row_sizes: tuple[int, ...] = ()
+    overlaps: bool = False
+    draws_noise: bool = False
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """Which part of the K/V pages is in use, 0 to 1; how many prompt tokens were looked up in the prefix cache so far,
+    and how many of them were found there. All are 0 for a backend without pages."""
+
+    used: float = 0.0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+
 class Backend(Protocol):
     """The device side: weights, K/V and the forward pass. A backend knows nothing of windows, pools or text.
 
     `model` is the transformers model that it runs. `max_length` is the most positions a sequence may have, or None if
-    there is no limit. `most_rows` is the most tokens of a pass, trails and trees of all inputs together; None means
-    that a pass is padded to its longest input, so that a prompt should run whole and in a pass of its own. `most_nodes`
-    is the most nodes of all trees of a pass, or None. `exact_nodes` is the most nodes of a tree whose logits equal, bit
-    for bit, those of single steps, and `exact_depth` how deep its root and guesses may be; None where logits are equal
-    up to rounding only, or that is not known. `exact_config` fits configs to these two. `captures` counts what the
-    backend has compiled, searched for or captured so far: a time in which it grew is not the time of a step.
+    there is no limit. `most_rows` is the most tokens of a pass, prompt chunks and trees of all inputs together, or
+    NO_LIMIT. `most_nodes` is the most nodes of all trees of a pass, or None if there is no limit. `captures` counts
+    what the backend has compiled, searched for or captured so far: a time in which it grew is not the time of a step.
     """
 
+    capabilities: Capabilities
     model: Any
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
     max_length: int | None
-    most_rows: int | None
+    most_rows: int
     most_nodes: int | None
-    exact_nodes: int | None
-    exact_depth: int | None
 
     @property
     def captures(self) -> int: ...
@@ -118,6 +163,10 @@ class Backend(Protocol):
 
     def length(self, slot: int) -> int:
         """How many tokens of the sequence are cached."""
+        ...
+
+    def cache_use(self) -> CacheUse:
+        """How full the K/V pages are, and what the prefix cache was good for."""
         ...
 
     # A step

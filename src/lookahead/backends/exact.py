@@ -1,4 +1,4 @@
-"""Fit a config to the trees that a backend runs exactly. Everybody who takes a config from a user does it here."""
+"""Fit a config to the trees that a backend runs exactly. Whoever takes a config from a user does it here."""
 
 from __future__ import annotations
 
@@ -18,33 +18,38 @@ def exact_limits(backend: Backend) -> tuple[int | None, int | None]:
     """
     if backend.dtype == torch.float32:
         return None, None
-    return backend.exact_nodes, backend.exact_depth
+    return backend.capabilities.exact_nodes, backend.capabilities.exact_depth
 
 
 def exact_config(
     config: LookaheadConfig, backend: Backend, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig:
-    """The config with its budget and depth lowered to what is exact on this backend; `log` gets one line about it.
+    """The config with its budget and depth lowered to what is exact on this backend, and reduced to one guess on a
+    backend whose trees cannot branch; `log` gets one line about it.
 
-    ValueError if its window alone is too large. A config with `exact=False` is returned as it is.
+    ValueError if its window alone is too large. With `exact=False` budget and depth stay as they are.
     """
-    if not config.exact:
-        return config
-    fitted = config.within(*exact_limits(backend))
+    formed = config if backend.capabilities.branches else config.as_chain()
+    fitted = formed.within(*exact_limits(backend)) if config.exact else formed
     if fitted is not config and log is not None:
-        changes = []
-        if fitted.budget < config.budget:
-            changes.append(f"budget={config.budget} to {fitted.budget} tokens")
-        if fitted.deepest < config.deepest:
-            changes.append(f"guesses of {config.deepest} tokens to {fitted.deepest}")
-        dtype = str(backend.dtype).removeprefix("torch.")
-        log(f"note: {' and '.join(changes)}: more is not exact in {dtype} on this backend (exact=False allows it)")
+        notes, smaller = [], []
+        if formed is not config:
+            notes.append("one guess per step in place of a tree, which cannot branch on this backend")
+        if fitted.budget < formed.budget:
+            smaller.append(f"budget={formed.budget} to {fitted.budget} tokens")
+        if fitted.deepest < formed.deepest:
+            smaller.append(f"guesses of {formed.deepest} tokens to {fitted.deepest}")
+        if smaller:
+            dtype = str(backend.dtype).removeprefix("torch.")
+            why = f"more is not exact in {dtype} on this backend (exact=False allows it)"
+            notes.append(f"{' and '.join(smaller)}: {why}")
+        log(f"note: {'; '.join(notes)}")
     return fitted
 
 
 def default_within(backend: Backend) -> LookaheadConfig:
     """The default config with the trees that this backend runs exactly, and no window where that would fill them."""
-    config, nodes = LookaheadConfig(), backend.exact_nodes
+    config, nodes = LookaheadConfig(), backend.capabilities.exact_nodes
     if nodes is not None and nodes < config.budget:
         config = config.adapted(budget=nodes)
     return exact_config(config, backend)
@@ -52,6 +57,8 @@ def default_within(backend: Backend) -> LookaheadConfig:
 
 def check_exact(config: LookaheadConfig, backend: Backend) -> None:
     """Raise ValueError for a config that `exact_config` would change."""
+    if not backend.capabilities.branches and not config.is_chain:
+        raise ValueError("trees cannot branch on this backend; fit the config with `exact_config`")
     if config.exact:
         nodes, depth = exact_limits(backend)
         if not config.is_within(nodes, depth):

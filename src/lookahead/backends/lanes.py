@@ -7,6 +7,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from lookahead.backends.base import CacheUse
+
 
 class Buffer(Protocol):
     """K/V of all sequences, one in each lane."""
@@ -68,6 +70,9 @@ class Lanes(Generic[BufferT]):
 
     def holds(self) -> int | None:
         return None
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse()
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Nothing is shared between sequences here."""

@@ -68,6 +68,9 @@ class Engine:
         check_exact(request.sequence.config, self.backend)
         if request.mask is not None and (request.verifier is not None or request.noise is not None):
             raise ValueError("a request with a mask cannot have a verifier or noise; leave one of them out")
+        capabilities = self.backend.capabilities
+        if request.noise is not None and not capabilities.draws_noise:
+            raise ValueError(f"the {capabilities.name} backend does not draw with given noise; give the request none")
         sequence, holds = request.sequence, self.backend.holds()
         longest = sequence.prompt_tokens + sequence.room + sequence.config.budget
         if holds is not None and longest > holds:
@@ -94,7 +97,7 @@ class Engine:
 
     def limit(self, max_sequences: int) -> None:
         """Let at most so many requests run at once from now on."""
-        self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows or max_sequences)
+        self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows)
 
     def abort(self) -> None:
         """Remove all requests, after an error of the backend. Nothing of them is remembered."""

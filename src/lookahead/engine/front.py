@@ -192,7 +192,7 @@ class Core:
         self.dead = False  # the thread ended by an error that it could not handle
         self._news: dict[Told, list[Ticket]] = {}
         # Where the device runs beside the host, the next step begins before anybody is told of the last one.
-        self.begins_early = getattr(engine.backend.device, "type", None) == "cuda"
+        self.begins_early = engine.backend.capabilities.overlaps
 
     @property
     def has_work(self) -> bool:

@@ -65,7 +65,7 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.backend, self._most_beside = backend, most_beside
-        self.max_sequences = min(max_sequences, backend.most_rows or max_sequences)
+        self.max_sequences = min(max_sequences, backend.most_rows)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
@@ -82,7 +82,7 @@ class Scheduler:
             self.waiting.append(request)
             return
         most = self.backend.most_rows
-        if most is not None and len(self.running) >= most:
+        if len(self.running) >= most:
             raise ValueError(
                 f"{len(self.running) + 1} sequences at once, and a pass has {most} rows; use a smaller batch"
             )
@@ -125,23 +125,23 @@ class Scheduler:
                 unread.append(request)
                 if cached(request.slot) > request.cached:  # before its pages behind a window are given back
                     self.remember(request)
-        if (most := self.backend.most_rows) is not None:
-            if not self.running:
-                return []
-            apart = {request.id for request in self.running.values() if self._is_inexact(request)}
-            if not apart or len(apart) == len(self.running):
-                return [self._shared_pass(decoding, unread, most)]
-            return [
-                self._shared_pass(
-                    [request for request in decoding if (request.id in apart) is inexact],
-                    [request for request in unread if (request.id in apart) is inexact],
-                    most,
-                )
-                for inexact in (False, True)
-            ]
-        # A pass is padded to its longest part, so each prompt runs alone.
-        passes = [Pass([self._part(request)]) for request in unread]
-        return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
+        if self.backend.capabilities.pads:  # each prompt runs alone
+            passes = [Pass([self._part(request)]) for request in unread]
+            return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
+        if not self.running:
+            return []
+        most = self.backend.most_rows
+        apart = {request.id for request in self.running.values() if self._is_inexact(request)}
+        if not apart or len(apart) == len(self.running):
+            return [self._shared_pass(decoding, unread, most)]
+        return [
+            self._shared_pass(
+                [request for request in decoding if (request.id in apart) is inexact],
+                [request for request in unread if (request.id in apart) is inexact],
+                most,
+            )
+            for inexact in (False, True)
+        ]
 
     def _is_inexact(self, request: Request) -> bool:
         """Whether its trees may be too large or too deep to be exact. Such a tree takes the exactness of its whole pass

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from lookahead.backends.base import Backend
 from lookahead.backends.exact import default_within, exact_config
-from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.loading import profiles
@@ -39,9 +37,10 @@ def batch_cost(
     None where a pass is padded to its longest input, and for the graph backend on a CPU, where it is only tested. On
     the CPU backend a pass takes as long as a step of one sequence with as many tokens, which the default config tells.
     """
-    if backend.most_rows is None:
+    sizes = backend.capabilities.row_sizes
+    if backend.capabilities.pads:
         return None
-    if not isinstance(backend, GraphBackend):
+    if not sizes:
         times = config.step_cost
         if times is None:
             return None
@@ -49,4 +48,4 @@ def batch_cost(
     if backend.device.type == "cpu":
         return None
     table = pass_cost(backend, cache_dir(), log)
-    return None if table is None else np.asarray(stairs(table, ROW_SIZES))
+    return None if table is None else np.asarray(stairs(table, sizes))

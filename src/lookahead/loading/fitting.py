@@ -38,7 +38,7 @@ def fitted(
     A tensor-parallel model gets the config as it is: each of its ranks would measure a curve of its own, choose another
     tree from it, and wait for the others for ever.
     """
-    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+    if backend.capabilities.ranks > 1:
         return config
     identity = {**identity_of(backend), "torch": torch.__version__}
     return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
@@ -48,9 +48,7 @@ def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None 
     """t of passes of 1 to 512 tokens (or `backend.most_rows`), for `algorithm.choice.choose_trees`: read from `folder`,
     or measured and written there. None for a backend that pads a pass to its longest input, for a tensor-parallel model
     (see `fitted`), and for a context too short to measure in."""
-    if backend.most_rows is None or (backend.max_length or SHORTEST) < SHORTEST:
-        return None
-    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+    if backend.capabilities.pads or backend.capabilities.ranks > 1 or (backend.max_length or SHORTEST) < SHORTEST:
         return None
     identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
     cost = cached(backend, identity, folder, log, measured=measure_passes)
@@ -106,5 +104,5 @@ def identity_of(backend: Backend) -> dict[str, Any]:
         "dtype": str(backend.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
         "backend": type(backend).__name__,
-        **({"kernels": kernels} if (kernels := getattr(backend, "kernels", None)) else {}),
+        **({"kernels": kernels} if (kernels := backend.capabilities.kernels) else {}),
     }

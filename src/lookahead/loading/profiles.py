@@ -45,7 +45,7 @@ def find(
 
     A tensor-parallel model gets none: its ranks must choose the same trees, and each might find another profile.
     """
-    if (getattr(backend.model, "_tp_size", None) or 1) > 1:
+    if backend.capabilities.ranks > 1:
         return None
     facts = _facts(label, backend)
     path = folder / FOLDER / f"{key_of(facts)}.json"

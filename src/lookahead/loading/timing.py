@@ -8,8 +8,8 @@ How a step is timed (`measure`):
    when the targets are on the host. It does not run while the step is committed. Only the root is committed, so the
    prefix grows by one token per step.
 3. A round times every size of `TIMED_SIZES` once, the smallest first. It ends early at a size that took more than
-   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above `backend.exact_nodes`: the
-   default config takes no larger steps.
+   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above the backend's
+   `exact_nodes`: the default config takes no larger steps.
 4. A size is timed only after it has run once: its first step may compile, search for or capture something, which takes
    a thousand times as long as a step. Such one-off work does not count as time spent. A time in which the backend's
    `captures` grew is thrown away. There are up to four rounds. No round begins after `MAX_SECONDS` of steps, and within
@@ -147,14 +147,14 @@ def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
 
 def worth_timing(backend: Backend) -> list[int]:
     """The sizes of TIMED_SIZES that the default config may use on this backend."""
-    return [size for size in TIMED_SIZES if size <= (backend.exact_nodes or size)]
+    return [size for size in TIMED_SIZES if size <= (backend.capabilities.exact_nodes or size)]
 
 
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
     """Time passes of each size, twice after a warm-up: trees of up to LARGEST_TREE tokens (fewer in a short context) of
     as many sequences as it takes, each with `PREFIX` tokens before its root. Sizes are left out that are above
     `backend.most_rows`, or for whose sequences there is no memory."""
-    most, context = backend.most_rows or max(sizes), backend.max_length or 4 * PREFIX
+    most, context = backend.most_rows, backend.max_length or 4 * PREFIX
     largest, prefix = min(LARGEST_TREE, context // 4), min(PREFIX, most - 1, context // 4)
     slots = [backend.open() for _ in range(-(-min(most, max(sizes)) // largest))]
     full = prefix + (rounds + 1) * len(sizes) + largest  # the root of every pass stays

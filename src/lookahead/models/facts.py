@@ -111,6 +111,11 @@ def doubtful_window(config: Any) -> bool:
     return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") in ("moshi", "llama")
 
 
+def tensor_parallel_ranks(model: Any) -> int:
+    """How many processes hold a part of the weights each and run every pass together, as with `tp_plan="auto"`."""
+    return getattr(model, "_tp_size", None) or 1
+
+
 def kind_of(model: Any) -> str:
     """The model type, as messages name it."""
     return getattr(model.config, "model_type", None) or type(model).__name__

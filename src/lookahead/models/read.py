@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lookahead.models import families
-from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.facts import UnsupportedModelError, tensor_parallel_ranks
 from lookahead.models.patches import OWN, patch_of
 from lookahead.models.spec import Decoder
 
@@ -62,7 +62,7 @@ def _check_whole(model: Any) -> None:
     if patch is not None:
         raise UnsupportedModelError(f"{patch} would not be called")
     plain = all(type(parameter.data) is torch.Tensor for parameter in model.parameters())
-    if not plain or (getattr(model, "_tp_size", None) or 1) > 1:
+    if not plain or tensor_parallel_ranks(model) > 1:
         raise UnsupportedModelError("its weights are quantised or split between processes")
     if len({(parameter.dtype, parameter.device) for parameter in model.parameters()}) > 1:
         raise UnsupportedModelError("its weights have several dtypes or devices")

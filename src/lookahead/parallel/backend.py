@@ -20,7 +20,7 @@ from time import perf_counter
 import numpy as np
 
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import Backend, Layers, StepInput
+from lookahead.backends.base import Backend, CacheUse, Layers, StepInput
 from lookahead.parallel.deal import Share, deal
 from lookahead.parallel.group import Group, Numbers
 from lookahead.parallel.results import HEADER, SharedStep, len_top, pack, unpack
@@ -76,14 +76,14 @@ class ParallelBackend:
 
     def __init__(self, inner: Backend, group: Group) -> None:
         self.inner, self.group = inner, group
+        # Ranks exchange commands between two steps, so that none of them may begin a step early.
+        self.capabilities = replace(inner.capabilities, overlaps=False, draws_noise=False, ranks=group.size)
         self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
         self.vocab_size: int = inner.vocab_size
         self.max_length: int | None = inner.max_length
         # A rank may have to run once more what the last step accepted, at most as many tokens as that step had.
-        self.most_rows: int | None = None if inner.most_rows is None else inner.most_rows // 2
+        self.most_rows = inner.most_rows // 2
         self.most_nodes: int | None = inner.most_nodes
-        self.exact_nodes: int | None = inner.exact_nodes
-        self.exact_depth: int | None = inner.exact_depth
         self.word = self.heard = 0
         self.reset()
         self.passes = 0
@@ -120,6 +120,10 @@ class ParallelBackend:
 
     def holds(self) -> int | None:
         return self.inner.holds()
+
+    def cache_use(self) -> CacheUse:
+        """That of this rank's pages."""
+        return self.inner.cache_use()
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Nothing is shared between sequences; see `open`."""

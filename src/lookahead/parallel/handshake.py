@@ -48,7 +48,7 @@ def facts_of(model: Any, tokenizer: Any, backend: Backend, group: Group) -> dict
         "the per-step check": group.check,
         "the model's config": json.loads(json.dumps(config, default=str)),
         "the dtype": str(backend.dtype),
-        "the backend": type(backend).__name__,
+        "the backend": backend.capabilities.name,
         "the tokenizer": _vocabulary(tokenizer),
         "weights": {name: checksum(weight) for name, weight in model.state_dict().items()},
     }

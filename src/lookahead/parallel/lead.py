@@ -52,7 +52,6 @@ class Leader(Core):
 
     def __init__(self, engine: Engine, backend: ParallelBackend, group: Group) -> None:
         super().__init__(engine)
-        self.begins_early = False  # all ranks obey, step, and obey again
         self._backend, self._group = backend, group
         self._turns = Turns(engine, backend)
         self._recipes = 0

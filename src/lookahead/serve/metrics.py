@@ -129,12 +129,12 @@ class Metrics:
 
     def _families(self, prefix: str, model: LookaheadModel) -> Iterator[Metric]:
         engine, totals = model.engine, self.totals
-        pool = getattr(model.backend, "pool", None)
+        cache = model.backend.cache_use()
         waiting = engine.waiting
         gauges = {
             "num_requests_running": ("Sequences that run.", max(0, len(engine.running) - waiting)),
             "num_requests_waiting": ("Sequences in the queue.", waiting),
-            "kv_cache_usage_perc": ("Part of the K/V pages in use, 0 to 1.", pool.usage if pool else 0.0),
+            "kv_cache_usage_perc": ("Part of the K/V pages in use, 0 to 1.", cache.used),
             "compression": ("S: generated tokens per step.", _ratio(totals["generation_tokens"], totals["steps"])),
         }
         for name, (what, value) in gauges.items():
@@ -145,9 +145,9 @@ class Metrics:
             "prompt_tokens": ("Prompt tokens of requests that ran.", totals["prompt_tokens"]),
             "generation_tokens": ("Generated tokens.", totals["generation_tokens"]),
             "steps": ("Decoding steps of finished requests.", totals["steps"]),
-            "captures": ("Parts of steps that were compiled and captured.", getattr(model.backend, "captures", 0)),
-            "prefix_cache_queries": ("Prompt tokens looked up.", pool.query_tokens if pool else 0),
-            "prefix_cache_hits": ("Prompt tokens found.", pool.hit_tokens if pool else 0),
+            "captures": ("Parts of steps that were compiled and captured.", model.backend.captures),
+            "prefix_cache_queries": ("Prompt tokens looked up.", cache.query_tokens),
+            "prefix_cache_hits": ("Prompt tokens found.", cache.hit_tokens),
             "spec_decode_num_drafts": ("Steps with guesses.", totals["spec_decode_num_drafts"]),
             "spec_decode_num_draft_tokens": ("Guesses tried.", totals["spec_decode_num_draft_tokens"]),
             "spec_decode_num_accepted_tokens": ("Guesses accepted.", totals["spec_decode_num_accepted_tokens"]),

@@ -119,7 +119,10 @@ class Run:
             return self._decode_after(self._run_prompt(), None, config, rules, streamer)
         with self.facts.turn:
             if is_usual(self.model) and is_plain(self.batch, self.kwargs):
-                return self._decode(graph, None, config, rules, streamer)
+                engine = self._set_up(graph, config, rules)
+                noise = self._noise(graph, rules)
+                graph.prepare_stand_ins(noise=noise is not None)
+                return self._decode(engine, None, noise, rules, streamer)
             return self._decode_after(self._run_prompt(), graph, config, rules, streamer)
 
     def _run_prompt(self) -> Start:
@@ -137,40 +140,45 @@ class Run:
     ) -> Any:
         """Decode after the prompt has run, on the graph backend if it can go on from there."""
         past = self.batch.past
+        if graph is not None and start.plain:
+            self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
+            engine = self._set_up(graph, config, rules)
+            graph.prepare_stand_ins()
+            return self._decode(engine, start.logits, None, rules, streamer)
         try:
-            if self._backend_name == "graph" and not start.plain:
+            if self._backend_name == "graph":
                 raise UnsupportedModelError(
                     f"the graph backend cannot go on from this prompt, since model type {kind_of(self.model)!r} counts "
                     "positions or takes arguments in its own way; use backend='auto'"
                 )
-            backend = graph if graph is not None and start.plain else self._eager(start, config)
+            eager = self._eager(start, config)
         except ValueError:
             take_back(self.kwargs.get("past_key_values"), past)
             raise
         self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
-        if self.watched and isinstance(backend, EagerBackend):
-            self.watch = watch.Watch(backend, start.batch, start.output, self.watched)
-        return self._decode(backend, start.logits, config, rules, streamer)
+        if self.watched:
+            self.watch = watch.Watch(eager, start.batch, start.output, self.watched)
+        return self._decode(self._set_up(eager, config, rules), start.logits, None, rules, streamer)
+
+    def _set_up(self, backend: Backend, config: LookaheadConfig | None, rules: BatchRules) -> Engine:
+        """Choose the backend, and make one sequence per batch entry and the engine that decodes them."""
+        self.backend = backend
+        self.sequences = self._sequences(self._exact(config or self._default()), rules)
+        return Engine(backend, self._pace() if config is None else None)
 
     def _decode(
         self,
-        backend: Backend,
+        engine: Engine,
         first: torch.Tensor | None,
-        config: LookaheadConfig | None,
+        noise: StepNoise | None,
         rules: BatchRules,
         streamer: Any,
     ) -> Any:
         """Decode. `first` are the logits [B, V] after the prompt if it has run."""
-        self.backend = backend
         ids = self.batch.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
-        # 1. One sequence per batch entry, and the K/V that are there already.
-        self.sequences = self._sequences(self._exact(config or self._default()), rules)
-        noise = self._noise(rules) if first is None else None
-        if isinstance(backend, GraphBackend):
-            backend.prepare_stand_ins(noise=noise is not None)
+        # 1. One request per sequence, and the K/V that are there already.
         verifiers = rules.verifiers(self.sequences, ids) if noise is None else [None]
-        engine = Engine(self.backend, self._pace() if config is None else None)
         try:
             requests = [
                 Request(
@@ -210,9 +218,9 @@ class Run:
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
     def _default(self) -> LookaheadConfig:
-        """The config where none was given. A captured step of the whole budget costs little more than one of a token,
-        so it is measured on the eager backend alone."""
-        if isinstance(self.backend, GraphBackend):
+        """The config where none was given. Where steps are captured, one of the whole budget costs little more than one
+        of a token, so that nothing is measured."""
+        if self.backend.capabilities.row_sizes:
             return LookaheadConfig(shared=True)
         if self.facts.default is None:
             self.facts.default = fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
@@ -228,27 +236,27 @@ class Run:
 
         return exact_config(config, self.backend, log)
 
-    def _noise(self, rules: BatchRules) -> StepNoise | None:
+    def _noise(self, graph: GraphBackend, rules: BatchRules) -> StepNoise | None:
         """What draws the tokens inside the graph backend's steps, if one sequence is sampled in a way that it knows."""
-        if not (rules.by_scores and isinstance(self.backend, GraphBackend) and len(self.sequences) == 1):
+        if not (rules.by_scores and len(self.sequences) == 1):
             return None
         sampling = multinomial_sampling(cast(Any, rules.rule.processors) or ())
         if sampling is None:
             return None
-        return StepNoise(self.sequences[0], sampling, self.backend.noise, rules.generator)
+        return StepNoise(self.sequences[0], sampling, graph.noise, rules.generator)
 
     @property
     def used(self) -> str:
         """The name of the backend that the call ran on."""
-        return "graph" if isinstance(self.backend, GraphBackend) else "eager"
+        return self.backend.capabilities.name
 
     def _pace(self) -> Pace | None:
-        """The pace of the default config on the eager backend, where a step with guesses may cost more than it gives.
+        """The pace of the default config where a step with guesses may cost more than it gives.
 
         A tensor-parallel model has none: its ranks would each judge by their own clock, and wait for the others for
-        ever. On the graph backend trees depend on no clock.
+        ever. Where steps are captured, trees depend on no clock.
         """
-        if isinstance(self.backend, GraphBackend) or (getattr(self.model, "_tp_size", None) or 1) > 1:
+        if self.backend.capabilities.row_sizes or self.backend.capabilities.ranks > 1:
             return None
         return self.facts.paces.setdefault(power_of_two(len(self.sequences)), Pace())
 

@@ -109,7 +109,8 @@ class Tuner:
             cost = measure(backend, sizes, rounds=8, patience=PATIENCE)
         self.cost, self.table = cost, cost.table(BUDGETS[-1])
         half = backend.dtype in (torch.bfloat16, torch.float16)
-        self.candidates = all_candidates(cost, context, half=half, nodes=backend.exact_nodes, depth=backend.exact_depth)
+        limits = backend.capabilities
+        self.candidates = all_candidates(cost, context, half=half, nodes=limits.exact_nodes, depth=limits.exact_depth)
         self.plain = self.candidates[0]
         self.trials: dict[Candidate, Trial] = {}
 
@@ -164,7 +165,7 @@ class Tuner:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
             "threads": torch.get_num_threads(),
             "dtype": str(backend.dtype).removeprefix("torch."),
-            "backend": type(backend).__name__,
+            "backend": backend.capabilities.name,
             "torch": torch.__version__,
         }
         tokens = self.settings["max_tokens"]

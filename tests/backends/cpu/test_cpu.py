@@ -213,7 +213,7 @@ def test_a_row_has_the_same_bits_in_every_step(name: str, length: int, quantised
 
 def test_the_check_passes_here_and_leaves_no_slot() -> None:
     made = CpuBackend(model("llama"))
-    assert made.exact_nodes == SPARE + 1
+    assert made.capabilities.exact_nodes == SPARE + 1
     assert made._lane == {}
 
 
@@ -302,5 +302,5 @@ def test_a_model_in_half_precision_is_refused() -> None:
 
 
 def test_a_short_context_skips_what_does_not_fit() -> None:
-    assert CpuBackend(tiny("Llama", max_position_embeddings=48)).exact_nodes == SPARE + 1
+    assert CpuBackend(tiny("Llama", max_position_embeddings=48)).capabilities.exact_nodes == SPARE + 1
     assert max(invariance.LENGTHS) > 48

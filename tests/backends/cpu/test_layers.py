@@ -150,7 +150,7 @@ def test_greedy_tokens_are_transformers_own(settings: LookaheadConfig, plain: Pl
     assert [block.attention.kv_heads for block in made.description.blocks] == [2, 4, 2]
     assert outputs(made, PROMPTS, settings) == expected
     assert [outputs(made, [p], settings)[0] for p in PROMPTS] == expected
-    assert made.exact_nodes == SPARE + 1
+    assert made.capabilities.exact_nodes == SPARE + 1
 
 
 # The same bits in every step

@@ -197,7 +197,7 @@ def test_greedy_tokens_are_transformers_own(settings: LookaheadConfig, plain: Pl
     assert [outputs(made, [p], AUTOREGRESSIVE)[0] for p in PROMPTS] == expected
     assert made.runs["screened"] > 24
     assert made.runs["full"] == 0
-    assert made.kernels.endswith("screened head")
+    assert made.capabilities.kernels.endswith("screened head")
 
 
 def test_a_text_does_not_depend_on_the_head_that_its_neighbours_need(settings: LookaheadConfig) -> None:
@@ -224,4 +224,4 @@ def test_a_text_does_not_depend_on_the_head_that_its_neighbours_need(settings: L
 def test_int8_has_the_full_head_alone() -> None:
     made = CpuBackend(model(), int8=True, probed=False)
     assert made._heads.screened is None
-    assert not made.kernels.endswith("screened head")
+    assert not made.capabilities.kernels.endswith("screened head")

@@ -15,7 +15,7 @@ import torch
 
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import NO_TREE, Layers, StepInput
+from lookahead.backends.base import NO_TREE, Capabilities, Layers, StepInput
 from lookahead.backends.cpu.cells import blocks_for, home
 from lookahead.backends.cpu.groups import layer_groups, ropes_of
 from lookahead.backends.cpu.head import Computed
@@ -46,7 +46,7 @@ class CpuBackend(Lanes[KVBuffer]):
 
     A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
     of a run to the longest. The weights are read when the backend is made; later changes to the model are not seen.
-    `exact_nodes` is the most nodes of a tree whose rows are, bit for bit, what single steps compute.
+    How large a tree may be and still have the rows of single-token steps, bit for bit, is measured on this machine.
     """
 
     def __init__(
@@ -61,15 +61,14 @@ class CpuBackend(Lanes[KVBuffer]):
         self.dtype = torch.int8 if int8 else torch.float32
         self.max_length = context_length(model.config.get_text_config(decoder=True))
         self.vocab_size = self.description.vocabulary
-        self.most_rows: int | None = MOST_ROWS
+        self.most_rows = MOST_ROWS
         self.most_nodes: int | None = None
-        self.exact_nodes: int | None = None
-        self.exact_depth: int | None = None
         self.captures = 0
         products, threads = Int8Products() if int8 else Products(), usable_threads()
         self._session = Session(self.description, products, threads)
         self._heads = Heads(self.description.head, products, threads, screened=not int8)
-        self.kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
+        kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
+        self.capabilities = Capabilities("cpu", kernels)
         layers = layer_groups(self.description)
         super().__init__(KVBuffer([(group.kv_heads, group.head_dim) for group in layers]))
         self._groups = list(dict.fromkeys(layers))
@@ -79,7 +78,7 @@ class CpuBackend(Lanes[KVBuffer]):
         if probed:
             probe(self)
             small = CpuBackend(model, int8=int8, probed=False, description=cut(self.description))
-            self.exact_nodes = invariant_nodes(small)
+            self.capabilities = replace(self.capabilities, exact_nodes=invariant_nodes(small))
 
     def _forget(self, slot: int) -> None:
         self._shift.pop(slot, None)

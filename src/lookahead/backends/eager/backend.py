@@ -13,14 +13,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
-from lookahead.backends.base import Layers, StepInput
+from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
 from lookahead.backends.support import check_supported, input_device, layer_shapes
-from lookahead.models.facts import chunks, context_length, sliding_windows
+from lookahead.models.facts import chunks, context_length, sliding_windows, tensor_parallel_ranks
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """What torch's attention may use on CUDA. cuDNN's takes tens of milliseconds to plan a shape that it has not seen, and
@@ -80,10 +80,11 @@ class EagerBackend(Lanes[KVBuffer]):
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
-        self.most_rows: int | None = None
+        self.capabilities = Capabilities(
+            "eager", pads=True, overlaps=self.device.type == "cuda", ranks=tensor_parallel_ranks(model)
+        )
+        self.most_rows = NO_LIMIT
         self.most_nodes: int | None = None
-        self.exact_nodes: int | None = None
-        self.exact_depth: int | None = None
         self.captures = 0
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = AttentionMasks(sliding_windows(config), chunks(config), self.dtype, self.device)

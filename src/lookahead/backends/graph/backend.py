@@ -22,7 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from lookahead.algorithm.tree import StepOutput
-from lookahead.backends.base import NO_TREE, Layers, StepInput
+from lookahead.backends.base import NO_TREE, CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.kernels.tiles import REACH
 from lookahead.backends.graph.kinds import StepKind, Targets, TargetsKind
@@ -91,11 +91,16 @@ class GraphBackend:
         self.device, self.dtype = decoder.embedding.device, decoder.embedding.dtype
         self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
         self.max_length = context_length(model.config)
-        self.most_rows: int | None = bucket(most_rows)
-        self._most_rows = bucket(most_rows)
+        self.most_rows = self._most_rows = bucket(most_rows)
         self.most_nodes: int | None = min(self._most_rows, MOST_NEEDED)
-        self.exact_nodes: int | None = INVARIANT_ROWS if self.invariant else None
-        self.exact_depth: int | None = REACH if self.invariant else None
+        self.capabilities = Capabilities(
+            "graph",
+            exact_nodes=INVARIANT_ROWS if self.invariant else None,
+            exact_depth=REACH if self.invariant else None,
+            row_sizes=tuple(size for size in ROW_SIZES if size <= self._most_rows),
+            overlaps=self.device.type == "cuda",
+            draws_noise=True,
+        )
         self.vocab_size: int = len(decoder.embedding)
         self.capture = self.device.type == "cuda" if capture is None else capture
         ops, products = Ops(self.device), products_of(self.device, self.dtype, invariant)
@@ -204,6 +209,11 @@ class GraphBackend:
     def reserve(self, slot: int, tokens: int) -> bool:
         """Take pages for `tokens` tokens of the sequence. False if there are too few."""
         return self._slots.has_pages(self._slots.by_number[slot], tokens)
+
+    def cache_use(self) -> CacheUse:
+        """How full the pages are, and what the prefix cache was good for."""
+        pool = self.pool
+        return CacheUse(pool.usage, pool.query_tokens, pool.hit_tokens)
 
     @property
     def noise(self) -> torch.Tensor:

@@ -89,9 +89,8 @@ class Rehearsal:
     """
 
     def __init__(self, inner: Backend, ranks: Sequence[int] = RANKS) -> None:
-        self.inner, self.max_length = inner, inner.max_length
+        self.inner, self.capabilities, self.max_length = inner, inner.capabilities, inner.max_length
         self.most_rows, self.most_nodes, self.dtype = inner.most_rows, inner.most_nodes, inner.dtype
-        self.exact_nodes, self.exact_depth = inner.exact_nodes, inner.exact_depth
         self.open, self.length, self.collect = inner.open, inner.length, inner.collect
         self.reserve, self.holds, self.remember = inner.reserve, inner.holds, inner.remember
         self.shares = dict.fromkeys(ranks, 0)

@@ -19,7 +19,7 @@ def about(model: Any) -> dict[str, Any]:
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": f"{model.device.type}: {device_name(model.device)}",
-        "backend": type(getattr(model.backend, "inner", model.backend)).__name__,
+        "backend": model.backend.capabilities.name,
         **machine(),
         **versions(),
     }

@@ -80,5 +80,4 @@ class Models:
 
 def _place(lm: Any) -> tuple[str, str]:
     """A loaded model's dtype and backend, by the names that a method asks for them."""
-    backend = type(getattr(lm.backend, "inner", lm.backend)).__name__
-    return str(lm.dtype).removeprefix("torch."), backend.removesuffix("Backend").lower()
+    return str(lm.dtype).removeprefix("torch."), lm.backend.capabilities.name

@@ -95,13 +95,13 @@ class Runner:
         if method not in self._ready:
             self._ready.add(method)
             lm.memory = SharedMemory()
-            prepare = getattr(lm.backend, "prepare", None)
-            if prepare is not None and lm.device.type == "cuda" and not method.stock:
-                prepare(min(longest, lm.backend.max_length or longest), (method.config or lm.default_config).budget)
+            if lm.device.type == "cuda" and not method.stock:
+                budget = (method.config or lm.default_config).budget
+                lm.backend.prepare(min(longest, lm.backend.max_length or longest), budget)
             answer(self.models, self._warm_up(job), longest)
         # No method may learn from another, nor, unless the run is warm, from its own earlier answers.
         lm.memory = self._memory.setdefault(job.group, SharedMemory()) if self.warm else SharedMemory()
-        counted = hasattr(lm.backend, "counters") and not method.stock
+        counted = method.ranks > 1 and not method.stock
         if counted:
             lm.backend.reset()
         done = answer(self.models, job, longest)

@@ -11,6 +11,7 @@ import torch
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.backends.base import CacheUse, Capabilities
 from lookahead.engine.request import Event, Request
 from lookahead.engine.text import SharedTokenizer
 from lookahead.generate import LookaheadModel, logger
@@ -99,12 +100,15 @@ class RemoteBackend:
     vocab_size: int
     max_length: int | None
     most: int | None = field(repr=False)
-    dtype: torch.dtype = torch.float32
-    exact_nodes: int | None = None
-    exact_depth: int | None = None
+    dtype: torch.dtype
+    capabilities: Capabilities
+    captures: int = 0
 
     def holds(self) -> int | None:
         return self.most
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse()
 
 
 class RemoteModel(LookaheadModel):
@@ -113,7 +117,7 @@ class RemoteModel(LookaheadModel):
     def __init__(self, facts: Facts, front: Any) -> None:  # not the parent's: there is nothing to load
         self.name, self.tokenizer, self.version = facts.name, facts.tokenizer, facts.version
         self.model = SimpleNamespace(generation_config=facts.generation_config)
-        limits = facts.dtype, facts.exact_nodes, facts.exact_depth
+        limits = facts.dtype, facts.capabilities
         self.backend = cast(Any, RemoteBackend(facts.vocab_size, facts.max_length, facts.holds, *limits))
         self.remember_fits(logger.warning)
         self.engine, self.front = cast(Any, NoEngine()), front

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lookahead.backends.base import Capabilities
 from lookahead.config import LookaheadConfig
 from lookahead.engine.request import Event
 from lookahead.generate import LookaheadModel
@@ -31,8 +32,7 @@ class Facts:
     max_length: int | None
     holds: int | None
     dtype: torch.dtype
-    exact_nodes: int | None
-    exact_depth: int | None
+    capabilities: Capabilities
     stop_ids: frozenset[int]
     default_config: LookaheadConfig
 
@@ -48,8 +48,7 @@ class Facts:
             backend.max_length,
             backend.holds(),
             backend.dtype,
-            backend.exact_nodes,
-            backend.exact_depth,
+            backend.capabilities,
             model.stop_ids,
             model.default_config,
         )
