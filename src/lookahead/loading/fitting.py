@@ -95,7 +95,7 @@ def cached(
 
 def identity_of(backend: Backend) -> dict[str, Any]:
     """What the cost of a step depends on: the model's shape, its dtype, its device and its backend."""
-    model, device = backend.model, backend.device
+    model, device, capabilities = backend.model, backend.device, backend.capabilities
     facts = model.config.to_dict()
     return {
         "model": {k: v for k, v in facts.items() if isinstance(v, (int, float, str)) and k != "_name_or_path"},
@@ -103,6 +103,7 @@ def identity_of(backend: Backend) -> dict[str, Any]:
         "places": {k: str(v) for k, v in (getattr(model, "hf_device_map", None) or {}).items()},
         "dtype": str(backend.dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
-        "backend": type(backend).__name__,
-        **({"kernels": kernels} if (kernels := backend.capabilities.kernels) else {}),
+        "backend": capabilities.name,
+        "kernels": capabilities.kernels,
+        "ranks": capabilities.ranks,
     }
