@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from lookahead.algorithm.native import build as native
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.native.layout import STEP, Record
 from lookahead.algorithm.search import PythonDrafter
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
@@ -126,3 +129,62 @@ def test_it_can_be_turned_off(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "PythonDrafter"
     assert list(tmp_path.iterdir()) == []
+
+
+def broken_copy(folder: Path, name: str, old: str, new: str) -> list[Path]:
+    """The C sources in another folder, with one change."""
+    copies = [folder / source.name for source in native.SOURCES]
+    for source, copy in zip(native.SOURCES, copies, strict=True):
+        text = source.read_text(encoding="utf-8")
+        if source.name == name:
+            assert old in text
+            text = text.replace(old, new)
+        copy.write_text(text, encoding="utf-8")
+    return copies
+
+
+DRIFTS = {
+    "a version": ("layout.c", "#define VERSION 1", "#define VERSION 2", "its version is 2, and Python has 1"),
+    "a field that moved": ("drafter.h", "double bonus; ", "double pad, bonus; ", "layout.py has another (size|offset)"),
+    "fields that swapped": (
+        "layout.c", "room, 48) FIELD(Step, max_depth, 52)", "max_depth, 52) FIELD(Step, room, 48)",
+        "Step.room is 52, and Python has 48",
+    ),
+    "a field that is missing": ("layout.c", "FIELD(Ran, draft, 0)", "", r"has \d+ sizes and offsets, and Python \d+"),
+    "no table at all": ("layout.c", "*drafter_layout(", "*renamed_layout(", "does not say how its structs"),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_structs_that_python_packs_otherwise_are_found_out(
+    drift: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the C compiler, or when the library is loaded: the Python drafter runs, and one line says why."""
+    *change, said = DRIFTS[drift]
+    monkeypatch.setattr(native, "SOURCES", broken_copy(tmp_path, *change))
+    monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
+    with caplog.at_level(logging.WARNING, "lookahead"):
+        assert isinstance(choose_drafter(), PythonDrafter)
+    (line,) = caplog.messages
+    assert re.search(said, line)
+    assert "\n" not in line
+
+
+def test_records_are_laid_out_as_c_lays_them_out() -> None:
+    """Against ctypes, which follows the C compiler's rules."""
+    kinds = {"i": ctypes.c_int32, "d": ctypes.c_double, "P": ctypes.c_void_p}
+    shapes = (
+        {"a": "i", "b": "P", "c": "3i"},
+        {"a": "P", "b": "i"},
+        {"a": "i", "b": "2i"},
+        {"a": "d", "b": "i", "c": "d"},
+    )
+    for fields in shapes:
+        types = [(name, kinds[code[-1]] * int(code[:-1] or 1)) for name, code in fields.items()]
+        twin = type("Twin", (ctypes.Structure,), {"_fields_": types})
+        record = Record("Twin", **fields)
+        assert record.size == ctypes.sizeof(twin)
+        assert record.offsets == {name: getattr(twin, name).offset for name in fields}
+    whole = STEP.pack(0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 9)
+    assert STEP.with_only("branch", "root").pack(7, 9) == whole

@@ -3,12 +3,6 @@
 
 #include "drafter.h"
 
-/* One sequence's part of a step that has run. */
-typedef struct {
-    const Draft *draft;                  /* takes what the step showed; NULL: the caller sees to that */
-    int32_t nodes, branch, width, needed_count; /* of its tree: the first guess is node `branch` */
-} Ran;
-
 /* From the root, follow the guess that equals the target. No guess stands before its parent, so one pass finds all.
    Returns how many tokens are accepted. `results` begin with the root's. */
 static int32_t follow(

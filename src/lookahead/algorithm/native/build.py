@@ -2,7 +2,8 @@
 
 It is compiled at first use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels
 run there is one already) and kept in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, there is no library,
-and the Python drafter runs instead.
+and the Python drafter runs instead. It also does, with a warning, where the compiler fails or where the library's
+structs are not those that Python packs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lookahead.algorithm.native.layout import check_layout
 from lookahead.cache import cache_dir
 
 SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".c", ".h")))
@@ -51,6 +53,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+class NoCompilerError(RuntimeError):
+    """The machine has no C compiler, which is no fault: the Python drafter runs."""
+
+
 @lru_cache(maxsize=1)
 def library() -> Any:
     """The compiled functions, or None where the Python drafter must be used.
@@ -66,7 +72,8 @@ def library() -> Any:
     try:
         return load(cache_dir() / "native")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("the Python drafter runs in place of the C one: %s", error)
+        level = logging.INFO if isinstance(error, NoCompilerError) else logging.WARNING
+        logger.log(level, "the Python drafter runs in place of the C one: %s", error)
         return None
 
 
@@ -76,10 +83,16 @@ def load(folder: Path) -> Any:
     if not path.exists() or not ours(path):
         build(path)
     try:
-        loaded = ctypes.PyDLL(str(path))
+        return bind(path)
     except OSError:
         build(path)
-        loaded = ctypes.PyDLL(str(path))
+        return bind(path)
+
+
+def bind(path: Path) -> Any:
+    """Open a compiled library, and check that its structs are those that Python packs: RuntimeError if they are not."""
+    loaded = ctypes.PyDLL(str(path))
+    check_layout(loaded)
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -106,7 +119,7 @@ def build(path: Path) -> None:
     """Compile into a folder beside the target and move the result into place, so that no process loads half a file."""
     compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
     if not compiler:
-        raise RuntimeError("no C compiler was found (cc, gcc or clang, or the one that CC names)")
+        raise NoCompilerError("no C compiler was found (cc, gcc or clang, or the one that CC names)")
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
@@ -114,7 +127,8 @@ def build(path: Path) -> None:
         command = [*compiler, *FLAGS, "-o", str(made), *files]
         ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
         if ran.returncode or not made.exists():
-            message = (ran.stderr.decode(errors="replace").strip() or f"exit code {ran.returncode}").splitlines()[0]
+            said = ran.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ran.returncode}"]
+            message = next((line for line in said if "error" in line), said[0])
             raise RuntimeError(f"{compiler[0]} did not compile the drafter: {message}")
         made.chmod(0o755)
         os.replace(made, path)

@@ -2,15 +2,6 @@
 
 #include "drafter.h"
 
-/* What all sequences of a step share. */
-typedef struct {
-    const double *cost;             /* of a pass; NULL: there is none */
-    double floor;                   /* steps that are not kept are not searched below this weighted score */
-    int32_t cost_count, sequences;
-    int32_t most;                   /* guesses of those that are not kept; negative: any number */
-    int32_t room;                   /* guesses of all; negative: any number */
-} Share;
-
 typedef struct {
     double rank, value, weighted;
     int32_t owner;

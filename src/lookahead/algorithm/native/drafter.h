@@ -8,6 +8,7 @@
      choice.c   PythonDrafter.choose, in search.py, and best_counts, in counts.py
      accept.c   accept, in verify.py
      workers.c  no twin: threads that do some of the searches of a choice
+     layout.c   no twin: where the fields of the structs are that Python packs
 
    No Python.h: plain pointers come in through ctypes, and the caller holds the interpreter's lock. A negative result
    means: out of memory (-1), or an index from the caller is out of range (-2). */
@@ -169,6 +170,21 @@ typedef struct {
 } Step;
 
 int32_t draft_search(const Step *step, const int32_t *chains);
+
+/* What all sequences of a step share. */
+typedef struct {
+    const double *cost;             /* of a pass; NULL: there is none */
+    double floor;                   /* steps that are not kept are not searched below this weighted score */
+    int32_t cost_count, sequences;
+    int32_t most;                   /* guesses of those that are not kept; negative: any number */
+    int32_t room;                   /* guesses of all; negative: any number */
+} Share;
+
+/* One sequence's part of a step that has run. */
+typedef struct {
+    const Draft *draft;                  /* takes what the step showed; NULL: the caller sees to that */
+    int32_t nodes, branch, width, needed_count; /* of its tree: the first guess is node `branch` */
+} Ran;
 
 /* 4. Threads that share the searches of a step. */
 

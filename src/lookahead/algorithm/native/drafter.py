@@ -6,24 +6,22 @@ import os
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from struct import Struct, pack
+from struct import pack
 from typing import Any, cast
 
 import numpy as np
 
 from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Draft, Limits, Offer, Share, TextSettings
 from lookahead.algorithm.native.drafts import DraftInC, address_of, chains_of, draft_in_c
+from lookahead.algorithm.native.layout import SHARE, STEP
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
 from lookahead.algorithm.native.verification import NativeVerification
 from lookahead.algorithm.tree import NO_GUESSES, Forest, Guesses, TokenTree
 from lookahead.algorithm.verify import Verification
 from lookahead.machine import cores
 
-_NO_DRAFT = Struct("40x 16x i 12x 12x i")
-"""A `Step` without a draft: `branch` and `root`."""
-
-_SHARE = Struct("P d 4i")
-"""C's `Share`: cost; floor; cost_count, sequences, most, room."""
+_NO_DRAFT = STEP.with_only("branch", "root")
+"""A `Step` without a draft."""
 
 MOST_WORKERS, CORES_EACH = 4, 4
 """At most so many threads help to search, and no more than one for so many of the machine's cores."""
@@ -90,7 +88,7 @@ class NativeDrafter:
         space = MOST_GUESSES * len(offers) if room < 0 else room
         trees = self._take_memory(4 * (rows + min(guesses, space)))
         counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
-        shared = _SHARE.pack(address, share.floor, count, len(offers), most, room)
+        shared = SHARE.pack(address, share.floor, count, len(offers), most, room)
         some = check(
             self._c.draft_choose(
                 shared, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),

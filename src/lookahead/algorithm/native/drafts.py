@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from struct import Struct, pack
+from struct import pack
 from typing import Any
 
 from lookahead.algorithm.draft import MOST_GUESSES, TAUGHT, Draft, Limits, Offer, Standing
+from lookahead.algorithm.native.layout import DRAFT, STEP
 from lookahead.algorithm.successors import SuccessorTable
 from lookahead.algorithm.tree import Guesses
-
-_DRAFT = Struct("3P P P 2P d 3i")
-"""C's `Draft`: last, own, shared; text; rates; guesses, scores; taught; rate_count, first_origin, capacity."""
-
-_STEP = Struct("3P 2d 5i 3i 4i")
-"""C's `Step`: draft, cost, trust; bonus, floor; kept, cost_count, room, max_depth, branch; text_end[3];
-chain_token_count, chain_count, most_tokens, root. A `Struct` is packed in a third of the time that a `ctypes.Structure`
-takes, and lists of integers in a tenth of the time that an `array` of them takes."""
 
 NO_TRUST = array("d", (1.0,))
 """For a search without a choice, in which trust means nothing."""
@@ -31,7 +24,7 @@ class DraftInC:
         # Tokens, parents, depths and origins of the guesses, one after the other; and their scores.
         self.numbers, self.scores = array("i", bytes(16 * capacity)), array("d", bytes(8 * capacity))
         tables = draft.tables
-        packed = _DRAFT.pack(
+        packed = DRAFT.pack(
             *((0, 0, 0) if tables is None else [_handle(one) for one in (tables.last, tables.own, tables.shared)]),
             0 if draft.text is None else draft.text.handle,
             address_of(draft.rates), address_of(self.numbers), address_of(self.scores),
@@ -62,7 +55,7 @@ class DraftInC:
         address, count = table_of(times)
         text_end = (0, 0, 0) if draft is None else draft.text_end
         chains = (0, 0) if draft is None else (len(draft.chain_tokens), len(draft.chain_lengths))
-        return _STEP.pack(
+        return STEP.pack(
             self.address, address, address_of(trust), bonus, floor,
             kept, count, room, min(limits.max_depth, room), branch,
             *text_end, *chains, most_tokens, root,

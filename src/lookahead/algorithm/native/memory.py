@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import c_int32
-from struct import Struct, pack
+from struct import pack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import TextSettings
+from lookahead.algorithm.native.layout import COMPUTED, SETTINGS
 from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors
 from lookahead.algorithm.tree import TokenTree
 
@@ -21,12 +22,6 @@ NO_TOKEN = -(1 << 31)
 
 Numbers = Any
 """32-bit integers in one piece of memory: bytes, an array, or a contiguous numpy array."""
-
-_SETTINGS = Struct("10i")
-"""C's `Settings`: those of `TextSettings`, but for `oldest`."""
-
-_COMPUTED = Struct("7i")
-"""C's `Computed`: nodes, needed_count, count, before[2], only, stride."""
 
 
 class NativeTable:
@@ -52,7 +47,7 @@ class NativeTable:
             raise ValueError(f"a tree of {nodes} tokens with {len(tree.parents)} parents")
         if top.dtype is not INT32:
             top = top.astype(np.int32)
-        computed = _COMPUTED.pack(nodes, needed, successor_count(numbers), before[0], before[1], only, numbers)
+        computed = COMPUTED.pack(nodes, needed, successor_count(numbers), before[0], before[1], only, numbers)
         # `tobytes`, because numpy takes ten times as long to tell an array's address.
         check(self._c.table_keep(self.handle, computed, tree.packed(), top.tobytes()))
 
@@ -86,7 +81,7 @@ class NativeText:
 
     def __init__(self, library: Any, settings: TextSettings) -> None:
         self._c, self._ngram = library, settings.ngram
-        self.handle: int = library.text_new(_SETTINGS.pack(*settings[:-1])) or 0
+        self.handle: int = library.text_new(SETTINGS.pack(*settings[:-1])) or 0
         if not self.handle:
             raise MemoryError
         weakref.finalize(self, library.text_free, self.handle)

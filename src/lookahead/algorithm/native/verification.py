@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from struct import Struct
 from typing import Any
 
 from lookahead.algorithm.draft import Draft
 from lookahead.algorithm.native.drafts import DraftInC, address_of
+from lookahead.algorithm.native.layout import RAN
 from lookahead.algorithm.native.memory import check
 from lookahead.algorithm.tree import FlatOutputs, StepOutput, TokenTree
 from lookahead.algorithm.verify import NO_VERDICT, PythonVerification, Verdict
-
-_RAN = Struct("P 4i")
-"""C's `Ran`: draft; nodes, branch, width, needed_count."""
 
 
 class NativeVerification:
@@ -29,7 +26,7 @@ class NativeVerification:
         self._trees = b"".join([tree.packed() for tree in trees])
         self._ran = b"".join(
             [
-                _RAN.pack(0 if kept is None else kept.address, tree.size, tree.branch, tree.width, len(tree.needed))
+                RAN.pack(0 if kept is None else kept.address, tree.size, tree.branch, tree.width, len(tree.needed))
                 for tree, kept in zip(trees, self._drafts, strict=True)
             ]
         )
