@@ -21,6 +21,7 @@ import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
 from lookahead.config import METHODS
 from lookahead.engine.front import Ticket
+from lookahead.engine.settings import RequestSettings
 from lookahead.loading import fitting
 from lookahead.loading.step_cost import StepCost
 
@@ -331,7 +332,7 @@ def test_a_dropped_model_is_freed(make_model: Callable[..., Any], tokenizer: Any
 
 def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:
     """Each waits for its reader, and others who use the model come between."""
-    steps = lm.steps("the fox", max_tokens=TOKENS)
+    steps = lm.steps("the fox", RequestSettings(max_tokens=TOKENS))
     seen = []
     for stats in steps:
         seen.append(stats.steps)
@@ -339,7 +340,7 @@ def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:
             lm.generate("end", max_tokens=3)
     assert seen == list(range(1, len(seen) + 1))
     assert stats.generated_tokens == TOKENS
-    cut = lm.steps("the fox", max_tokens=TOKENS)
+    cut = lm.steps("the fox", RequestSettings(max_tokens=TOKENS))
     next(cut)
     cut.close()
     assert soon_free(lm)

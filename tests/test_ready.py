@@ -14,6 +14,7 @@ import torch
 
 from lookahead import LookaheadConfig, LookaheadModel
 from lookahead.engine.engine import Engine
+from lookahead.engine.settings import RequestSettings
 
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
@@ -90,7 +91,7 @@ def test_the_time_of_a_capture_is_not_noted(made: LookaheadModel) -> None:
     engine.times.note = lambda rows, seconds: noted.append(rows)  # type: ignore[method-assign]
     captures = list[int]()
     for _ in range(2):
-        answer = made._answer([5, 6, 7] * 40, max_tokens=8, method="autoregressive", logprobs=1)
+        answer = made._answer([5, 6, 7] * 40, RequestSettings(max_tokens=8, method="autoregressive", logprobs=1))
         engine.submit(answer.request)
         while engine.running:
             before = made.backend.captures

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 SOURCES = ("jacobi", "prompt", "suffix", "recycle")
@@ -22,6 +23,15 @@ METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 BACKENDS = ("auto", "cpu", "eager", "graph")
 MOST_LOGPROBS = 20
 """The most likely tokens whose log-probabilities a request may ask for."""
+
+
+class _Unchanged:
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+UNCHANGED: Any = _Unchanged()
+"""The default of a parameter that leaves a field as it is. It cannot be None, which is a value of some fields."""
 
 
 def new_seed() -> int:
@@ -195,9 +205,16 @@ class LookaheadConfig:
         )
 
     @classmethod
-    def for_method(cls, method: str, **overrides: Any) -> LookaheadConfig:
-        """The config of a method by its name. Overrides that are None are ignored."""
-        given = {k: v for k, v in overrides.items() if v is not None}
+    def for_method(
+        cls, method: str, *, window: int | None = None, ngram: int | None = None, guesses: int | None = None,
+        budget: int | None = None, sources: Sequence[str] | None = None, recycle_scope: str | None = None,
+        suffix_key: int | None = None, suffix_branches: int | None = None, suffix_length: int | None = None,
+        suffix_oldest: bool | None = None, step_cost: Sequence[float] | None = None, shared: bool | None = None,
+        max_depth: int | None = None, exact: bool | None = None,
+    ) -> LookaheadConfig:  # fmt: skip
+        """The config of a method by its name. The fields, which only 'lookahead' has, are ignored where they are
+        None."""
+        given = {name: value for name, value in given_fields(locals()).items() if value is not None}
         if method == "lookahead":
             return cls().adapted(**given)
         makers = {
@@ -218,7 +235,13 @@ class LookaheadConfig:
         times = fields["step_cost"]
         return cls(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
 
-    def adapted(self, **changes: Any) -> LookaheadConfig:
+    def adapted(
+        self, *, window: int = UNCHANGED, ngram: int = UNCHANGED, guesses: int = UNCHANGED, budget: int = UNCHANGED,
+        sources: Sequence[str] = UNCHANGED, recycle_scope: str = UNCHANGED, suffix_key: int = UNCHANGED,
+        suffix_branches: int = UNCHANGED, suffix_length: int = UNCHANGED, suffix_oldest: bool = UNCHANGED,
+        step_cost: Sequence[float] | None = UNCHANGED, shared: bool = UNCHANGED, max_depth: int | None = UNCHANGED,
+        exact: bool = UNCHANGED,
+    ) -> LookaheadConfig:  # fmt: skip
         """A copy with these fields changed, and with the other fields fitted to them.
 
         - A budget without a window drops the window where it would fill more than half of that budget.
@@ -227,6 +250,7 @@ class LookaheadConfig:
         - The source `jacobi` brings the default window, if there is none.
         - A config without sources has nothing to adapt, so the changes are made to the default config.
         """
+        changes = given_fields(locals())
         if changes and not self.sources:
             return type(self)().adapted(**changes)
         for name, least in (("window", 0), ("ngram", 2), ("budget", 1)):
@@ -331,6 +355,19 @@ class StopRules:
         if self.max_length is None:
             return self.max_tokens
         return min(self.max_tokens, self.max_length + self.last_is_free - prompt_tokens)
+
+
+def given_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `LookaheadConfig` among a function's parameters by name (its `locals()`), but unchanged ones."""
+    named = {one.name: parameters[one.name] for one in fields(LookaheadConfig)}
+    return {name: value for name, value in named.items() if value is not UNCHANGED}
+
+
+def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that no parameter takes, and name the nearest one that there is."""
+    for name in unknown:
+        near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+        raise TypeError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def _at_least(name: str, value: int, least: int) -> int:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import lru_cache, partial
-from inspect import signature
 from numbers import Integral
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import torch
 from jinja2 import TemplateError
@@ -26,6 +24,7 @@ from lookahead.engine.front import Front, Ticket
 from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_adjustment
 from lookahead.engine.request import Request, raise_errors
+from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
 from lookahead.loading.load import INT8, asked_for, open_model, processors, stop_ids
@@ -42,6 +41,9 @@ logger = logging.getLogger("lookahead")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text (one user message), token ids, or chat messages."""
+
+PROMPT_OF_RANK_0: Any = None
+"""No prompt: only ranks of a `parallel.ParallelModel` may leave it out, and take rank 0's request. Others need one."""
 
 
 class LookaheadModel:
@@ -101,20 +103,51 @@ class LookaheadModel:
         """The config as this model's backend runs it exactly; see `backends.exact.exact_config`."""
         return self._exact(config)
 
-    def generate(self, prompt: Prompt | Sequence[Prompt], **settings: Any) -> Any:
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self, prompt: Prompt = PROMPT_OF_RANK_0, *,
+        max_tokens: int = 256, min_tokens: int = 0, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+        min_p: float = 0.0, seed: int | None = None, repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None, stop: str | Sequence[str] | None = (), raw: bool = False,
+        method: str = "lookahead", config: LookaheadConfig | None = None,
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], *,
+        max_tokens: int = 256, min_tokens: int = 0, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+        min_p: float = 0.0, seed: int | None = None, repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None, stop: str | Sequence[str] | None = (), raw: bool = False,
+        method: str = "lookahead", config: LookaheadConfig | None = None,
+    ) -> list[Completion]: ...  # fmt: skip
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt] = PROMPT_OF_RANK_0, *,
+        max_tokens: int = 256, min_tokens: int = 0, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+        min_p: float = 0.0, seed: int | None = None, repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None, stop: str | Sequence[str] | None = (), raw: bool = False,
+        method: str = "lookahead", config: LookaheadConfig | None = None,
+        **unknown: Any,
+    ) -> Completion | list[Completion]:  # fmt: skip
         """Answer one prompt with a `Completion`, or a list of prompts with a list of them, decoded as one batch.
 
-        Settings: `max_tokens=256, min_tokens=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None,
-        repetition_penalty=None, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=None, logprobs=None, stop=(),
-        raw=False, method="lookahead", config=None`. Without a `seed` every answer gets a random one, and without a
-        `repetition_penalty` the one of the model's generation config. `raw` leaves out the chat template. `method` is
-        'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'. `config` is a `LookaheadConfig`, for the method
-        'lookahead' only.
+        A prompt is text, chat messages or token ids. Text becomes a user message of the chat template, unless `raw`.
+
+        - `max_tokens`, `min_tokens`: the most tokens of the answer; how many come before it may end.
+        - `temperature`: 0 is greedy. `top_k` (0: all), `top_p` and `min_p` narrow the tokens that are drawn from.
+        - `seed`: the same seed draws the same text. None: every answer gets a random one, which it names.
+        - `repetition_penalty`: None is the one of the model's generation config, or 1.
+        - `presence_penalty`, `frequency_penalty`, `logit_bias`: taken from or added to tokens' logits.
+        - `logprobs`: log-probabilities of the chosen token (0), and of the n likeliest (n); None: none.
+        - `stop`: one text or several before which the answer ends.
+        - `method`: 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'.
+        - `config`: for the method 'lookahead' only. None is the model's `default_config`.
         """
-        prompt = as_plain(prompt)
-        many = is_batch(prompt)
-        prompts: Sequence[Any] = prompt if many else [prompt]
-        completions = self.run([self._answer(p, **check_settings(settings)) for p in prompts])
+        many, answers = self._answers(prompt, locals())
+        completions = self.run(answers)
         return completions if many else completions[0]
 
     def run(self, answers: Sequence[Answer]) -> list[Completion]:
@@ -136,19 +169,25 @@ class LookaheadModel:
                 answer.read_logprobs(event)
         return [answer.completion() for answer in answers]
 
-    def stream(self, prompt: Prompt, **settings: Any) -> Stream:
+    def stream(
+        self, prompt: Prompt = PROMPT_OF_RANK_0, *,
+        max_tokens: int = 256, min_tokens: int = 0, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+        min_p: float = 0.0, seed: int | None = None, repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0, frequency_penalty: float = 0.0, logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None, stop: str | Sequence[str] | None = (), raw: bool = False,
+        method: str = "lookahead", config: LookaheadConfig | None = None,
+        **unknown: NoReturn,
+    ) -> Stream:  # fmt: skip
         """Answer one prompt piece by piece, as steps accept tokens. The settings are those of `generate`."""
-        prompt = as_plain(prompt)
-        if is_batch(prompt):
-            raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        return Stream(self.front, self._answer(prompt, **check_settings(settings)))
+        _, (answer,) = self._answers(prompt, locals(), single=True)
+        return Stream(self.front, answer)
 
-    def steps(self, prompt: Prompt, **settings: Any) -> Iterator[Stats]:
+    def steps(self, prompt: Prompt, settings: RequestSettings) -> Iterator[Stats]:
         """Run one answer and give its counters after every step. It is the same object each time.
 
         Its steps are of this answer alone, and each waits for its caller, so that they can be timed.
         """
-        engine, request = Engine(self.backend), self._answer(as_plain(prompt), **check_settings(settings)).request
+        engine, request = Engine(self.backend), self._answer(as_plain(prompt), settings).request
         try:
             self.front.call(lambda: engine.submit(request))
             while request.sequence.finish_reason is None:
@@ -207,28 +246,15 @@ class LookaheadModel:
                 raise ValueError(f"token id {token!r} is not one of the model's 0 to {self.backend.vocab_size - 1}")
         return [int(token) for token in ids]
 
-    def _answer(
-        self,
-        prompt: Prompt,
-        *,
-        method: str = "lookahead",
-        config: LookaheadConfig | None = None,
-        max_tokens: int = 256,
-        min_tokens: int = 0,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        repetition_penalty: float | None = None,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        logprobs: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        raw: bool = False,
-    ) -> Answer:
+    def _answers(self, prompt: Any, parameters: Mapping[str, Any], single: bool = False) -> tuple[bool, list[Answer]]:
+        """Whether there are several prompts, and their answers, for the parameters of `generate` or `stream`."""
+        settings, prompt = RequestSettings.of(parameters), as_plain(prompt)
+        many = check_batch(prompt, single)
+        return many, [self._answer(one, settings) for one in (prompt if many else [prompt])]
+
+    def _answer(self, prompt: Prompt, settings: RequestSettings) -> Answer:
         begin = perf_counter()
+        method, config = settings.method, settings.config
         if config is None:
             config = self.default_config if method == "lookahead" else LookaheadConfig.for_method(method)
         elif not isinstance(config, LookaheadConfig):
@@ -237,31 +263,32 @@ class LookaheadModel:
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
         config = self.exact_config(config)
         # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.
-        stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
-        ends = TextStream(self.tokenizer, stops, min_tokens).push_token if stops.stops else None
+        stops = StopStrings(settings.stop_strings)
+        ends = TextStream(self.tokenizer, stops, settings.min_tokens).push_token if stops.stops else None
+        repetition_penalty = settings.repetition_penalty
         if repetition_penalty is None:
             repetition_penalty = asked_for(self.model).get("repetition_penalty", 1.0)
         sequence = DecodingSequence(
-            self.encode(prompt, raw=raw),
+            self.encode(prompt, raw=settings.raw),
             config,
             SamplingParams(
-                temperature,
-                top_k,
-                top_p,
-                min_p,
-                new_seed() if seed is None else seed,
+                settings.temperature,
+                settings.top_k,
+                settings.top_p,
+                settings.min_p,
+                new_seed() if settings.seed is None else settings.seed,
                 repetition_penalty,
-                presence_penalty,
-                frequency_penalty,
-                logit_bias or (),
-                logprobs,
+                settings.presence_penalty,
+                settings.frequency_penalty,
+                settings.logit_bias or (),
+                settings.logprobs,
             ),
-            StopRules(max_tokens, self.stop_ids, self.backend.max_length, min_tokens=min_tokens),
+            StopRules(settings.max_tokens, self.stop_ids, self.backend.max_length, min_tokens=settings.min_tokens),
             ends=ends,
             memory=self.memory,
         )
         request = Request(sequence, self.verifier(sequence), begin=begin)
-        return Answer(request, TextStream(self.tokenizer, stops, min_tokens), method)
+        return Answer(request, TextStream(self.tokenizer, stops, settings.min_tokens), method)
 
 
 def load(
@@ -299,16 +326,6 @@ def load(
     return loaded
 
 
-def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings; raise TypeError for an unknown one."""
-    known = signature(LookaheadModel._answer).parameters
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            raise TypeError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return settings
-
-
 def as_plain(prompt: Any) -> Any:
     """Turn tensors and arrays of token ids into lists."""
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -324,6 +341,14 @@ def _all(prompt: Any, kind: type) -> bool:
 def is_batch(prompt: Any) -> bool:
     """True for several prompts: texts, token lists or chats. One chat is a list of dicts, one token list of ints."""
     return bool(prompt) and _all(prompt, Sequence) and not isinstance(prompt, str)
+
+
+def check_batch(prompt: Any, single: bool) -> bool:
+    """Whether these are several prompts; ValueError if there may be only one."""
+    many = is_batch(prompt)
+    if single and many:
+        raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
+    return many
 
 
 __all__ = ["Completion", "LookaheadModel", "Piece", "Stream", "UnsupportedModelError", "load"]

@@ -23,6 +23,7 @@ from lookahead.backends.graph.backend import GraphBackend
 from lookahead.config import StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.engine.settings import RequestSettings
 
 PAPER = LookaheadConfig.paper(30, 8, 30)
 """210 window nodes."""
@@ -111,7 +112,7 @@ def test_generate_keeps_to_the_limits(
     sizes, config = step_sizes(lm.backend, monkeypatch), LookaheadConfig(window=0, budget=200, suffix_length=64)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, logger="lookahead"):
         for _ in range(3):
-            out = lm._answer(REPEATED, config=config, max_tokens=30)
+            out = lm._answer(REPEATED, RequestSettings(config=config, max_tokens=30))
             lm.run([out])
             assert out.request.sequence.config.budget == 128
         with pytest.raises(ValueError, match="window=18"):
@@ -123,7 +124,7 @@ def test_generate_keeps_to_the_limits(
         "(exact=False allows it)"
     ]
     sizes.clear()
-    lm.run([lm._answer(REPEATED, config=replace(config, exact=False), max_tokens=30)])
+    lm.run([lm._answer(REPEATED, RequestSettings(config=replace(config, exact=False), max_tokens=30))])
     assert max(depth for step in sizes for _, depth in step) > 16
 
 

@@ -12,6 +12,7 @@ import torch
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import Capabilities
 from lookahead.config import LookaheadConfig
+from lookahead.engine.settings import RequestSettings
 from lookahead.loading.step_cost import StepCost
 from lookahead.stats import Stats
 
@@ -39,7 +40,7 @@ class ScriptedModel:
     name: str = "scripted"
     backend: ScriptedBackend = field(default_factory=ScriptedBackend)
     memory: SharedMemory = field(default_factory=SharedMemory)
-    asked: list[tuple[Any, LookaheadConfig, dict[str, Any]]] = field(default_factory=list)
+    asked: list[tuple[Any, LookaheadConfig, RequestSettings]] = field(default_factory=list)
     steps_taken: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(5))
 
@@ -47,8 +48,10 @@ class ScriptedModel:
         """Steps vary in size, so that t of the mean size is not the mean of t."""
         return self.rng.randint(max(1, config.budget // 4), config.budget)
 
-    def steps(self, prompt: Any, *, config: LookaheadConfig, max_tokens: int, **settings: Any) -> Iterator[Stats]:
-        self.asked.append((prompt, config, {"max_tokens": max_tokens, **settings}))
+    def steps(self, prompt: Any, settings: RequestSettings) -> Iterator[Stats]:
+        config, max_tokens = settings.config, settings.max_tokens
+        assert config is not None
+        self.asked.append((prompt, config, settings))
         stats, due = Stats(prompt_tokens=20), 0.0
         while stats.generated_tokens < max_tokens:
             size = self.size(config)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lookahead import LookaheadConfig
+from lookahead.engine.settings import RequestSettings
 from lookahead.parallel import Group, ParallelBackend, join
 
 Task = dict[str, Any]
@@ -113,7 +114,7 @@ def led(task: Task) -> Any:
     model = lookahead.parallel.load(task["model"], group=group, config=LookaheadConfig(**task["config"]))
 
     def make(data: Task) -> Any:
-        return model._answer(data["prompt"], **data["settings"]).request
+        return model._answer(data["prompt"], RequestSettings(**data["settings"])).request
 
     with group:
         if RANK:
@@ -134,7 +135,7 @@ def led(task: Task) -> Any:
 
         with ThreadPoolExecutor(len(task["requests"])) as threads:
             waves = [list(threads.map(ask, task["requests"])) for _ in range(3)]
-        without = model._answer("the fox", max_tokens=2).request
+        without = model._answer("the fox", RequestSettings(max_tokens=2)).request
         try:
             model.front.submit(without).wait()
         except ValueError as error:

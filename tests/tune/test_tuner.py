@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,6 +17,7 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.bench.report import plots
 from lookahead.cli.tune import bars, drawings
 from lookahead.config import LookaheadConfig
+from lookahead.engine.settings import RequestSettings
 from lookahead.generate import LookaheadModel
 from lookahead.tune.candidates import BUDGETS, FILLED, FITTED, PAPERS, all_candidates, default_s, follow
 from lookahead.tune.predict import Prediction
@@ -53,7 +55,8 @@ def truth(model: ScriptedModel, one: Prediction, tokens: int) -> float:
     quiet = ScriptedModel(model.takes, model.accepts)
 
     def seconds(config: LookaheadConfig) -> float:
-        return sum([list(quiet.steps("x", config=config, max_tokens=tokens))[-1].forward_seconds for _ in range(20)])
+        settings = RequestSettings(config=config, max_tokens=tokens)
+        return sum([list(quiet.steps("x", settings))[-1].forward_seconds for _ in range(20)])
 
     return seconds(LookaheadConfig.autoregressive()) / seconds(one.candidate.config)
 
@@ -154,7 +157,7 @@ def test_the_hopeless_are_not_run() -> None:
 def test_every_prompt_is_run_by_each_with_its_own_memory() -> None:
     model = ScriptedModel(flat, accepts)
     before = model.memory
-    tuner = Tuner(model, cost=curve(flat), max_tokens=16, temperature=0.5)
+    tuner = Tuner(model, RequestSettings(max_tokens=16, temperature=0.5, seed=0), cost=curve(flat))
     chosen = tuner.anchors()
     for prompt in PROMPTS:
         tuner.round(prompt, chosen)
@@ -164,7 +167,8 @@ def test_every_prompt_is_run_by_each_with_its_own_memory() -> None:
     expected = [c for i in range(0, len(others), TOGETHER - 1) for c in (plain, *others[i : i + TOGETHER - 1])]
     assert asked == [(prompt, config) for prompt in PROMPTS for config in expected]
     assert len(others) > TOGETHER
-    assert all(s == {"max_tokens": 16, "temperature": 0.5, "seed": 0} for _, _, s in model.asked)
+    expected_settings = RequestSettings(max_tokens=16, temperature=0.5, seed=0)
+    assert all(replace(settings, config=None) == expected_settings for _, _, settings in model.asked)
     assert len({id(trial.memory) for trial in tuner.trials.values()}) == len(chosen)
     assert model.memory is before
 
@@ -178,14 +182,16 @@ def test_steps_are_woven_and_an_error_frees_every_slot(model: Any, tokenizer: An
     """What each config accepts does not depend on the others, and no slot stays open whatever happens."""
     lm = LookaheadModel(model, tokenizer, "tiny", settings)
     configs = [LookaheadConfig.autoregressive(), settings, LookaheadConfig.paper(3, 4, 3)]
-    together = weave(lm, "the fox", [(c, SharedMemory()) for c in configs], {"max_tokens": 20})
+    together = weave(lm, "the fox", [(c, SharedMemory()) for c in configs], RequestSettings(max_tokens=20))
     for config, run in zip(configs, together, strict=True):
-        (alone,) = weave(lm, "the fox", [(config, SharedMemory())], {"max_tokens": 20})
+        (alone,) = weave(lm, "the fox", [(config, SharedMemory())], RequestSettings(max_tokens=20))
         assert (run.sizes, run.tokens, run.steps) == (alone.sizes, alone.tokens, alone.steps)
         assert len(run.sizes) == len(run.seconds) == run.steps - 1
         assert min(run.seconds) > 0
     with pytest.raises(ValueError, match="max_tokens"):
-        weave(lm, "the fox", [(configs[0], SharedMemory()), (configs[1], SharedMemory())], {"max_tokens": 0})
+        weave(
+            lm, "the fox", [(configs[0], SharedMemory()), (configs[1], SharedMemory())], RequestSettings(max_tokens=0)
+        )
     kept, steps = lm.memory, 0
 
     def failing(inputs: Any) -> Any:
@@ -197,7 +203,7 @@ def test_steps_are_woven_and_an_error_frees_every_slot(model: Any, tokenizer: An
 
     real, lm.backend.launch = lm.backend.launch, failing
     with pytest.raises(RuntimeError, match="out of memory"):
-        weave(lm, "the fox", [(c, SharedMemory()) for c in configs], {"max_tokens": 20})
+        weave(lm, "the fox", [(c, SharedMemory()) for c in configs], RequestSettings(max_tokens=20))
     assert (lm.memory, lm.backend._lane) == (kept, {})
 
 
@@ -228,7 +234,7 @@ def test_half_precision_and_short_contexts_limit_the_budget() -> None:
     assert max(deep) == 16
     assert max(one.config.deepest for one in all_candidates(curve(flat), nodes=128, depth=9)) == 9
     backend = ScriptedBackend(dtype=torch.bfloat16)
-    tuner = Tuner(ScriptedModel(flat, accepts, backend=backend), cost=curve(flat))
+    tuner = Tuner(ScriptedModel(flat, accepts, backend=backend), RequestSettings(), cost=curve(flat))
     assert max(one.config.budget for one in tuner.candidates) == 128
 
 

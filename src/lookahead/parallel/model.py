@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -12,17 +12,19 @@ from typing import Any
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, SamplingParams, new_seed
-from lookahead.engine.answer import Answer, Stream
+from lookahead.engine.answer import Answer
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 from lookahead.engine.request import Request
-from lookahead.generate import LookaheadModel, Prompt, as_plain, check_settings, is_batch
+from lookahead.engine.settings import RequestSettings
+from lookahead.generate import LookaheadModel, as_plain, check_batch
 from lookahead.loading.fitting import fitted
 from lookahead.loading.load import INT8, asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
-from lookahead.parallel.group import START, Group, join
+from lookahead.parallel.group import START, TIMEOUT, Group, join
 from lookahead.parallel.handshake import compare, facts_of
 from lookahead.parallel.lead import Leader, follow
+from lookahead.parallel.place import Place
 
 
 class ParallelModel(LookaheadModel):
@@ -68,17 +70,6 @@ class ParallelModel(LookaheadModel):
     def rank(self) -> int:
         return self.group.rank
 
-    def generate(self, prompt: Prompt | Sequence[Prompt] | None = None, **settings: Any) -> Any:
-        """As `LookaheadModel.generate`, called by every rank."""
-        many, answers = self._agreed(prompt, settings)
-        completions = self.run(answers)
-        return completions if many else completions[0]
-
-    def stream(self, prompt: Prompt | None = None, **settings: Any) -> Stream:
-        """As `LookaheadModel.stream`, called by every rank; all of them must read it to its end."""
-        _, (answer,) = self._agreed(prompt, settings, single=True)
-        return Stream(self.front, answer)
-
     def lead(self) -> None:
         """From now on rank 0 alone decides what runs. Its `front` serves many threads, and the others `follow`."""
         self.front = Front(self.engine, core=Leader(self.engine, self._shared, self.group))
@@ -98,11 +89,11 @@ class ParallelModel(LookaheadModel):
     def close(self) -> None:
         self.group.close()
 
-    def _agreed(self, prompt: Any, settings: dict[str, Any], *, single: bool = False) -> tuple[bool, list[Answer]]:
+    def _answers(self, prompt: Any, parameters: Mapping[str, Any], single: bool = False) -> tuple[bool, list[Answer]]:
         """The answers to start, which all ranks agreed on. Every rank raises ValueError if their requests differ."""
         error: Exception | None = None
         try:
-            own = self._asked(prompt, settings, single)
+            own = self._asked(prompt, parameters, single)
         except (ValueError, TypeError) as mistake:
             error, own = mistake, {"error": str(mistake)}
         texts = self.group.agree("the same request", json.dumps(own, default=_number).encode())
@@ -121,22 +112,18 @@ class ParallelModel(LookaheadModel):
             wants = {**first["settings"], "seed": seed}
             if wants["config"] is not None:
                 wants["config"] = LookaheadConfig.from_json(wants["config"])
-            answers.append(self._answer(ids, **wants))
+            answers.append(self._answer(ids, RequestSettings(**wants)))
         return first["many"], answers
 
-    def _asked(self, prompt: Any, settings: dict[str, Any], single: bool) -> dict[str, Any]:
+    def _asked(self, prompt: Any, parameters: Mapping[str, Any], single: bool) -> dict[str, Any]:
         """This rank's request as plain data."""
-        check_settings(settings)
+        settings = RequestSettings.of(parameters)
         if prompt is None and self.group.rank:
             return {"follows": True}
         prompt = as_plain(prompt)
-        many = is_batch(prompt)
-        if single and many:
-            raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-        known = signature(LookaheadModel._answer).parameters.values()
-        wants = {p.name: p.default for p in known if p.kind is p.KEYWORD_ONLY} | settings
-        raw, seed, stop = wants.pop("raw"), wants.pop("seed"), wants["stop"]
-        wants["stop"] = [stop] if isinstance(stop, str) else list(stop or ())
+        many = check_batch(prompt, single)
+        wants: dict[str, Any] = {**vars(settings), "stop": list(settings.stop_strings)}
+        raw, seed = wants.pop("raw"), wants.pop("seed")
         if wants["logprobs"] is not None:
             asked = f"logprobs={wants['logprobs']!r}"
             raise ValueError(f"{asked}: ranks exchange tokens, not log-probabilities; ask for them on one rank")
@@ -159,20 +146,28 @@ def load(
     backend: str = "auto",
     config: LookaheadConfig | None = None,
     log: Callable[[str], None] | None = None,
-    **joining: Any,
+    place: Place | None = None,
+    ranks: int | None = None,
+    timeout: float = TIMEOUT,
+    meeting_timeout: float | None = None,
+    tensor_parallel: int = 1,
+    check: bool = False,
 ) -> ParallelModel:
     """As `lookahead.load`, called by every rank that torchrun started. Models that differ are refused.
 
-    `joining` are `join`'s `place`, `ranks`, `timeout`, `meeting_timeout` and `check`. Give a `group` if the ranks have
-    joined already, as with a tensor-parallel model.
+    `place`, `ranks`, `timeout`, `meeting_timeout`, `tensor_parallel` and `check` are those of `join`. Give a `group`
+    instead if the ranks have joined already, as with a tensor-parallel model.
     """
+    joining: dict[str, Any] = {"place": place, "ranks": ranks, "timeout": timeout, "meeting_timeout": meeting_timeout}
+    joining |= {"tensor_parallel": tensor_parallel, "check": check}
     if group is None:
         group = join(device=device, **joining)
-    elif joining:
-        raise ValueError(f"{next(iter(joining))} belongs to join(), and the group is there already; leave it out")
-    place = group.device if device in ("auto", "cuda") and not isinstance(name, tuple) else device
+    elif given := [name for name, value in joining.items() if value != signature(join).parameters[name].default]:
+        raise ValueError(f"{given[0]} belongs to join(), and the group is there already; leave it out")
+    if device in ("auto", "cuda") and not isinstance(name, tuple):
+        device = group.device
     with group.guarded():
-        model, tokenizer, label = open_model(name, dtype=dtype, device=place, log=log)
+        model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
     loaded = ParallelModel(model, tokenizer, label, group, config, backend, log, int8=dtype == INT8)
     with group.guarded():
         loaded.prepare(log=log)

@@ -7,13 +7,15 @@ the generation config. `run.Run` decodes with them, and gives the tokens that `g
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
 
 import torch
 
 from lookahead.backends.choose import HOOK_BACKENDS, check_name
 from lookahead.backends.support import check_supported
-from lookahead.config import LookaheadConfig, SamplingParams
+from lookahead.config import UNCHANGED, LookaheadConfig, SamplingParams, given_fields, reject_unknown
 from lookahead.stats import Stats
 from lookahead.transformers_hook import watch
 from lookahead.transformers_hook.arguments import refuse_unsupported
@@ -24,16 +26,20 @@ from lookahead.transformers_hook.run import Run
 
 def decoding(
     config: LookaheadConfig | None = None,
-    *misplaced: Any,
-    seed: int | None = None,
-    backend: str = "auto",
-    streamer: Any = None,
-    **settings: Any,
-) -> Decoding:
+    *misplaced: NoReturn,
+    seed: int | None = None, backend: str = "auto", streamer: Any = None,
+    window: int = UNCHANGED, ngram: int = UNCHANGED, guesses: int = UNCHANGED, budget: int = UNCHANGED,
+    sources: Sequence[str] = UNCHANGED, recycle_scope: str = UNCHANGED, suffix_key: int = UNCHANGED,
+    suffix_branches: int = UNCHANGED, suffix_length: int = UNCHANGED, suffix_oldest: bool = UNCHANGED,
+    step_cost: Sequence[float] | None = UNCHANGED, shared: bool = UNCHANGED, max_depth: int | None = UNCHANGED,
+    exact: bool = UNCHANGED,
+    **unknown: NoReturn,
+) -> Decoding:  # fmt: skip
     """Lookahead decoding for `model.generate(..., custom_generate=lookahead.decoding())`.
 
-    `settings` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. With neither `config` nor settings,
-    the first call measures what a step costs (once per model and machine) and fits the default config to it.
+    `window` to `exact` are fields of `LookaheadConfig`: `window=15, ngram=5, guesses=15`. They change the config that
+    is given, or the default one; see `LookaheadConfig.adapted`. With neither a `config` nor a field, the first call
+    measures what a step costs (once per model and machine) and fits the default config to it.
 
     Sampling draws from torch's generator, as `generate` does. With a `seed`, entry i of a batch draws from a generator
     of its own, seeded with `seed + i`, so that the entries need not wait for each other.
@@ -46,14 +52,16 @@ def decoding(
     `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on. A
     streamer gets one token at a time, as from `generate`; one with a true attribute `takes_blocks` gets whole blocks.
     """
+    changes = given_fields(locals())
     if misplaced or not isinstance(config, LookaheadConfig | None):
         raise TypeError(
             "lookahead.decoding takes a LookaheadConfig and settings by name; as `custom_generate` it needs its "
             "parentheses: custom_generate=lookahead.decoding()"
         )
-    if config is None and not settings:
-        return Decoding(None, seed, backend, streamer)
-    return Decoding((config or LookaheadConfig()).adapted(**settings), seed, backend, streamer)
+    reject_unknown(unknown, ["seed", "backend", "streamer", *(one.name for one in fields(LookaheadConfig))])
+    if changes or config is not None:
+        config = (config or LookaheadConfig()).adapted(**changes)
+    return Decoding(config, seed, backend, streamer)
 
 
 class Decoding:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.config import LookaheadConfig
+from lookahead.engine.settings import RequestSettings
 
 STALL = 3.0
 """A step this many times as slow as the run's median, for its size, was held up by something else and is left out."""
@@ -41,7 +42,7 @@ class Run:
 
 
 def weave(
-    model: Any, prompt: Any, asked: Sequence[tuple[LookaheadConfig, SharedMemory]], settings: dict[str, Any]
+    model: Any, prompt: Any, asked: Sequence[tuple[LookaheadConfig, SharedMemory]], settings: RequestSettings
 ) -> list[Run]:
     """One answer by each config, a step of each in turn, through the model's own path, text and all."""
     runs = [Run() for _ in asked]
@@ -50,7 +51,7 @@ def weave(
     try:
         for run, (config, memory) in zip(runs, asked, strict=True):
             model.memory = memory  # taken at the first step
-            streams.append(_watched(run, model.steps(prompt, config=config, **settings)))
+            streams.append(_watched(run, model.steps(prompt, replace(settings, config=config))))
             next(streams[-1], None)
         live = list(streams)
         while live:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lookahead.algorithm.sources import SharedMemory
+from lookahead.engine.settings import RequestSettings
 from lookahead.loading import profiles
 from lookahead.loading.step_cost import StepCost
 from lookahead.loading.timing import WIDE_SIZES, measure
@@ -95,13 +96,17 @@ def row(one: Prediction) -> dict[str, Any]:
 
 
 class Tuner:
-    def __init__(self, model: Any, *, cost: StepCost | None = None, say: Say | None = None, **settings: Any) -> None:
-        """`settings` are those of `generate`, for every answer. A `cost` that is given is not measured.
-
-        Sampling draws with a fixed seed, so that every candidate writes the same text.
-        """
-        self.model, self.say = model, say or (lambda _: None)
-        self.settings = {"max_tokens": 64, "seed": 0, **settings}
+    def __init__(
+        self,
+        model: Any,
+        settings: RequestSettings,
+        *,
+        cost: StepCost | None = None,
+        say: Say | None = None,
+    ) -> None:
+        """`settings` are those of every answer: with a seed, so that all candidates write the same text. A `cost` that
+        is given is not measured."""
+        self.model, self.settings, self.say = model, settings, say or (lambda _: None)
         backend, context = model.backend, model.backend.max_length
         if cost is None:
             self.say("measuring what a step of each size costs ...")
@@ -149,12 +154,12 @@ class Tuner:
         self.say(f"running {', '.join(one.name for one in candidates)} on {len(prompts)} prompts ...")
         for group in self._groups(candidates):  # what happens once per shape of a step happens here
             asked = [(one.config, SharedMemory()) for one in group]
-            weave(self.model, prompts[0], asked, {**self.settings, "max_tokens": WARM_UP_TOKENS})
+            weave(self.model, prompts[0], asked, replace(self.settings, max_tokens=WARM_UP_TOKENS))
         for prompt in prompts:
             self.round(prompt, candidates)
 
     def predictions(self) -> list[Prediction]:
-        return predict(self.candidates, self.table, self.trials, self.settings["max_tokens"])
+        return predict(self.candidates, self.table, self.trials, self.settings.max_tokens)
 
     def result(self, prompts: int) -> Result:
         found = self.predictions()
@@ -168,7 +173,7 @@ class Tuner:
             "backend": backend.capabilities.name,
             "torch": torch.__version__,
         }
-        tokens = self.settings["max_tokens"]
+        tokens = self.settings.max_tokens
         return Result(self.model.name, tuple(found), best, self.cost, learn(self.trials), prompts, tokens, facts)
 
 
@@ -180,13 +185,21 @@ def tune(
     second_looks: int = SECOND_LOOKS,
     cost: StepCost | None = None,
     say: Say | None = None,
-    **settings: Any,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    raw: bool = False,
 ) -> Result:
     """The best config for a loaded model on this machine and these prompts.
 
-    Without `acceptance` only t(K) is measured, and S is the prior's. `settings` are those of `generate`.
+    Without `acceptance` only t(K) is measured, and S is the prior's. `max_tokens` and the following are settings of
+    `generate`, for every answer; `Tuner` takes all of them.
     """
-    tuner = Tuner(model, cost=cost, say=say, **settings)
+    settings = RequestSettings(max_tokens, 0, temperature, top_k, top_p, min_p, seed, raw=raw)
+    tuner = Tuner(model, settings, cost=cost, say=say)
     if not acceptance:
         return tuner.result(0)
     tuner.look(prompts, tuner.anchors())

@@ -1,0 +1,48 @@
+"""What a caller may set for one answer: one field per keyword of `generate` and `stream`, with the same default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lookahead.config import LookaheadConfig, reject_unknown
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """The settings of one answer as they were given; `LookaheadModel.generate` describes them.
+
+    They are checked where they are used: by `SamplingParams`, `StopRules` and `LookaheadConfig`. None stands for what
+    the model or a random generator supplies: the fitted config, the generation config's repetition penalty, a seed.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    stop: str | Sequence[str] | None = ()
+    raw: bool = False
+    method: str = "lookahead"
+    config: LookaheadConfig | None = None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> RequestSettings:
+        """From the parameters by name (the `locals()`) of a function that has one for each field, and `unknown` for
+        the keywords that are none: they raise a TypeError that names the nearest field."""
+        names = [one.name for one in fields(cls)]
+        reject_unknown(parameters["unknown"], names)
+        return cls(**{name: parameters[name] for name in names})
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """`stop` as a sequence."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or ()
