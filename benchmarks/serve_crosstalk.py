@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from lookahead.backends.graph.pages import PagePool, PagePools
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
 from lookahead.generate import LookaheadModel
+from lookahead.kv.pages import PagePool, PagePools
 
 STEMS = (
     "Once upon a time, in a village by the sea, there lived a fisherman who had three daughters. " * 3,

@@ -9,7 +9,7 @@ from toys import ToyBackend
 
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.pages import PagePool, PageTable
+from lookahead.kv.pages import PagePool, PageTable
 
 
 class PagedToy(ToyBackend):

@@ -15,9 +15,9 @@ from marks import slow_but
 
 import lookahead
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.pages import PagePool, PagePools
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
+from lookahead.kv.pages import PagePool, PagePools
 
 PAGES = 10
 """Of 64 tokens: room for a few sequences at once."""

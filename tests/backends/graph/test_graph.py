@@ -33,6 +33,7 @@ from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
 from lookahead.backends.graph import kv, packet
+from lookahead.backends.graph import packet as packets
 from lookahead.backends.graph import steps as captured_steps
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.captured import CapturedStep
@@ -1425,30 +1426,49 @@ def test_outputs_are_freed_at_once() -> None:
         gc.enable()
 
 
-def test_pages_are_told_while_the_device_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps the device hears of no page, except of those that the prompts need."""
-    backend, told, between = GraphBackend(make("llama", "cpu"), kv_tokens=2048), list[bool](), [True]
-    set_table, launch, run = backend.kv.set_table, backend.launch, CapturedStep.run
+def note_tables(backend: GraphBackend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of how many changes of page tables each launch apart from the steps has brought, from now on."""
+    launches, write_tables = list[int](), backend.kv.write_tables
+
+    def note(changes: Sequence[int]) -> None:
+        launches.append(len(changes) // 2)
+        write_tables(changes)
+
+    monkeypatch.setattr(backend.kv, "write_tables", note)
+    return launches
+
+
+def test_pages_come_with_the_packet(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a step ahead, which has no packet, needs a launch of its own for a new page."""
+    backend, changed, run = GraphBackend(make("llama", device), kv_tokens=2048), list[int](), CapturedStep.run
+    launches = note_tables(backend, monkeypatch)
 
     def note_run(step: CapturedStep) -> None:
+        changed.append(int(step.packet.fields["changed"][0]))
         run(step)
-        between[0] = False
 
-    def note_launch(inputs: Any) -> Any:
-        between[0] = True
-        return launch(inputs)
-
-    def note_pages(*args: Any) -> None:
-        told.append(between[0])
-        set_table(*args)
-
-    monkeypatch.setattr(backend.kv, "set_table", note_pages)
-    monkeypatch.setattr(backend, "launch", note_launch)
     monkeypatch.setattr(CapturedStep, "run", note_run)
     outputs(backend, PROMPTS[:2], LookaheadConfig(budget=16, window=0), 150)
-    assert told[:2] == [True, True]
-    assert len(told) > 4
-    assert not any(told[2:])
+    assert launches == []
+    assert sum(changed) >= 2 * (150 // PAGE)
+    assert sum(count > 0 for count in changed) <= 10 < len(changed)
+    changed.clear()
+    outputs(backend, PROMPTS[:2], LookaheadConfig.autoregressive(), 150)
+    assert len(changed) <= 4, "all other steps ran ahead"
+    assert 2 <= len(launches) <= 4
+
+
+@pytest.mark.parametrize(("spare", "launched"), [(64, []), (0, [3])])
+def test_more_pages_than_a_packet_has_room_for(
+    spare: int, launched: list[int], device: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first prompt chunk brings the pages of the whole prompt. They are written by a launch before the step."""
+    monkeypatch.setattr(packets, "SPARE_CHANGES", spare)
+    prompt = random.Random(3).choices(range(VOCABULARY), k=150)
+    model, backend = make("llama", device), GraphBackend(make("llama", device), most_rows=2)
+    launches = note_tables(backend, monkeypatch)
+    assert outputs(backend, [prompt], LookaheadConfig(budget=2, window=0), 12) == [plain(model, prompt, 12)]
+    assert launches == launched
 
 
 def test_prepared_for_every_length(device: str, plain: Plain) -> None:

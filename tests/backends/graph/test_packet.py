@@ -33,7 +33,7 @@ def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
     packet.begin()
     lengths, trails, trees = (list(part) for part in zip(*entries, strict=True))
     starts = packet.put([10 + i for i in range(len(entries))], lengths, trails, trees, [queries, (1, 64)])
-    packet.end([0, 2], [[8, 9, 10, 11], [4, 5, 6, 7]])
+    packet.end([0, 2], [[8, 9, 10, 11], [4, 5, 6, 7]], [5, 3, 90, 4])
 
     tokens, parents, owners, needed = list[int](), list[int](), list[int](), list[int]()
     expected, tiles, begins = list[list[int]](), list[list[int]](), list[int]()
@@ -60,6 +60,9 @@ def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
     assert fields["counts"].tolist() == [[len(tiles), 1], [others, 1]]
     assert fields["commits"][0].tolist() == [0, 2]
     assert fields["moves"][:, :2].tolist() == [[[8, 9], [10, 11]], [[4, 5], [6, 7]]]
+    assert (fields["changed"].tolist(), fields["changes"][:2].tolist()) == ([2], [[5, 3], [90, 4]])
+    packet.end((), [(), ()])
+    assert fields["changed"].tolist() == [0]
 
 
 def test_draws_of_different_requests() -> None:

@@ -8,7 +8,8 @@ steps bring the tokens that were accepted meanwhile, and the step counts them. M
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,20 @@ from lookahead.backends.graph.kernels import reference_draw
 from lookahead.backends.graph.kernels.reference_draw import IN_PROMPT
 from lookahead.backends.graph.kernels.rows import TreeRows
 from lookahead.backends.graph.sizes import MOST_NEEDED
-from lookahead.backends.graph.slots import Slot
 from lookahead.backends.graph.targets_packet import NO_MASK, NO_RULES, TargetsPacket
 from lookahead.backends.sampling import allowed_rows
 from lookahead.config import SamplingParams
 
 FIRST_LINES = 64
 """Lines of the tables at first. They double when there are too few. A line of 150,000 tokens takes 1.2 MB."""
+
+
+@dataclass(slots=True)
+class RulesLine:
+    """A sequence's line in the tables. The first `counted` tokens of its text are counted there."""
+
+    number: int
+    counted: int = 0
 
 
 class Adjusting:
@@ -99,26 +107,29 @@ class Adjusting:
 
     # A step's packet.
 
-    def put(self, packet: TargetsPacket, slots: Sequence[Slot], items: Sequence[StepInput]) -> None:
-        """Write how a step's logits are adjusted, and the tokens of its texts that are not counted yet."""
+    def put(self, packet: TargetsPacket, lines: Mapping[int, RulesLine], items: Sequence[StepInput]) -> None:
+        """Write how a step's logits are adjusted, and the tokens of its texts that are not counted yet. `lines` are
+        those of the slots that have one."""
         packet.begin()
         self._masks = 0
         self._bans.clear()
-        for slot, item in zip(slots, items, strict=True):
-            self._put(packet, slot, item)
+        for item in items:
+            self._put(packet, lines.get(item.slot), item)
 
-    def _put(self, packet: TargetsPacket, slot: Slot, item: StepInput) -> None:
+    def _put(self, packet: TargetsPacket, line: RulesLine | None, item: StepInput) -> None:
         """The part of one input."""
-        adjustment, line = item.adjustment, slot.rules_line
+        adjustment = item.adjustment
         if adjustment is None:
             packet.put_rules(-1, NO_RULES, NO_MASK * len(item.tree.needed))
             return
         text = adjustment.text
-        if line >= 0:
-            if not slot.counted or not packet.put_counted(line, text[slot.counted :]):
-                self.write(line, item.sampling, adjustment)
-            slot.counted = len(text)
-        packet.put_rules(line, rules_of(item.sampling), self.put_masks(adjustment, item.tree))
+        if line is not None:
+            if not line.counted or not packet.put_counted(line.number, text[line.counted :]):
+                self.write(line.number, item.sampling, adjustment)
+            line.counted = len(text)
+        packet.put_rules(
+            -1 if line is None else line.number, rules_of(item.sampling), self.put_masks(adjustment, item.tree)
+        )
 
     def put_masks(self, adjustment: Adjustment, tree: TokenTree) -> array[int]:
         """Note what a sequence allows after its tree's needed nodes. Returns the number of each node's mask, or -1."""

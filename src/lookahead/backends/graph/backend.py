@@ -23,22 +23,23 @@ import torch
 
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, CacheUse, Capabilities, Layers, StepInput
+from lookahead.backends.graph.adjusting import RulesLine
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.kernels.tiles import REACH
 from lookahead.backends.graph.kinds import StepKind, Targets, TargetsKind
-from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv
+from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv, new_pools
 from lookahead.backends.graph.matrices.products import products_of
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import MOST_ENTRIES
-from lookahead.backends.graph.pages import PagePools
 from lookahead.backends.graph.preparing import every_end, every_forward, first_forwards, forwards_ahead
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
-from lookahead.backends.graph.slots import Slot, Slots
 from lookahead.backends.graph.state import Buffers, DeviceState
 from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.support import check_supported
 from lookahead.config import SamplingParams
+from lookahead.kv.pages import PagePools
+from lookahead.kv.slots import Slot, Slots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder
@@ -116,7 +117,8 @@ class GraphBackend:
             stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
             most_rows=self._most_rows,
         )
-        self._slots = Slots(self.kv, self._most_rows)
+        self._slots = Slots(new_pools(self.kv, self._most_rows), self.kv.longest, MOST_ENTRIES)
+        self._rules_lines: dict[int, RulesLine] = {}  # of the slots that have penalties or a bias
         self._steps = CapturedSteps(self.state, invariant=self.invariant, patient=patient)
         self._prepared: set[bool] = set()
         self._ahead = StepAhead(self.device)
@@ -188,7 +190,7 @@ class GraphBackend:
             self.state.kv = PagedKV(groups, pages, positions, self.layers.like)
             raise
         finally:
-            self._slots.replace_pages(self.kv)
+            self._slots.replace_pages(new_pools(self.kv, self._most_rows), self.kv.longest)
 
     # Slots.
 
@@ -198,9 +200,9 @@ class GraphBackend:
 
     def close(self, slot: int) -> None:
         """Give the slot and its pages back. What was given to `remember` stays while there is room."""
-        closed = self._slots.close(slot)
-        if closed.rules_line >= 0:
-            self.state.buffers.adjusting.give_back(closed.rules_line)
+        self._slots.close(slot)
+        if (line := self._rules_lines.pop(slot, None)) is not None:
+            self.state.buffers.adjusting.give_back(line.number)
 
     def length(self, slot: int) -> int:
         """How many tokens of the sequence are cached."""
@@ -292,22 +294,27 @@ class GraphBackend:
         slot = self._slots[item.slot]
         if not self._slots.has_pages(slot, slot.length + 2):
             return False
-        self._slots.send_pages(slot)
+        self._send_pages()
         return True
+
+    def _send_pages(self) -> None:
+        """Send the device the pages that sequences have got since the last time."""
+        if changes := self._slots.take_changes():
+            self.kv.write_tables(changes)
 
     def _start(self, inputs: Sequence[StepInput]) -> RunningStep:
         """Start a step of these inputs."""
         # 1. Take the pages first: without them, nothing has happened yet.
-        items, slots = list(inputs), self._slots.of(inputs)
+        items, slots = list(inputs), [self._slots.by_number[item.slot] for item in inputs]
         sizes, lengths = [item.tree.size for item in items], [slot.length for slot in slots]
         self._check_trees(sizes)
         needs = list(map(add, lengths, sizes))
         if trailed := any(item.trail for item in items):
             needs = [need + len(item.trail) for need, item in zip(needs, items, strict=True)]
-        self._slots.need_pages(slots, needs)
-        for item, slot in zip(items, slots, strict=True):
-            if item.adjustment is not None and slot.rules_line < 0:
-                self._take_rules_line(slot, item.sampling)
+        self._slots.need_pages(slots, needs, PAGE // 2)
+        for item in items:
+            if item.adjustment is not None and item.slot not in self._rules_lines:
+                self._take_rules_line(item)
         # 2. A pass has at most `most_rows` rows: run the rest of the prompt chunks in passes before it.
         rows = sum(needs) - sum(lengths)
         while rows > self._most_rows:
@@ -324,14 +331,17 @@ class GraphBackend:
         packet, ends, (_, targets, adjusted, _) = step.packet, step.targets.packet, step.kind.targets
         commits, moves = self._commits(packet.entries_room, packet.moves_room)
         packet.begin()
-        self._slots.send_all_pages(slots)
+        changes = self._slots.take_changes()
+        if len(changes) > 2 * packet.changes_room:
+            self.kv.write_tables(changes)
+            changes = []
         trails, trees = [item.trail for item in items], [item.tree for item in items]
         starts = packet.put([slot.line for slot in slots], lengths, trails, trees, step.queries)
-        packet.end(commits, moves)
+        packet.end(commits, moves, changes)
         if targets is not Targets.GREEDY:
             ends.put_draws(items)
         if adjusted:
-            self.state.buffers.adjusting.put(ends, slots, items)
+            self.state.buffers.adjusting.put(ends, self._rules_lines, items)
             ends.end(packet)
         if trailed:
             for slot, trail in zip(slots, trails, strict=True):
@@ -339,17 +349,16 @@ class GraphBackend:
         if adjusted:
             self.state.buffers.adjusting.send_masks()
         step.run()
-        self._slots.take_pages_ahead(slots, needs, drop=not trailed)  # the prompt is remembered when it has run
         return RunningStep(step, items, starts, [slot.length for slot in slots], 0, stream_of(self.device))
 
-    def _take_rules_line(self, slot: Slot, sampling: SamplingParams) -> None:
+    def _take_rules_line(self, item: StepInput) -> None:
         """Give a sequence with penalties or a bias its line in the tables."""
-        if not sampling.penalised and not sampling.logit_bias:
+        if not item.sampling.penalised and not item.sampling.logit_bias:
             return
         adjusting = self.state.buffers.adjusting
         if adjusting.full:  # the tables are made anew, and captured steps have the old ones
             self._steps.forget_adjusted()
-        slot.rules_line, slot.counted = adjusting.take(), 0
+        self._rules_lines[item.slot] = RulesLine(adjusting.take())
 
     def _check_trees(self, sizes: Sequence[int]) -> None:
         """Raise ValueError for trees that do not fit into a pass."""

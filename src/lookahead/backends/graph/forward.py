@@ -39,7 +39,7 @@ class CapturedForward(Captured):
         # 2. The packet on the host, and its copy on the device.
         self.packet = Packet(kind.rows, kind.needed, most, len(model.groups), device.type == "cuda")
         self.memory = torch.zeros_like(self.packet.host, device=device)
-        self.views = self.packet.views(self.memory)
+        self.views, self.host_views = self.packet.views(self.memory), self.packet.views(self.packet.host)
         # 3. What every layer does.
         numbers = [model.shapes.index(group.shape) for group in model.groups]
         rows = [
@@ -69,8 +69,11 @@ class CapturedForward(Captured):
     @torch.inference_mode()
     def _run(self) -> None:
         """A whole pass, on the device."""
-        # 1. Copy the packet to the device.
-        self.state.ops.copy_pinned(self.packet.host, self.memory)
+        # 1. Copy the packet to the device, and write the pages that sequences have got to their tables.
+        host = self.host_views
+        self.state.ops.copy_packet(
+            self.packet.host, self.memory, host["changed"], host["changes"], self.state.kv.tables
+        )
         # 2. Commit the previous step: move the K/V of its accepted nodes next to their prefix.
         for commit in self.commits:
             commit()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lookahead.backends.graph.kernels.tiles import HeadShape
-from lookahead.backends.graph.pages import pages_in_window
 from lookahead.backends.graph.sizes import PAGE
+from lookahead.kv.pages import pages_in_window
 from lookahead.models.spec import Decoder
 
 

@@ -9,6 +9,7 @@ import torch
 from lookahead.backends.graph.groups import AttentionGroup
 from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE
+from lookahead.kv.pages import PagePool, PagePools
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Rope
 
@@ -45,10 +46,7 @@ class PagedKV:
             for group, count in zip(groups, pages, strict=True)
         ]
         self.longest = longest = -(-positions // PAGE)
-        shape, pinned = (len(self.groups), MOST_ENTRIES, longest), like.device.type == "cuda"
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=like.device)
-        self._host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
-        self._host_numbers = self._host_tables.numpy()
+        self.tables = torch.zeros(len(self.groups), MOST_ENTRIES, longest, dtype=torch.int32, device=like.device)
         self._rotary: dict[tuple[Rope | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rotary(self, rope: Rope | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,11 +61,12 @@ class PagedKV:
         return self._rotary[rope, dim]
 
     @torch.inference_mode()
-    def set_table(self, group: int, line: int, pages: Sequence[int], first: int = 0) -> None:
-        """Send the device a sequence's pages from number `first` on. They are there before the next step runs."""
-        part = slice(first, first + len(pages))
-        self._host_numbers[group, line, part] = pages
-        self.tables[group, line, part].copy_(self._host_tables[group, line, part], non_blocking=True)
+    def write_tables(self, changes: Sequence[int]) -> None:
+        """Write pages into the tables before the next step runs: pairs of an index into all tables, laid out flat, and
+        a page. The host does not wait for the device."""
+        numbers = torch.tensor(changes, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        index, pages = numbers.to(self._device, non_blocking=True).view(-1, 2).unbind(1)
+        self.tables.view(-1).scatter_(0, index, pages.to(torch.int32))
 
     def write(
         self, tables: Sequence[Sequence[int]], length: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -102,6 +101,12 @@ class PagedKV:
                 pair = [part[index].transpose(0, 1).flatten(1, 2)[:, :count].contiguous() for part in cache[number]]
                 read[layer] = pair[0], pair[1]
         return [read[layer] for layer in sorted(read)]
+
+
+def new_pools(kv: PagedKV, most_rows: int) -> PagePools:
+    """Pools of all pages of `kv`, none of them in use, for passes of at most `most_rows` rows."""
+    pairs = zip(kv.groups, kv.pages, strict=True)
+    return PagePools([PagePool(pages, PAGE, group.window, most_rows) for group, pages in pairs])
 
 
 def group_pages(groups: Sequence[AttentionGroup], tokens: int, most_rows: int) -> list[int]:

@@ -38,7 +38,7 @@ class Ops:
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
         self.gate, self.move_accepted, self.copy_pinned = source.gate, source.move_accepted, source.copy_pinned
-        self.place_nodes = source.place_nodes
+        self.place_nodes, self.copy_packet = source.place_nodes, source.copy_packet
 
     def workspace(self) -> Any:
         """Memory for `attend`'s partial results, which all captured steps share; see `kernels.attention`."""

@@ -14,12 +14,16 @@ import torch
 
 from lookahead.algorithm.tree import TokenTree, forest_of
 from lookahead.backends.graph.records import Entry, Tile
+from lookahead.backends.graph.sizes import PAGE
 
 MOST_ENTRIES = 256
 """The most sequences of a step."""
 SPARE_MOVES = 64
 """A packet has room for this many moves of accepted K/V more than the step has rows. If the step before accepted more
 tokens, they are moved by a launch of their own."""
+SPARE_CHANGES = 64
+"""A packet has room for this many changes of the page tables more than it has sequences and pages of rows, in every
+attention group. If there are more, because a long prompt has come, they are written by a launch of their own."""
 ENTRY, TILE = len(Entry), len(Tile)
 """Numbers per entry and per tile. (Asked of an enum in every step, its length takes microseconds.)"""
 
@@ -65,13 +69,16 @@ class Packet(Fields):
     entries [E, 5]     see `records.Entry`
     tiles_s [T, 6]     for head shape s, see `records.Tile`
     commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
-    moves [G, M, 2]    for each of the G attention groups: from where to where, as places in its pool of pages
+    moves [G, M, 2]    for each of the G attention groups: from which cell to which (see `kv.slots`)
+    changed [1]        how many changes of page tables there are
+    changes [C, 2]     each one's index in all page tables, laid out flat, and the page that is written there
     needed [N]         the rows whose logits are needed
     """
 
     def __init__(self, rows: int, needed: int, tiles: Sequence[int], groups: int, pinned: bool) -> None:
         """`tiles`: for each head shape, the most tiles there are."""
         entries, moves, whole = min(rows, MOST_ENTRIES), rows + SPARE_MOVES, torch.int32
+        self.changes_room = groups * (entries + rows // PAGE + SPARE_CHANGES)
         parts: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "counts": ((len(tiles), 2), whole),
             "tokens": ((rows,), whole),
@@ -81,6 +88,8 @@ class Packet(Fields):
             **{f"tiles_{shape}": ((count, TILE), whole) for shape, count in enumerate(tiles)},
             "commits": ((entries, 2), whole),
             "moves": ((groups, moves, 2), whole),
+            "changed": ((1,), whole),
+            "changes": ((self.changes_room, 2), whole),
             "needed": ((needed,), whole),
         }
         super().__init__(parts, pinned)
@@ -90,6 +99,7 @@ class Packet(Fields):
         self._zeros, self._minus_ones = bytes(4 * rows), b"\xff" * (4 * rows)
         self._counting = array("i", range(rows)).tobytes()
         self._numbers = [array("i", (entry,)).tobytes() for entry in range(entries)]
+        self._changed = False
         self.entries_room, self.moves_room, self.tiles_room = entries, moves, list(tiles)
         self.begin()
 
@@ -173,9 +183,12 @@ class Packet(Fields):
         """Write the first numbers of a field, or those behind the `skip` first ones."""
         pack_into(f"{len(numbers)}i", self._memory, 4 * (self._places[name][0] + skip), *numbers)
 
-    def end(self, commits: Sequence[int], moves: Sequence[Sequence[int]]) -> None:
-        """Write the commits and every group's moves of accepted K/V, flat as in the fields, and how many tiles and
-        commits there are."""
+    def end(self, commits: Sequence[int], moves: Sequence[Sequence[int]], changes: Sequence[int] = ()) -> None:
+        """Write the commits, every group's moves of accepted K/V and the changes of page tables, flat as in the fields,
+        and how many tiles, commits and changes there are."""
+        if changes or self._changed:
+            self._changed = bool(changes)
+            self._write_first("changed", (len(changes) // 2, *changes))  # the two fields stand side by side
         self._write_first("commits", commits)
         for group, own in enumerate(moves):
             self._write_first("moves", own, 2 * self.moves_room * group)

@@ -216,3 +216,28 @@ def test_copy_pinned(device: torch.device, size: int) -> None:
         torch.cuda.synchronize()
     assert torch.equal(back, host)
     assert there[size] == -1
+
+
+@pytest.mark.parametrize(("size", "room", "changed"), [(20, 4, 0), (20, 4, 3), (1300, 600, 1), (1300, 600, 600)])
+def test_copy_packet(device: torch.device, size: int, room: int, changed: int) -> None:
+    """The packet is on the device, and the page tables have the first `changed` of its changes, and no other."""
+    generator = torch.Generator().manual_seed(size + changed)
+    host = torch.randint(0, 1000, (size,), generator=generator, dtype=torch.int32)
+    start = size - 2 * room
+    host[start - 1] = changed
+    host[start::2] = torch.randperm(3 * 7 * 40, generator=generator)[:room].to(torch.int32)
+    host = host.pin_memory() if device.type == "cuda" else host
+    found = []
+    for module in (fused, reference):
+        there = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
+        tables = torch.full((3, 7, 40), -1, dtype=torch.int32, device=device)
+        module.copy_packet(host, there[:size], host[start - 1 : start], host[start:].view(room, 2), tables)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(there[:size].cpu(), host)
+        assert there[size] == -1
+        assert int((tables >= 0).sum()) == changed
+        found.append(tables)
+    assert torch.equal(*found)
+    for index, page in host[start:].view(room, 2)[:changed].tolist():
+        assert found[0].view(-1)[index] == page

@@ -33,6 +33,40 @@ def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 @triton.jit
+def _copy_packet(source, target, size, changed, changes, tables, BLOCK: tl.constexpr):
+    """Grid: (blocks of numbers, and one program for the changes)."""
+    block = tl.program_id(0)
+    if block < tl.num_programs(0) - 1:
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
+    else:
+        count = tl.load(changed)
+        for first in range(0, count, BLOCK):
+            change = first + tl.arange(0, BLOCK)
+            index = tl.load(changes + 2 * change, mask=change < count, other=0)
+            page = tl.load(changes + 2 * change + 1, mask=change < count, other=0)
+            tl.store(tables + index, page, mask=change < count)
+
+
+def copy_packet(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    changed: torch.Tensor,
+    changes: torch.Tensor,
+    tables: torch.Tensor,
+) -> None:
+    """Copy a packet [n] from the host's pinned memory, as `copy_pinned` does, and write what it says to page tables.
+
+    `changed` [1] and `changes` [C, 2] are fields of `source`: how many changes there are, and each one's index in the
+    flattened `tables` and its page. All are int32. The programs do not wait for each other, so the changes are read
+    from `source`. No index occurs twice.
+    """
+    _copy_packet[(triton.cdiv(source.numel(), 512) + 1,)](
+        source, target, source.numel(), changed, changes, tables, BLOCK=512
+    )  # fmt: skip
+
+
+@triton.jit
 def _place_nodes(
     entry_of, parents, entries, tables, positions, places, bits, rows, words, longest,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,

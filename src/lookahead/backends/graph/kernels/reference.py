@@ -53,6 +53,19 @@ def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
 
 
+def copy_packet(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    changed: torch.Tensor,
+    changes: torch.Tensor,
+    tables: torch.Tensor,
+) -> None:
+    """As `fused.copy_packet`."""
+    target.copy_(source)
+    index, pages = changes[: int(changed)].unbind(1)
+    tables.view(-1)[index.long().to(tables.device)] = pages.to(tables.device)
+
+
 def place_nodes(rows: Rows) -> None:
     """As `fused.place_nodes`."""
     page, like = PAGE, rows.positions

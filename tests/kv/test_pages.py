@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from marks import examples
 
-from lookahead.backends.graph.pages import DROPPED, PagePool, PagePools, PageTable, pages_in_window
+from lookahead.kv.pages import DROPPED, PagePool, PagePools, PageTable, pages_in_window
 
 PAGES, SIZE = 7, 2
 TEXTS = st.lists(st.integers(0, 1), max_size=12)
@@ -180,7 +180,7 @@ def test_the_oldest_text_is_evicted_first_and_its_end_before_its_beginning() -> 
 
 
 def test_only_new_pages_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lookahead.backends.graph import pages
+    from lookahead.kv import pages
 
     pool, text = PagePool(100, 2), list(range(100))
     table = filled(pool, text)

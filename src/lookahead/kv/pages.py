@@ -208,6 +208,10 @@ class PagePools:
         self.pools = list(pools)
 
     @property
+    def page_size(self) -> int:
+        return self.pools[0].page_size
+
+    @property
     def windowed(self) -> bool:
         """Whether pages may be given back while their sequence goes on."""
         return any(pool.window is not None for pool in self.pools)

@@ -1,0 +1,202 @@
+"""The open sequences of a backend with pages: their page tables and lengths, and what the device has to learn of them.
+
+The device has a copy of all page tables, and the K/V themselves. Two things happen here first and there later: a
+sequence gets pages, and accepted tokens' K/V move next to their prefix. Both are noted, and taken by whoever writes the
+next step's packet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lookahead.kv.pages import PagePools, PageTable
+
+
+@dataclass(slots=True)
+class Slot:
+    """A sequence: its `line` in the device's page tables, its own table for every attention group, and its cached
+    tokens.
+
+    `room` is how many tokens its pages hold, in all groups. Of each group, the first `sent` pages are in the device's
+    table; they hold `sent_room` tokens.
+    """
+
+    line: int
+    tables: list[PageTable]
+    length: int
+    room: int
+    sent: list[int]
+    sent_room: int = 0
+
+
+class Slots:
+    """All open slots (`by_number`), and the pages that they share.
+
+    The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence. `lines`
+    are those that no slot has. `pending` are the commits whose K/V have not moved yet: per sequence and attention
+    group, from which cell to which. A *cell* is one token's K/V in all pages of a group: the page times the page size,
+    plus the offset in the page. The device counts pages from 1, because its page 0 belongs to nobody.
+    """
+
+    def __init__(self, pool: PagePools, longest: int, most_slots: int) -> None:
+        self.most_slots = most_slots
+        self.lines = list(range(most_slots - 1, -1, -1))
+        self.pending: list[list[list[int]]] = []
+        self.by_number: dict[int, Slot] = {}
+        self._next = 0
+        self._unsent: dict[int, Slot] = {}  # by their lines: some of their pages are not in the device's tables
+        self.replace_pages(pool, longest)
+
+    def __getitem__(self, number: int) -> Slot:
+        return self.by_number[number]
+
+    def __contains__(self, number: object) -> bool:
+        return number in self.by_number
+
+    def __len__(self) -> int:
+        return len(self.by_number)
+
+    def open(self, tokens: Sequence[int], salt: str) -> int:
+        """A slot for a new sequence, with the cached pages of an earlier one that began the same."""
+        if not self.lines:
+            raise RuntimeError(f"{self.most_slots} sequences are open; close one before you open another")
+        number, tables = self._next, self.pool.open(tokens, salt)
+        self._next += 1
+        slot = self.by_number[number] = Slot(self.lines.pop(), tables, tables[0].cached, 0, [0] * len(tables))
+        self._note_pages(slot)
+        return number
+
+    def close(self, number: int) -> None:
+        """Give a slot's line and pages back. What the pool remembers stays until its pages are needed."""
+        closed = self.by_number.pop(number)
+        self.lines.append(closed.line)
+        self._unsent.pop(closed.line, None)
+        self.pool.close(closed.tables)
+
+    # Pages.
+
+    def replace_pages(self, pool: PagePools, longest: int) -> None:
+        """Take other pages. No slot is open."""
+        self.pool, self.longest, self.page_size = pool, longest, pool.page_size
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a sequence may have."""
+        return self.longest * self.page_size
+
+    def has_pages(self, slot: Slot, tokens: int) -> bool:
+        """Whether the sequence has pages for this many tokens; if need be, it gets some. For a longer prompt, a group
+        with a window gets only the pages that the next pass reads or writes. Pages behind a window are given back
+        first."""
+        if slot.room >= tokens and self.pool.free:
+            return True
+        self.pool.drop_behind(slot.tables, slot.length)
+        if not self.pool.free:  # give back what a larger tree needed before
+            self.pool.shrink(slot.tables, tokens)
+            self._note_pages(slot)
+        found = tokens <= self.most_tokens and self._reserve(slot, tokens)
+        self._note_pages(slot)
+        return found
+
+    def _reserve(self, slot: Slot, tokens: int) -> bool:
+        """Let the tables grow. Before it fails, all sequences give their pages behind windows back."""
+        if self.pool.reserve(slot.tables, tokens, slot.length):
+            return True
+        if not self.pool.windowed:
+            return False
+        for other in self.by_number.values():
+            self.pool.drop_behind(other.tables, other.length)
+        return self.pool.reserve(slot.tables, tokens, slot.length)
+
+    def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
+        """Take pages for this many tokens of each sequence, or raise MemoryError. Where there are plenty, take pages
+        for `ahead` further tokens, too."""
+        free = self.pool.free
+        for slot, count in zip(slots, tokens, strict=True):
+            if free and slot.room >= count + ahead:
+                continue  # as `has_pages` would say, in a third of the time
+            if not self.has_pages(slot, count):
+                raise MemoryError(
+                    f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.pool.pages} pages are in "
+                    f"use, and a sequence may have {self.longest} of them"
+                )
+            if self.pool.free > len(self):
+                self.has_pages(slot, count + ahead)
+            free = self.pool.free
+
+    def forget_pages(self, slot: Slot, length: int) -> None:
+        """Give all pages of a sequence back, if others may share some of them: new ones are its own, and hold the last
+        of `length` tokens that its layers read."""
+        if any(table.digests or table.dropped for table in slot.tables):
+            self.pool.shrink(slot.tables, 0)
+            self._note_pages(slot)
+        self.pool.skip_behind(slot.tables, length)
+        self._note_pages(slot)
+
+    def _note_pages(self, slot: Slot) -> None:
+        """Bring a slot up to date after its tables have grown or shrunk."""
+        counts = [len(table.pages) for table in slot.tables]
+        slot.sent = list(map(min, slot.sent, counts))
+        slot.room, slot.sent_room = min(counts) * self.page_size, min(slot.sent) * self.page_size
+        if slot.sent != counts:
+            self._unsent[slot.line] = slot
+
+    def take_changes(self) -> list[int]:
+        """What has changed in the device's page tables, as pairs of numbers: an index into all tables, laid out flat,
+        and the page that stands there now. It then counts as sent.
+
+        Pages behind a window stay in the device's tables: they are numbers of pages still, and their keys are not seen.
+        """
+        changes: list[int] = []
+        if not self._unsent:
+            return changes
+        for slot in self._unsent.values():
+            for group, table in enumerate(slot.tables):
+                first = (group * self.most_slots + slot.line) * self.longest
+                for index in range(slot.sent[group], len(table.pages)):
+                    changes += first + index, table.pages[index] + 1
+                slot.sent[group] = len(table.pages)
+            slot.sent_room = slot.room
+        self._unsent.clear()
+        return changes
+
+    # Commits.
+
+    def cell(self, slot: Slot, group: int, position: int) -> int:
+        """The cell of a token of the sequence."""
+        size = self.page_size
+        return (slot.tables[group].pages[position // size] + 1) * size + position % size
+
+    def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Keep the root and these nodes of each slot. The root's K/V is where it belongs; that of the nodes is
+        pending."""
+        for number, path in accepted:
+            slot = self.by_number[number]
+            if path and path[-1] != len(path):  # some nodes do not stand right behind the root
+                # They are noted as cells, because the sequence may give some of its pages back, or end, before they
+                # move. That is no harm: a step moves them before it writes anything.
+                moves: list[list[int]] = []
+                for group in range(len(slot.tables)):
+                    moves.append([])
+                    for target, node in enumerate(path, start=1):
+                        source = self.cell(slot, group, slot.length + node)
+                        moves[group] += source, self.cell(slot, group, slot.length + target)
+                self.pending.append(moves)
+            slot.length += 1 + len(path)
+
+    def pending_fit(self, most: int, most_moves: int) -> bool:
+        """Whether a packet with room for this many commits and moves can carry all that is pending."""
+        return len(self.pending) <= most and sum([len(moves[0]) for moves in self.pending]) <= 2 * most_moves
+
+    def take_pending(self) -> tuple[list[int], list[list[int]]]:
+        """The pending commits (each one's first move, and how many it has) and their moves in each group, flat. They
+        then count as done."""
+        pending, self.pending = self.pending, []
+        commits: list[int] = []
+        all_moves: list[list[int]] = [[] for _ in self.pool.pools]
+        for own in pending:
+            commits += len(all_moves[0]) // 2, len(own[0]) // 2
+            for moves, group in zip(all_moves, own, strict=True):
+                moves += group
+        return commits, all_moves
