@@ -5,7 +5,8 @@ one of them S tokens, so each gets slower as more join. Requests come at random 
 at random the one with fewer sequences gets the next request, as Ray's router does; when all are full, requests wait in
 the order in which they came, and beyond `queue` they are refused.
 
-`benchmarks/ray_replicas.py` measures `base` and `each`, and compares this simulation with a run of two replicas.
+With `--measured FOLDER/serve-load.json` the times of steps are those of the replica that `serve_load.py` has measured
+without lookahead, by its number of streams; they stand in place of `base` and `each`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from pathlib import Path
+
+from load import poisson
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica is, and what is asked of it. Times are seconds. `hop` is what the way through proxy and ingress
-    adds to a request. `points`, pairs of sequences and seconds of a step in order, stand in place of `base` and `each`
-    where they were measured."""
+    """What a replica is, and what is asked of it. Times are seconds. `points`, pairs of sequences and seconds of a step
+    in order, stand in place of `base` and `each` where they were measured."""
 
     base: float
     each: float
     compression: float = 1.0
     tokens: float = 128
-    exactly: bool = True  # every answer has so many tokens; else that is the mean of an exponential law
+    exactly: bool = True  # every answer has this number of tokens; else it is the mean of an exponential law
     slots: int = 64
     queue: int = 256
-    hop: float = 0.0
     points: tuple[tuple[int, float], ...] = ()
 
     def speed(self, sequences: int) -> float:
-        """Tokens per second of each of so many sequences."""
+        """Tokens per second of each of this many sequences."""
         return self.compression / self.step(sequences)
 
     def step(self, sequences: int) -> float:
@@ -75,7 +77,7 @@ class Replica:
 
 
 def simulate(load: Load, replicas: int, arrivals: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """The times of these requests on so many replicas."""
+    """The times of these requests on this many replicas."""
     rng, numbers = random.Random(seed), count()
     group = [Replica(load) for _ in range(replicas)]
     waiting: deque[float] = deque()
@@ -118,7 +120,7 @@ def simulate(load: Load, replicas: int, arrivals: Sequence[float], seed: int = 0
             one = group[place]
             one.advance(time)
             _, _, came = heapq.heappop(one.running)
-            latencies.append(time - came + load.hop)
+            latencies.append(time - came)
             last = time
             if waiting:
                 start(place, waiting.popleft(), time)
@@ -135,12 +137,11 @@ def simulate(load: Load, replicas: int, arrivals: Sequence[float], seed: int = 0
     }
 
 
-def poisson(rate: float, seconds: float, seed: int = 0) -> list[float]:
-    """Random times of requests, so many a second."""
-    rng, found, time = random.Random(seed), list[float](), 0.0
-    while (time := time + rng.expovariate(rate)) < seconds:
-        found.append(time)
-    return found
+def measured(path: Path) -> tuple[tuple[int, float], ...]:
+    """Seconds of a step by the number of sequences, from the closed runs of `serve_load.py` without lookahead."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    plain = [one for one in found["records"] if (one["kind"], one["way"]) == ("closed", "plain")]
+    return tuple(sorted((one["streams"], one["mean_seconds"] / found["tokens"]) for one in plain))
 
 
 def enough(load: Load, rate: float, p95: float, seconds: float = 120.0) -> int:
@@ -158,12 +159,14 @@ def main() -> None:
     parser.add_argument("--rates", default="1,10,100,1000", help="requests per second")
     parser.add_argument("--base", type=float, default=0.0042, help="seconds of a step, apart from its sequences")
     parser.add_argument("--each", type=float, default=0.00005, help="seconds that each sequence adds to a step")
+    parser.add_argument("--measured", type=Path, help="a serve-load.json; stands in place of --base and --each")
     parser.add_argument("--compression", type=float, default=1.0, help="tokens per step, S")
     parser.add_argument("--tokens", type=float, default=256.0, help="of an answer, in the mean")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--p95", type=float, default=6.0, help="seconds within which 95%% are to be answered")
     args = parser.parse_args()
-    load = Load(args.base, args.each, args.compression, args.tokens, exactly=False, slots=args.slots)
+    points = () if args.measured is None else measured(args.measured)
+    load = Load(args.base, args.each, args.compression, args.tokens, exactly=False, slots=args.slots, points=points)
     print(f"a full replica answers {load.capacity:.2f} requests/s, {load.capacity * load.tokens:.0f} tokens/s")
     if load.tokens * 3 / load.speed(1) > args.p95:
         raise SystemExit(f"even alone, 5% of the answers take more than {args.p95:g} s; raise --p95")

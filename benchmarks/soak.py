@@ -1,6 +1,6 @@
 """A server under mixed load for minutes: `python benchmarks/soak.py --model NAME --seconds 160 --out FILE`.
 
-Clients in this process ask for everything that the server does (see `soak_requests.py`), in streams and not, one after
+Clients in this process ask for everything that the server does (see `mixed_requests.py`), in streams and not, one after
 the other. One in five leaves mid-stream, and some requests are wrong and must be refused. Meanwhile the memory of the
 server and of the GPU is noted. Afterwards nothing may run, and a sample of the requests, each asked again alone, must
 get the same text. Whatever is not as it must be is named, and makes the exit code 1.
@@ -18,14 +18,13 @@ import random
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from load_client import Line
-from soak_requests import KINDS, Asked, Outcome, alone, ask, comparable, make
-from soak_server import Served, Watch, server
+from load import Connection, closed_loop
+from mixed_requests import KINDS, Asked, Outcome, ask, comparable, make
+from server_process import Served, Watch, add_server_options, connect, parse
 
 WHATS = ("answered", "left", "refused", "busy", "failed")
 SHORT = 60.0
@@ -60,47 +59,45 @@ class Found:
                 self.sample[place] = asked, outcome.reply
 
 
-async def one(line: Line, asked: Asked, timeout: float) -> Outcome:
+async def one(connection: Connection, asked: Asked, timeout: float) -> Outcome:
     try:
-        return await asyncio.wait_for(ask(line, asked), timeout)
+        return await asyncio.wait_for(ask(connection, asked), timeout)
     except (OSError, EOFError, ValueError, LookupError) as error:  # a reply that is not as it must be
-        line.close()
+        connection.close()
         return Outcome("failed", f"{type(error).__name__}: {error}"[:300])
     except TimeoutError:
-        line.close()
+        connection.close()
         return Outcome("failed", f"no end within {timeout:g} s")
 
 
 async def soak(served: Served, args: argparse.Namespace) -> Found:
     """All clients, until the time is over."""
-    found, chance, end = Found(), random.Random(args.seed), time.monotonic() + args.seconds
+    found, chance = Found(), random.Random(args.seed)
+    rngs = [random.Random(f"{args.seed}/{number}") for number in range(args.clients)]
 
-    async def client(number: int) -> None:
-        line, rng = Line(served.url, served.key), random.Random(f"{args.seed}/{number}")
-        while time.monotonic() < end:
-            asked = make(rng, args.tokens)
-            outcome = await one(line, asked, args.timeout)
-            found.note(asked, outcome, chance, args.again)
-            if outcome.what in ("busy", "failed"):
-                await asyncio.sleep(0.2)
-        line.close()
+    async def send(connection: Connection, number: int) -> None:
+        asked = make(rngs[number], args.tokens)
+        outcome = await one(connection, asked, args.timeout)
+        found.note(asked, outcome, chance, args.again)
+        if outcome.what in ("busy", "failed"):
+            await asyncio.sleep(0.2)
 
-    await asyncio.gather(*map(client, range(args.clients)))
+    await closed_loop(served.url, served.key, args.clients, args.seconds, send)
     return found
 
 
 async def again(served: Served, found: Found, timeout: float) -> int:
     """Ask the sample's requests again, one by one. Returns how many replies are equal."""
-    equal, line = 0, Line(served.url, served.key)
+    equal, connection = 0, Connection(served.url, served.key)
     for asked, reply in found.sample:
-        outcome = await one(line, alone(asked), timeout)
+        outcome = await one(connection, replace(asked, leave=0), timeout)
         if outcome.what != "answered":
             found.problems.append(f"asked again alone, {asked.kind}: {outcome.what} {outcome.why}")
         elif comparable(outcome.reply) == comparable(reply):
             equal += 1
         else:
             found.problems.append(f"another reply alone: {asked.kind} {json.dumps(asked.body)[:200]}")
-    line.close()
+    connection.close()
     return equal
 
 
@@ -118,14 +115,14 @@ def at_rest(served: Served, found: Found) -> dict[str, float | None]:
 
 def run(served: Served, args: argparse.Namespace) -> dict[str, Any]:
     """The soak of a server that is ready. `problems` of what it returns is empty if all is well."""
-    captures, watch, begin = served.metric("captures(?:_total)?"), Watch(served.pid), time.monotonic()
+    captures, watch, begin = served.captures(), Watch(served.pid), time.monotonic()
     try:
         found = asyncio.run(soak(served, args))
     finally:
         watch.close()
     seconds, rest = time.monotonic() - begin, at_rest(served, found)
     equal = asyncio.run(again(served, found, args.timeout))
-    after = served.metric("captures(?:_total)?")
+    after = served.captures()
     memory = {name: watch.quarter_and_end(column) for name, column in (("host", 1), ("gpu", 2))}
     for name, sizes in memory.items():
         if sizes and args.seconds >= SHORT and sizes[1] > GROWTH * sizes[0] + SLACK:
@@ -178,24 +175,16 @@ def report(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--url", help="a server that runs, such as http://127.0.0.1:8000; without it one is started")
-    parser.add_argument("--pid", type=int, help="its process, whose memory is watched")
-    parser.add_argument("--key", help="its API key")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=160.0, help="for which clients send new requests")
     parser.add_argument("--tokens", type=int, default=128, help="the most tokens of an answer")
     parser.add_argument("--again", type=int, default=40, help="replies that are asked for again, alone")
     parser.add_argument("--seed", type=int, default=1, help="another one makes other requests")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds in which a request must have ended")
-    parser.add_argument("--patience", type=float, default=600.0, help="seconds in which the server must be ready")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    args, options = parser.parse_known_args()
-    if args.url is not None and options:
-        parser.error(f"{' '.join(options)}: options of a server belong to one that is started, not to --url")
-    given = Served((args.url or "").rstrip("/"), args.pid, args.key)
-    if args.url is not None and given.get("/health")[0] != 200:
-        parser.error(f"--url {args.url}: {given.get('/health')[1][:200]}")
-    with nullcontext(given) if args.url is not None else server(options, args.patience) as served:
+    add_server_options(parser)
+    args = parse(parser)
+    with connect(args) as served:
         found = run(served, args)
     if args.url is None:
         check_end(served, found["problems"])

@@ -6,26 +6,18 @@ import os
 import random
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import soak
 from http_server import Running, soon
+from mixed_requests import WRONGS
 
 ORDER: dict[str, Any] = {"clients": 4, "seconds": 2.0, "tokens": 10, "again": 6, "seed": 3, "timeout": 60.0}
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import soak
-
-    return soak
-
-
-def test_a_server_that_is_well(script: ModuleType, json_server: Running) -> None:
-    found = script.run(script.Served(json_server.url, os.getpid()), Namespace(**ORDER))
+def test_a_server_that_is_well(json_server: Running) -> None:
+    found = soak.run(soak.Served(json_server.url, os.getpid()), Namespace(**ORDER))
     assert found["problems"] == []
     totals = found["totals"]
     assert totals["answered"] > 0
@@ -33,15 +25,15 @@ def test_a_server_that_is_well(script: ModuleType, json_server: Running) -> None
     assert found["again"]["asked"] == found["again"]["equal"] == min(6, totals["answered"])
     assert found["memory"]["host"]["end"] > 50 << 20
     assert set(found["at_rest"].values()) <= {0.0, None}
-    shown = script.report(found)
+    shown = soak.report(found)
     assert "no problems" in shown
     assert f"| all | {totals['answered']} | {totals['left']} | {totals['refused']} | 0 | 0 |" in shown
 
 
-def test_a_server_that_fails(script: ModuleType, json_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_fails(json_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_server.model.backend, "launch", lambda inputs: 1 / 0)
-    monkeypatch.setattr(script, "REST", 0.1)
-    found = script.run(script.Served(json_server.url), Namespace(**{**ORDER, "seconds": 0.3}))
+    monkeypatch.setattr(soak, "REST", 0.1)
+    found = soak.run(soak.Served(json_server.url), Namespace(**{**ORDER, "seconds": 0.3}))
     monkeypatch.undo()
     assert found["totals"]["failed"] > 0
     assert found["totals"]["answered"] == 0
@@ -51,31 +43,29 @@ def test_a_server_that_fails(script: ModuleType, json_server: Running, monkeypat
     assert soon(lambda: json_server.client.get("/ready").status_code == 200)
 
 
-def test_another_reply_is_noticed(script: ModuleType, json_server: Running) -> None:
-    asked = script.Asked("greedy text", "/v1/completions", {"prompt": "true", "temperature": 0, "max_tokens": 3})
-    found = script.Found(sample=[(asked, [("something else", [], "length")])])
-    assert script.asyncio.run(script.again(script.Served(json_server.url), found, 30.0)) == 0
+def test_another_reply_is_noticed(json_server: Running) -> None:
+    asked = soak.Asked("greedy text", "/v1/completions", {"prompt": "true", "temperature": 0, "max_tokens": 3})
+    found = soak.Found(sample=[(asked, [("something else", [], "length")])])
+    assert soak.asyncio.run(soak.again(soak.Served(json_server.url), found, 30.0)) == 0
     (problem,) = found.problems
     assert problem.startswith("another reply alone: greedy text")
 
 
-def test_every_wrong_request_is_refused(script: ModuleType, json_server: Running) -> None:
-    from soak_requests import WRONGS  # type: ignore[import-not-found]
-
+def test_every_wrong_request_is_refused(json_server: Running) -> None:
     async def ask_all() -> list[Any]:
-        line = script.Line(json_server.url, None)
-        asked = [script.Asked("wrong", path, body, status=status) for path, body, status in WRONGS]
-        return [await script.one(line, one, 30.0) for one in asked]
+        line = soak.Connection(json_server.url, None)
+        asked = [soak.Asked("wrong", path, body, status=status) for path, body, status in WRONGS]
+        return [await soak.one(line, one, 30.0) for one in asked]
 
-    assert [outcome.what for outcome in script.asyncio.run(ask_all())] == ["refused"] * len(WRONGS)
+    assert [outcome.what for outcome in soak.asyncio.run(ask_all())] == ["refused"] * len(WRONGS)
 
 
-def test_the_mix(script: ModuleType) -> None:
+def test_the_mix() -> None:
     """It follows from the seed, has every kind, and about as many who leave and who are wrong as it says."""
-    asked = [script.make(random.Random(f"1/{number}"), 64) for number in range(2000)]
-    assert asked == [script.make(random.Random(f"1/{number}"), 64) for number in range(2000)]
+    asked = [soak.make(random.Random(f"1/{number}"), 64) for number in range(2000)]
+    assert asked == [soak.make(random.Random(f"1/{number}"), 64) for number in range(2000)]
     kinds = Counter(one.kind for one in asked)
-    assert kinds.keys() == {*script.KINDS, "wrong"}
+    assert kinds.keys() == {*soak.KINDS, "wrong"}
     assert 60 < kinds["wrong"] < 140
     assert 320 < sum(one.leave > 0 for one in asked) < 440
     assert all(one.body["stream"] for one in asked if one.leave)
@@ -84,10 +74,10 @@ def test_the_mix(script: ModuleType) -> None:
             assert one.body["temperature"] == 0 or "seed" in one.body
 
 
-def test_metrics_are_read_by_name(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_read_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '# TYPE x counter\nlookahead:num{model_name="a",replica="1"} 2.0\nlookahead:num{replica="2"} 3.0\n'
-    monkeypatch.setattr(script.Served, "get", lambda self, path: (200, text + "lookahead_captures_total 7.0\n"))
-    served = script.Served("")
+    monkeypatch.setattr(soak.Served, "get", lambda self, path: (200, text + "lookahead_captures_total 7.0\n"))
+    served = soak.Served("")
     assert served.metric("num") == 5
     assert served.metric("captures(?:_total)?") == 7
     assert served.metric("nothing") is None

@@ -1,4 +1,4 @@
-"""The requests of `soak.py`: every kind that the server answers, and some that it must refuse. Only Python is needed.
+"""Requests of every kind that the server answers, and some that it must refuse, for `soak.py`. Only Python is needed.
 
 A request follows from its random numbers alone, and has a seed of its own or takes the likeliest tokens: asked again,
 it gets the same text.
@@ -9,57 +9,39 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from load_client import Line
+from load import Connection
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LEAVING, WRONG = 0.2, 0.05
 """How many requests leave mid-stream, and how many are wrong."""
 Body = dict[str, Any]
 
+# fmt: off
 OPENINGS = (
-    "Write a short story about",
-    "Explain to a child how to build",
-    "List five facts about",
-    "Write a Python function that counts",
-    "What would happen without",
+    "Write a short story about", "Explain to a child how to build", "List five facts about",
+    "Write a Python function that counts", "What would happen without",
     "You are a careful assistant who answers briefly and never repeats the question. Tell me about",
 )
 THINGS = (
-    "the moon",
-    "bridges",
-    "a lighthouse",
-    "bees",
-    "trains",
-    "the letter e",
-    "rain",
-    "an old clock",
-    "bread",
-    "ice",
+    "the moon", "bridges", "a lighthouse", "bees", "trains", "the letter e", "rain", "an old clock", "bread", "ice",
 )
+AGE = {"type": "integer", "maximum": 120, "minimum": 0}
 PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "maximum": 120, "minimum": 0},
-    },
-    "required": ["name", "age"],
+    "type": "object", "required": ["name", "age"],
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": AGE},
 }
 CHAIN = {  # a recursion that can end
-    "type": "object",
+    "type": "object", "required": ["item", "next"],
     "properties": {"item": {"enum": ["a", "b"]}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
-    "required": ["item", "next"],
 }
+TOWN = {"type": "object", "properties": {"town": {"enum": ["Oslo", "Lima"]}}, "required": ["town"]}
 WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a town.",
-        "parameters": {"type": "object", "properties": {"town": {"enum": ["Oslo", "Lima"]}}, "required": ["town"]},
-    },
+    "type": "function", "function": {"name": "weather", "description": "The weather of a town.", "parameters": TOWN},
 }
+# fmt: on
 
 
 @dataclass
@@ -91,9 +73,8 @@ def sampling(rng: random.Random) -> Body:
 
 
 def schema(rng: random.Random) -> Body:
-    return {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": rng.choice((PERSON, CHAIN))}}
-    }
+    chosen = {"name": "it", "schema": rng.choice((PERSON, CHAIN))}
+    return {"response_format": {"type": "json_schema", "json_schema": chosen}}
 
 
 def penalties(rng: random.Random) -> Body:
@@ -137,7 +118,7 @@ WRONGS: tuple[tuple[str, Body | bytes, int], ...] = (
 
 
 def make(rng: random.Random, tokens: int) -> Asked:
-    """A request of at most so many tokens."""
+    """A random request of at most this many tokens."""
     if rng.random() < WRONG:
         path, wrong, status = rng.choice(WRONGS)
         return Asked("wrong", path, wrong, status=status)
@@ -158,9 +139,9 @@ class Outcome:
     reply: list[Any] = field(default_factory=list)
 
 
-async def ask(line: Line, asked: Asked) -> Outcome:
-    """Send a request, and read its reply as far as its client stays."""
-    status, content = await line.post(asked.body, asked.path)
+async def ask(connection: Connection, asked: Asked) -> Outcome:
+    """Send a request, and read its reply until its client leaves."""
+    status, content = await connection.post(asked.path, asked.body)
     if status != 200 or not (isinstance(asked.body, dict) and asked.body.get("stream")):
         reply = json.loads(b"".join([part async for part in content]))
         if status != asked.status:
@@ -171,10 +152,10 @@ async def ask(line: Line, asked: Asked) -> Outcome:
     async for event in events_of(content):
         events += 1
         if why := parts.add(event):
-            line.close()
+            connection.close()
             return Outcome("failed", f"an event in a stream: {why}")
         if events == asked.leave:
-            line.close()
+            connection.close()
             return Outcome("left")
     return Outcome("answered", reply=parts.reply()) if parts.ended else Outcome("failed", "a stream without an end")
 
@@ -240,8 +221,3 @@ class Parts:
 def comparable(reply: list[Any]) -> list[Any]:
     """Two replies to the same request are equal in this, streamed or not."""
     return [[said.strip() if calls else said, [list(call) for call in calls], reason] for said, calls, reason in reply]
-
-
-def alone(asked: Asked) -> Asked:
-    """The same request, for a client that stays."""
-    return replace(asked, leave=0)

@@ -1,7 +1,8 @@
-"""The server of `soak.py`, as a process, and how much memory it has. Only Python is needed."""
+"""The server of `serve_load.py` and `soak.py`: its process, its metrics and its memory. Only Python is needed."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import HTTPError
@@ -47,11 +48,50 @@ class Served:
         found = re.findall(pattern, text, re.MULTILINE) if status == 200 else []
         return sum(map(float, found)) if found else None
 
+    def captures(self) -> float | None:
+        """Parts of steps that were captured so far, where the server tells."""
+        return self.metric("captures(?:_total)?")
+
+    def info(self) -> dict[str, str]:
+        """Model, dtype and device."""
+        found = re.search(r"^lookahead[:_]server_info\{(.*)\} ", self.get("/metrics")[1], re.MULTILINE)
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', found[1] if found else ""))
+        return {"model": labels.get("model_name", "?"), **{k: labels.get(k, "?") for k in ("dtype", "device")}}
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="a server that runs, such as http://127.0.0.1:8000; without it one is started")
+    parser.add_argument("--pid", type=int, help="its process, whose memory is watched")
+    parser.add_argument("--key", help="its API key")
+    parser.add_argument("--inflate", metavar="SHAPE", help="start it with the model in this shape, such as 7b")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds in which the server must be ready")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; those that are not the parser's are the `options` of the server that is started."""
+    args, args.options = parser.parse_known_args()
+    if args.url is not None and (args.options or args.inflate):
+        given = " ".join(args.options) or "--inflate"
+        parser.error(f"{given}: options of a server belong to one that is started, not to --url")
+    return args
+
+
+def connect(args: argparse.Namespace) -> AbstractContextManager[Served]:
+    """The server at `--url`, or one that is started with `options`."""
+    if args.url is None:
+        return server(args.options, args.patience, args.inflate)
+    given = Served(args.url.rstrip("/"), args.pid, args.key)
+    if given.get("/health")[0] != 200:
+        raise SystemExit(f"--url {args.url}: {given.get('/health')[1][:200]}")
+    return nullcontext(given)
+
 
 @contextmanager
-def server(options: list[str], patience: float) -> Iterator[Served]:
+def server(options: list[str], patience: float, shape: str | None = None) -> Iterator[Served]:
     """`lookahead serve` with these options, until the end of the context."""
-    command = [sys.executable, "-m", "lookahead", "serve", "--port", "0", "--no-memory", *options]
+    inflate = str(Path(__file__).with_name("inflate.py"))
+    program = ["-m", "lookahead"] if shape is None else [inflate, shape]
+    command = [sys.executable, *program, "serve", "--port", "0", "--no-memory", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     found = Served("", process.pid)
 
