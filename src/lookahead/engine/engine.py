@@ -13,7 +13,8 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.exact import check_exact
-from lookahead.engine.inputs import input_of
+from lookahead.backends.failures import DeviceMemoryError
+from lookahead.engine.inputs import input_of, needs_most
 from lookahead.engine.pace import Pace
 from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.request import Event, Request, StepResult
@@ -99,10 +100,13 @@ class Engine:
         """Let at most so many requests run at once from now on."""
         self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows)
 
-    def abort(self) -> None:
-        """Remove all requests, after an error of the backend. Nothing of them is remembered."""
+    def abort(self, *, wait: bool = True) -> None:
+        """Remove all requests, after an error of the backend. Nothing of them is remembered.
+
+        `wait=False`: the device is lost, and a step that runs there never ends.
+        """
         begun, self._begun = self._begun, NOT_BEGUN
-        if begun.first is not None:  # the device may still read what the host wrote for it
+        if begun.first is not None and wait:  # the device may still read what the host wrote for it
             with suppress(Exception):
                 self.backend.collect(begun.first.running)
         for request in self._scheduler.running.values():
@@ -207,10 +211,18 @@ class Engine:
         return failed
 
     def _launch(self, one: Pass, only_pass: bool) -> Launched | None:
-        """Start a pass, unless nothing is left of it."""
+        """Start a pass, unless nothing is left of it. If the device has too little memory for it, one request fails,
+        and the pass is tried without it."""
         inputs = self._inputs(one, only_pass)
         begin = perf_counter()
-        return Launched(one, inputs, begin, self.backend.launch(inputs)) if inputs else None
+        while inputs:
+            try:
+                return Launched(one, inputs, begin, self.backend.launch(inputs))
+            except DeviceMemoryError as error:
+                index = needs_most(inputs, error.slot)
+                self._failed.append((one.parts.pop(index).request, error))
+                del inputs[index]
+        return None
 
     def _collect(self, launched: Launched) -> list[StepResult]:
         """Learn from the step before while the device runs; then wait for the whole pass, and verify."""

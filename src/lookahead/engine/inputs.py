@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lookahead.algorithm.sampling import Adjustment
@@ -53,3 +55,10 @@ def masked(request: Request, tree: TokenTree, adjustment: Adjustment | None, voc
         adjustment = Adjustment(request.sequence.tokens, request.sequence.prompt_tokens)
     adjustment.mask = np.ascontiguousarray(rows)
     return adjustment
+
+
+def needs_most(inputs: Sequence[StepInput], slot: int | None) -> int:
+    """The index of the input that a pass had too little memory for: that of `slot`, or the one with the most tokens."""
+    if slot is not None:
+        return [item.slot for item in inputs].index(slot)
+    return max(range(len(inputs)), key=lambda index: len(inputs[index].trail) + inputs[index].tree.size)

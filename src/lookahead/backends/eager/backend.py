@@ -16,6 +16,7 @@ from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
+from lookahead.backends.failures import memory_error
 from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
@@ -103,9 +104,12 @@ class EagerBackend(Lanes[KVBuffer]):
 
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
-        for item in inputs:
-            self._prefill(item)
-        passes = [(batch, *self._forward(batch)) for batch in self._neighbours(inputs)]
+        try:
+            for item in inputs:
+                self._prefill(item)
+            passes = [(batch, *self._forward(batch)) for batch in self._neighbours(inputs)]
+        except torch.OutOfMemoryError as error:  # what a pass wrote counts only after its commit
+            raise memory_error(error, f"a step of {len(inputs)} sequences", self.device) from error
         return Launched([item.slot for item in inputs], passes)
 
     @torch.inference_mode()

@@ -44,13 +44,15 @@ class KVBuffer:
         if capacity > self.capacity:
             capacity = max(capacity, self.capacity + self.capacity // 2)
             capacity = (capacity + BLOCK - 1) // BLOCK * BLOCK
-        old_lanes, old_capacity = self.lanes, self.capacity
-        self.lanes, self.capacity = max(lanes, old_lanes), max(capacity, old_capacity)
+        lanes, capacity = max(lanes, self.lanes), max(capacity, self.capacity)
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
-                new = old.new_zeros(old.shape[0], self.lanes, old.shape[2], self.capacity, old.shape[4])
-                new[:, :old_lanes, :, :old_capacity] = old
+                # Those that had grown when the memory was full stay larger.
+                wide, long = max(lanes, old.shape[1]), max(capacity, old.shape[3])
+                new = old.new_zeros(old.shape[0], wide, old.shape[2], long, old.shape[4])
+                new[:, : old.shape[1], :, : old.shape[3]] = old
                 tensors[i] = new
+        self.lanes, self.capacity = lanes, capacity
 
     @property
     def layers(self) -> int:

@@ -23,12 +23,14 @@ import torch
 
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, CacheUse, Capabilities, Layers, StepInput
+from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph.adjusting import RulesLine
 from lookahead.backends.graph.ahead import RunningStep, StepAhead, stream_of
 from lookahead.backends.graph.kernels.tiles import REACH
 from lookahead.backends.graph.kinds import StepKind, Targets, TargetsKind
 from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv, new_pools
 from lookahead.backends.graph.matrices.products import products_of
+from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Ops
 from lookahead.backends.graph.packet import MOST_ENTRIES
@@ -43,6 +45,8 @@ from lookahead.kv.slots import Slot, Slots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder
+
+RULES = "a table of penalties and biases"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -183,10 +187,16 @@ class GraphBackend:
         pages, positions = self.kv.pages, self.kv.longest * PAGE
         # The old pages are freed before the new ones are made.
         self.state.kv = PagedKV(groups, [1] * len(groups), PAGE, self.layers.like)
+        larger = list(map(max, needs, pages))
+        what = f"K/V pages for {sequences} sequences of {tokens} tokens"
         try:
-            larger = list(map(max, needs, pages))
-            self.state.kv = self._new_kv(larger, max(larger) * PAGE, max(longest_text(self.max_length), tokens))
-        except UnsupportedModelError:
+            self.state.kv = with_room(
+                lambda: self._new_kv(larger, max(larger) * PAGE, max(longest_text(self.max_length), tokens)),
+                self._steps.clear,
+                what,
+                self.device,
+            )
+        except (UnsupportedModelError, DeviceMemoryError):
             self.state.kv = PagedKV(groups, pages, positions, self.layers.like)
             raise
         finally:
@@ -247,8 +257,8 @@ class GraphBackend:
         budget, sequences = min(budget, MOST_NEEDED, most), min(sequences, MOST_ENTRIES, most)
         adjusting = self.state.buffers.adjusting
         if adjusting.lines < sequences:
-            adjusting.grow(sequences)
             self._steps.forget_adjusted()
+            with_room(lambda: adjusting.grow(sequences), self._steps.drop_unused, RULES, self.device)
         forwards = list(every_forward(device, sequences, min(tokens, most), budget, most))
         for kind in forwards:
             self._steps.forward(kind)
@@ -358,7 +368,8 @@ class GraphBackend:
         adjusting = self.state.buffers.adjusting
         if adjusting.full:  # the tables are made anew, and captured steps have the old ones
             self._steps.forget_adjusted()
-        self._rules_lines[item.slot] = RulesLine(adjusting.take())
+        room = self._steps.drop_unused, RULES, self.device, item.slot
+        self._rules_lines[item.slot] = RulesLine(with_room(adjusting.take, *room))
 
     def _check_trees(self, sizes: Sequence[int]) -> None:
         """Raise ValueError for trees that do not fit into a pass."""

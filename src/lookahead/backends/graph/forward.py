@@ -64,7 +64,7 @@ class CapturedForward(Captured):
             return
         self._run_ahead()
         if self.state.capture:
-            self.graph_ahead = self.state.captured(self._run_ahead)
+            self.graph_ahead = self.state.captured_ahead(self._run_ahead)
 
     @torch.inference_mode()
     def _run(self) -> None:

@@ -7,6 +7,7 @@ captured, and the same functions run directly.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.backends.failures import DeviceMemoryError, memory_error, named_kernels, out_of_memory
 from lookahead.backends.graph.adjusting import Adjusting
 from lookahead.backends.graph.kernels.tiles import Cut, Grid, HeadShape, TileSize
 from lookahead.backends.graph.kv import PagedKV
@@ -25,6 +27,8 @@ from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Drawing, Ops, new_top_work
 from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
+
+logger = logging.getLogger("lookahead")
 
 NOISE_LINES = 32
 """Output positions whose noise is kept at once: more than a tree is deep."""
@@ -36,7 +40,8 @@ class DeviceState:
 
     `capture` is false where steps run uncaptured. `pool` is the graphs' memory, which they may share because they never
     run at the same time, and `stream` the one they are recorded on. `most_rows` is the most rows of a step. `captures`
-    counts what was made ready so far, captured or not.
+    counts what was made ready so far, captured or not. `full`: the memory was too small for a capture, so that nothing
+    more is captured; what is not captured runs directly, with the same results in more time.
     """
 
     model: GraphModel
@@ -48,6 +53,7 @@ class DeviceState:
     stream: torch.cuda.Stream | None
     most_rows: int
     captures: int = 0
+    full: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +63,7 @@ class DeviceState:
         """A graph of what `work` launches, without running it. It has run once: what that compiles cannot be compiled
         while capturing. None where steps run uncaptured."""
         self.captures += 1
-        if not self.capture:
+        if not self.capture or self.full:
             return None
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -65,6 +71,23 @@ class DeviceState:
         with _no_collection(), torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             work()
         return graph
+
+    def captured_ahead(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """As `captured`, of work that has run as part of a step: it must not fail for lack of memory."""
+        try:
+            return self.captured(work)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.stop_capturing(error)
+            return None
+
+    def stop_capturing(self, error: RuntimeError) -> None:
+        """From now on nothing is captured, because the memory is full."""
+        self.full = True
+        if not isinstance(error, DeviceMemoryError):
+            error = memory_error(error, "a captured step", self.device)
+        logger.warning("%s; steps that are not captured yet run uncaptured, which is slower", error)
 
 
 class Buffers:
@@ -159,10 +182,11 @@ class Captured:
 
     def get_ready(self) -> None:
         """Compile the kernels and capture the work. The packet has no entries then, so that nothing is changed."""
-        if self.state.capture:
-            self.packet.put_nothing()
-            self._run()
-        self.graph = self.state.captured(self._run)
+        with named_kernels():
+            if self.state.capture:
+                self.packet.put_nothing()
+                self._run()
+            self.graph = self.state.captured(self._run)
 
     def run(self) -> None:
         """Do what the packet describes."""

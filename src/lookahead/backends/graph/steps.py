@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lookahead.backends.base import StepInput
+from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.forward import CapturedForward
 from lookahead.backends.graph.kinds import Device, ForwardKind, StepKind, TargetsKind, kind_of, stand_in
+from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.state import DeviceState
 from lookahead.backends.graph.targets import CapturedTargets
+
+C = TypeVar("C")
 
 PATIENCE = 128
 """How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
@@ -60,19 +65,40 @@ class CapturedSteps:
     def forward(self, kind: ForwardKind) -> CapturedForward:
         """The captured forward pass of this kind."""
         if kind not in self.forwards:
-            self.forwards[kind] = CapturedForward(self.state, kind)
+            what = f"a step of {kind.rows} tokens"
+            self.forwards[kind] = self._made(lambda: CapturedForward(self.state, kind), what)
         return self.forwards[kind]
 
     def end(self, kind: TargetsKind) -> CapturedTargets:
         """The captured end of steps of this kind."""
         if kind not in self.targets:
-            self.targets[kind] = CapturedTargets(self.state, kind)
+            what = f"choosing the targets of {kind.needed} tokens"
+            self.targets[kind] = self._made(lambda: CapturedTargets(self.state, kind), what)
         return self.targets[kind]
+
+    def _made(self, make: Callable[[], C], what: str) -> C:
+        """What `make` compiles and captures. Where the memory is full it runs uncaptured, and where it is too full for
+        that DeviceMemoryError is raised."""
+        state = self.state
+        try:
+            return with_room(make, self.drop_unused, what, state.device)
+        except DeviceMemoryError as error:
+            if state.full or not state.capture:
+                raise
+            state.stop_capturing(error)
+        return with_room(make, self.drop_unused, what, state.device)
+
+    def drop_unused(self) -> None:
+        """Drop the parts of steps that were captured in advance and have not been used since: they are in no pair."""
+        forwards, targets = {kind.forward for kind in self.pairs}, {kind.targets for kind in self.pairs}
+        self.forwards = {kind: forward for kind, forward in self.forwards.items() if kind in forwards}
+        self.targets = {kind: end for kind, end in self.targets.items() if kind in targets}
 
     def clear(self) -> None:
         """Drop all steps: what they read is replaced."""
         for steps in (self.forwards, self.targets, self.pairs):
             steps.clear()
+        self.state.full = False
 
     def forget_adjusted(self) -> None:
         """Drop the ends of steps whose logits are adjusted: the tables that they read are replaced."""

@@ -55,7 +55,7 @@ class CapturedTargets(Captured):
             self._run_ahead()
         self.top.send(turn)
         if self.state.capture and self.graph_ahead is None:
-            self.graph_ahead = self.state.captured(self._run_ahead)
+            self.graph_ahead = self.state.captured_ahead(self._run_ahead)
 
     @torch.inference_mode()
     def _run(self) -> None:
