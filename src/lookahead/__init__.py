@@ -13,6 +13,7 @@ from lookahead.config import LookaheadConfig
 from lookahead.loading.embedded import ModelError
 
 if TYPE_CHECKING:
+    from lookahead.backends.failures import DeviceError
     from lookahead.generate import Completion, LookaheadModel, Piece, Stream, load
     from lookahead.models.facts import UnsupportedModelError
     from lookahead.transformers_hook import Decoding, decoding
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Completion",
     "Decoding",
+    "DeviceError",
     "LookaheadConfig",
     "LookaheadModel",
     "ModelError",

@@ -17,6 +17,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.exact import default_within, exact_config
+from lookahead.backends.failures import CompilerError, DeviceError, brief, clear_errors, out_of_memory
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
 from lookahead.engine.engine import Engine
@@ -85,10 +86,10 @@ class LookaheadModel:
         try:
             self.front.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
         except RuntimeError as error:  # torch's own error for it, or CUDA's while it captures
-            if "out of memory" not in str(error).lower():
+            if not out_of_memory(error):
                 raise
-            if log is not None:
-                log("note: there is too little GPU memory to capture all steps in advance; some requests will wait")
+            warn = log or logger.warning
+            warn(f"note: not all steps are captured in advance, and some requests will wait: {brief(error)}")
         seconds = perf_counter() - begin
         if log is not None and backend.captures > before:
             log(f"captured {backend.captures - before} parts of steps in {seconds:.1f} s")
@@ -307,10 +308,12 @@ def load(
     same models on a CPU), 'eager' (any model), or 'auto' for the best that runs the model. `dtype` is 'float32',
     'bfloat16', 'float16', 'int8' (on a CPU: the model in float32, quantised), or 'auto'. Without a `config` the default
     config is the profile that `lookahead tune --save` wrote for this model and machine. Where there is no profile, the
-    default is fitted to the cost of a step, which is measured once per model and machine.
+    default is fitted to the cost of a step, which is measured once per model and machine. Raises DeviceError if the
+    device is lost.
     """
-    model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
-    loaded = LookaheadModel(model, tokenizer, label, config, backend, log, int8=dtype == INT8)
+    with clear_errors(torch.device("cuda")):
+        model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
+        loaded = prepared(model, tokenizer, label, config, backend, log, int8=dtype == INT8)
     if log is not None and (asked := asked_for(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
@@ -318,12 +321,35 @@ def load(
     if log is not None and rounds:
         half = str(loaded.dtype).removeprefix("torch.")
         log(f"note: in {half} on this backend, rounding may make a text differ from that of token-by-token decoding")
-    loaded.prepare(log=log)
     if config is None:
-        loaded.default_config = default_config(loaded.name, loaded.backend, log)
-        if (costs := batch_cost(loaded.backend, loaded.default_config, log)) is not None:
+        with clear_errors(loaded.device):
+            loaded.default_config = default_config(loaded.name, loaded.backend, log)
+            costs = batch_cost(loaded.backend, loaded.default_config, log)
+        if costs is not None:
             loaded.engine.times = PassTimes(costs)
     return loaded
+
+
+def prepared(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    config: LookaheadConfig | None,
+    backend: str,
+    log: Callable[[str], None] | None,
+    int8: bool,
+) -> LookaheadModel:
+    """A `LookaheadModel` whose steps are captured. If a kernel does not compile, 'auto' is the eager backend."""
+    loaded = LookaheadModel(model, tokenizer, name, config, backend, log, int8)
+    try:
+        loaded.prepare(log=log)
+        return loaded
+    except CompilerError as error:
+        if backend != "auto":
+            raise
+        (log or logger.warning)(f"note: {error}; the eager backend runs it")
+    del loaded  # its weights and pages make room
+    return LookaheadModel(model, tokenizer, name, config, "eager", log)
 
 
 def as_plain(prompt: Any) -> Any:
@@ -351,4 +377,4 @@ def check_batch(prompt: Any, single: bool) -> bool:
     return many
 
 
-__all__ = ["Completion", "LookaheadModel", "Piece", "Stream", "UnsupportedModelError", "load"]
+__all__ = ["Completion", "DeviceError", "LookaheadModel", "Piece", "Stream", "UnsupportedModelError", "load"]

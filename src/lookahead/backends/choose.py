@@ -3,6 +3,7 @@ the eager one."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,11 +11,14 @@ import torch
 
 from lookahead.backends.base import Backend
 from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.failures import CompilerError, brief, clear_errors
 from lookahead.backends.probe import probe
 from lookahead.backends.support import check_supported, input_device
 from lookahead.config import BACKENDS
 from lookahead.models.facts import UnsupportedModelError, first_line
 from lookahead.models.read import read
+
+logger = logging.getLogger("lookahead")
 
 HOOK_BACKENDS = ("auto", "eager", "graph")
 """Those that `transformers_hook` knows: the CPU backend keeps packed weights, which a call of `generate` has no time
@@ -66,9 +70,13 @@ def choose(
     except (UnsupportedModelError, torch.OutOfMemoryError) as error:
         if name == "graph":
             raise
-        if log is not None:
-            log(f"note: {first_line(error)}; the eager backend runs it")
-        return eager()
+        # What is wrong with the machine is said even to those who did not ask for a log.
+        machine = isinstance(error, (CompilerError, torch.OutOfMemoryError))
+        warn = log or (logger.warning if machine else None)
+        if warn is not None:
+            warn(f"note: {first_line(error)}; the eager backend runs it")
+    # Outside of the handler, whose error holds on to the memory of the backend that could not be made.
+    return eager()
 
 
 def cpu_backend(model: Any, int8: bool = False) -> Backend:
@@ -86,17 +94,24 @@ def cpu_backend(model: Any, int8: bool = False) -> Backend:
 
 
 def graph_backend(model: Any, *, patient: bool = False, drop_pages: bool = True) -> Backend:
-    """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run.
+    """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run, and where its
+    kernels do not compile.
 
     `patient` and `drop_pages`: see `GraphBackend`.
     """
     from lookahead.backends.graph.backend import GraphBackend
 
     if input_device(model).type == "cuda":
-        try:
-            import lookahead.backends.graph.kernels.attention  # noqa: F401
-        except ImportError as error:
-            raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from error
-    backend = GraphBackend(model, patient=patient, drop_pages=drop_pages)
-    probe(backend)
+        check_triton()
+    with clear_errors(input_device(model), "the graph backend"):
+        backend = GraphBackend(model, patient=patient, drop_pages=drop_pages)
+        probe(backend)
     return backend
+
+
+def check_triton() -> None:
+    """Raise CompilerError if Triton, which compiles the graph backend's kernels, is missing or broken."""
+    try:
+        import lookahead.backends.graph.kernels.attention  # noqa: F401
+    except Exception as error:  # a broken installation may raise anything
+        raise CompilerError(f"Triton, which the graph backend needs, does not work here: {brief(error)}") from error

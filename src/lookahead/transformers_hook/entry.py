@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from lookahead.backends.choose import HOOK_BACKENDS, check_name
+from lookahead.backends.failures import clear_errors
 from lookahead.backends.support import check_supported
 from lookahead.config import UNCHANGED, LookaheadConfig, SamplingParams, given_fields, reject_unknown
 from lookahead.stats import Stats
@@ -125,12 +126,13 @@ class Decoding:
                 streamer.put(input_ids.cpu())  # `generate` does this for a streamer of its own
             check_supported(model)
             refuse_unsupported(generation_config, dropped)
-            run = Run(model, input_ids, generation_config, model_kwargs, self.backend)
-            rules = BatchRules.of(
-                logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
-                in_step=streamer is not None or bool(watch.asked(generation_config)),
-            )  # fmt: skip
-            output = run.decode(self.config, rules, streamer)
+            with clear_errors(input_ids.device):
+                run = Run(model, input_ids, generation_config, model_kwargs, self.backend)
+                rules = BatchRules.of(
+                    logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
+                    in_step=streamer is not None or bool(watch.asked(generation_config)),
+                )  # fmt: skip
+                output = run.decode(self.config, rules, streamer)
             self.stats, self.used = [sequence.stats for sequence in run.sequences], run.used
             return output
         finally:

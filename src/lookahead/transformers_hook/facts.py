@@ -27,6 +27,7 @@ class ModelFacts:
     trees that were tried because of the patch. `paces` are kept by batch size. `graph` is the model's graph backend, if
     a call could have one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
     `places` are where the model's weights lay when it was last up to date with them.
+    `broken` is why its kernels do not compile, if they do not: it is tried once.
     `logged` are the lines that its calls have logged, each once.
     """
 
@@ -39,6 +40,7 @@ class ModelFacts:
     paces: dict[int, Pace] = field(default_factory=dict)
     graph: GraphBackend | None = None
     places: Sequence[int] = ()
+    broken: str | None = None
     turn: RLock = field(default_factory=RLock)
     logged: set[str] = field(default_factory=set)
 

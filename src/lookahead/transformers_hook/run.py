@@ -21,6 +21,7 @@ from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.choose import choose, graph_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
+from lookahead.backends.failures import CompilerError
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import top_tokens
@@ -82,7 +83,7 @@ class Run:
                 if kept is None or not kept.follows(self.model):
                     # A script may call once or twice, with a prompt of another length each time. A cache that it gave
                     # gets all K/V.
-                    kept = cast(GraphBackend, graph_backend(self.model, patient=True, drop_pages=False))
+                    kept = self._new_graph()
                     kept.model = proxy(self.model)  # or the model would live as long as what is known about it
                     self.facts.graph = kept
                 self.facts.places = facts.places_of(self._modules)
@@ -91,6 +92,16 @@ class Run:
             with nullcontext() if self._backend_name == "auto" else suppress(UnsupportedModelError):
                 kept.check_room(entries, tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
         return kept
+
+    def _new_graph(self) -> GraphBackend:
+        """A graph backend for this call and the next ones. Kernels that did not compile once are not tried again."""
+        if self.facts.broken is not None:
+            raise UnsupportedModelError(self.facts.broken)
+        try:
+            return cast(GraphBackend, graph_backend(self.model, patient=True, drop_pages=False))
+        except CompilerError as error:
+            self.facts.broken = str(error)
+            raise
 
     def _eager(self, start: Start, config: LookaheadConfig | None) -> EagerBackend:
         """An eager backend of this call's own. Its model is probed if no call of this form was before."""
