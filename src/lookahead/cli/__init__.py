@@ -6,6 +6,7 @@ mistakes in the options are answered at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from lookahead.cli import bench, chat, env, generate, pull, serve, tune
-from lookahead.cli.common import Host, Verbs
+from lookahead.cli.common import DEVICE_LOST, Host, Verbs
 from lookahead.machine import package_version
 
 __all__ = ["app", "main"]
@@ -58,4 +59,11 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # do not fail on a character that the terminal cannot show
             stream.reconfigure(errors="replace")
-    app(args, prog_name="lookahead", obj=Host(arguments=sys.argv[1:] if args is None else args))
+    try:
+        app(args, prog_name="lookahead", obj=Host(arguments=sys.argv[1:] if args is None else args))
+    except SystemExit as end:
+        if end.code == DEVICE_LOST:  # at once: what is left on a lost device cannot be freed, and may crash or hang
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(DEVICE_LOST)
+        raise

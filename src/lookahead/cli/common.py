@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 from lookahead.config import LookaheadConfig
 from lookahead.stats import Stats
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130  # exit codes; 130 is what a shell reports for Ctrl-C
+FAILED, USAGE, DEVICE_LOST, INTERRUPTED = 1, 2, 70, 130
+"""Exit codes. 70 is `EX_SOFTWARE` of sysexits.h: start the command again. 130 is what a shell reports for Ctrl-C."""
 
 
 class Completion(Protocol):
@@ -105,7 +106,8 @@ class Host:
 
 
 class Verbs(TyperGroup):
-    """Runs a verb. An error that the user can correct is shown as one line on stderr, with exit code 2.
+    """Runs a verb. An error that the user can correct is shown as one line on stderr, with exit code 2, and the loss of
+    the device with exit code 70.
 
     typer itself ends the command quietly if stdout is a pipe that broke.
     """
@@ -122,9 +124,16 @@ class Verbs(TyperGroup):
             host.fail(error)
             raise typer.Exit(USAGE) from error
         except RuntimeError as error:
-            if host.debug or type(error).__name__ != "OutOfMemoryError":
+            if host.debug:
                 raise
-            host.fail(f"the device's memory is full: {str(error).splitlines()[0]}; use a smaller model or --device cpu")
+            from lookahead.backends.failures import DeviceError, brief, out_of_memory
+
+            if isinstance(error, DeviceError):
+                host.fail(error)
+                raise typer.Exit(DEVICE_LOST) from error
+            if not out_of_memory(error):
+                raise
+            host.fail(f"the device's memory is full: {brief(error)}; use a smaller model or --device cpu")
             raise typer.Exit(USAGE) from error
         except KeyboardInterrupt as stopped:
             host.say("interrupted")

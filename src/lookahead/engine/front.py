@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
+from lookahead.backends.failures import DeviceError, device_error
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Event, Request
 
@@ -113,7 +114,8 @@ class Front:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine cannot be trusted now: the error of its last step, or of its thread, which has ended."""
+        """Why the engine cannot be trusted now: the error of its last step, or of its thread, which has ended. After a
+        DeviceError it never works again."""
         return self._core.failure
 
     def submit(self, request: Request, told: Told | None = None) -> Ticket:
@@ -139,7 +141,7 @@ class Front:
             try:
                 found.append(function())
             except BaseException as error:
-                errors.append(error)
+                errors.append(self._core.give_up(error) or error)
             over.set()
 
         self._post(lambda core: run())
@@ -169,6 +171,8 @@ class Front:
             raise RuntimeError("the model was closed; load it again")
         self._core.commands.append(command)
         if self._core.dead:  # looked up after the command was left, which the thread may still have found
+            if isinstance(self._core.failure, DeviceError):
+                raise DeviceError(str(self._core.failure))
             raise RuntimeError(f"the engine's thread has died of {self._core.failure!r:.200}; load the model again")
         if self._inbox is None:
             self._core.obey()
@@ -189,7 +193,7 @@ class Core:
         self.commands: deque[Callable[[Core], None]] = deque()
         self.stop = threading.Event()
         self.failure: BaseException | None = None  # of the last step
-        self.dead = False  # the thread ended by an error that it could not handle
+        self.dead = False  # the device is lost, or the thread ended by an error that it could not handle
         self._news: dict[Told, list[Ticket]] = {}
         # Where the device runs beside the host, the next step begins before anybody is told of the last one.
         self.begins_early = engine.backend.capabilities.overlaps
@@ -200,11 +204,12 @@ class Core:
 
     def work(self) -> None:
         """Step until there is nothing left to do."""
-        while self.has_work:
+        while self.has_work and not self.dead:
             self.turn()
 
     def turn(self) -> None:
-        """Obey, and step once. If that fails, every request fails, and the next one starts afresh."""
+        """Obey, and step once. If that fails, every request fails, and the next one starts afresh, unless the device
+        is lost."""
         try:
             if self.begins_early:
                 self._finish_and_begin()
@@ -231,6 +236,7 @@ class Core:
 
     def _hand_out(self, events: Sequence[Event]) -> None:
         """Put events to their tickets. The ticket of a request that was cancelled meanwhile is gone."""
+        lost = None
         for event in events:
             ticket = self.tickets.get(event.request.id)
             if ticket is None:
@@ -240,17 +246,36 @@ class Core:
             ticket.put(event)
             self._note(ticket)
             self.failure = None
+            if event.error is not None:
+                lost = self.lost(event.error) or lost
+        if lost is not None:
+            raise lost
 
     def recover(self, error: BaseException) -> None:
         """After a step that failed: every request fails, and the engine is empty."""
-        self.engine.abort()
-        self._fail(error)
+        if self.give_up(error) is None:
+            self.engine.abort()
+            self._fail(error)
+
+    def lost(self, error: BaseException) -> DeviceError | None:
+        """The DeviceError that stands for this error, if it means that the device is lost."""
+        return device_error(error, self.engine.backend.device)
+
+    def give_up(self, error: BaseException) -> DeviceError | None:
+        """If the error means that the device is lost, every request fails, and so do all later ones."""
+        lost = self.lost(error)
+        if lost is not None and not self.dead:
+            self.die(lost)
+            with suppress(Exception):
+                self.engine.abort(wait=False)
+        return lost
 
     def die(self, error: BaseException) -> None:
-        """The thread ends with this error: nobody may wait for it."""
-        self.dead = True
-        with suppress(BaseException):
-            self.obey()  # requests that were handed in meanwhile fail, too
+        """Nothing runs after this error: nobody may wait for it."""
+        self.dead, self.failure = True, error
+        while self.commands:
+            with suppress(BaseException):
+                self.obey()  # requests that were handed in meanwhile fail, too
         self._fail(error)
         self._tell()
 

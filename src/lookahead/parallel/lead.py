@@ -113,7 +113,7 @@ class Leader(Core):
             self._group.close()
         elif not isinstance(error, RankError):
             self._group.fail(error)
-        raise error
+        raise self.lost(error) or error
 
     def die(self, error: BaseException) -> None:
         self.dead, self.failure = True, error

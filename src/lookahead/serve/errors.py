@@ -12,6 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from lookahead.backends.failures import DeviceError, brief, out_of_memory
+
 log = logging.getLogger("lookahead.serve")
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -50,6 +52,18 @@ def internal(error: BaseException) -> ApiError:
     """What a client is told of an error that is not its own. The details go to the log."""
     log.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError(500, f"the server could not answer ({type(error).__name__}); its log says why", code="internal")
+
+
+def failed(error: BaseException) -> ApiError:
+    """What a client is told of the error that its request ended with."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DeviceError):
+        return unavailable(str(error))
+    if out_of_memory(error):
+        log.error("a request failed: %s", brief(error))
+        return ApiError(503, brief(error), code="out_of_memory")
+    return internal(error)
 
 
 def unavailable(message: str, retry: int | None = None) -> ApiError:

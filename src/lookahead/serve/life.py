@@ -68,6 +68,12 @@ class Server(uvicorn.Server):
         if self.started:
             self.say(ready_line(self.address, self.service))
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second. A server whose device is lost ends."""
+        if self.service.lost is not None and self._drain is None:
+            self._drain = asyncio.ensure_future(self._end_all(str(self.service.lost)))
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         await self.service.close()
@@ -101,14 +107,19 @@ class Server(uvicorn.Server):
         end = loop.time() + service.settings.drain_seconds
         if service.replies:
             self.say(f"finishing {len(service.replies)} requests, at most {service.settings.drain_seconds:g} s")
-        while service.replies and loop.time() < end:
+        while service.replies and loop.time() < end and service.lost is None:
             await asyncio.sleep(POLL)
         if service.replies:
             self.say(f"ending {len(service.replies)} requests that were not finished in time")
-            service.fail_all(unavailable("the server has shut down before the reply was finished; ask another one"))
-            end = loop.time() + FLUSH_SECONDS
-            while service.replies and loop.time() < end:
-                await asyncio.sleep(POLL)
+        await self._end_all("the server has shut down before the reply was finished; ask another one")
+
+    async def _end_all(self, reason: str) -> None:
+        """End what still runs with an error, which clients may read for a moment, and then the server."""
+        service, loop = self.service, asyncio.get_running_loop()
+        service.fail_all(unavailable(reason))
+        end = loop.time() + FLUSH_SECONDS
+        while service.replies and loop.time() < end:
+            await asyncio.sleep(POLL)
         self.should_exit = True
 
 
@@ -152,7 +163,8 @@ def serve(
 ) -> None:
     """Serve until a signal comes. `say` gets lines for the person who started it. `kind` is the service behind it.
 
-    `sockets` hold its address (see `listen`). Raises ValueError if the server cannot start.
+    `sockets` hold its address (see `listen`). Raises ValueError if the server cannot start, and DeviceError after it
+    has ended because its device is lost.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
@@ -166,6 +178,8 @@ def serve(
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, *threshold[1:])
         server.run()
+        if server.service.lost is not None:
+            raise server.service.lost
     finally:
         gc.set_threshold(*threshold)
         gc.unfreeze()  # so that it all goes when Python ends: triton complains of what stays

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.successors import KEPT_TOKENS, NOTHING
+from lookahead.backends.failures import DeviceError
 from lookahead.cache import check_version
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
@@ -40,6 +41,7 @@ NO_TOKEN = -(1 << 31)
 """Fills up keys of fewer than three tokens."""
 MOST_BROKEN = 10
 """Files that are set aside before the first of them is replaced."""
+R = TypeVar("R")
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -186,10 +188,17 @@ class MemorySaver:
         for owner in self.owners:
             copy = partial(to_arrays, owner.memory, self.settings.memory_keys)
             try:
-                arrays = await self.in_worker(partial(self.model.front.call, copy))
+                arrays = await self.in_worker(partial(self._between_steps, copy))
                 await self.in_worker(partial(write, self.path(owner), arrays))
             except (OSError, RuntimeError) as error:
                 log.warning("the memory of %s cannot be written: %s", owner.name, error)
+
+    def _between_steps(self, copy: Callable[[], R]) -> R:
+        """Copy while no step runs, as after the loss of the device, of which the host's memory knows nothing."""
+        try:
+            return self.model.front.call(copy)
+        except DeviceError:
+            return copy()
 
     async def _save_periodically(self) -> None:
         put_off = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from lookahead.serve.errors import ApiError, internal, unavailable
+from lookahead.serve.errors import ApiError, failed, unavailable
 from lookahead.serve.requests import Piece, RequestState
 
 
@@ -114,7 +114,7 @@ class Reply:
             state.over = True
             self._running -= 1
         if error is not None:
-            raise error if isinstance(error, ApiError) else internal(error)
+            raise failed(error)
         return state.read(events) if events else None
 
     async def _wait_for_output(self, seconds: float | None) -> None:

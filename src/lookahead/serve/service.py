@@ -14,6 +14,7 @@ from time import perf_counter, time
 from typing import TypeVar
 
 from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.failures import DeviceError
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.front import Ticket
 from lookahead.engine.request import Request
@@ -165,8 +166,16 @@ class Service:
         """Raise an ApiError if no request can be taken now."""
         self.check_ready()
 
+    @property
+    def lost(self) -> DeviceError | None:
+        """Why the device cannot be used any more, once it is lost. The process must end then."""
+        failure = self.model.front.failure
+        return failure if isinstance(failure, DeviceError) else None
+
     def check_ready(self) -> None:
         """Raise a 503 while the server drains, and when the engine has failed."""
+        if self.lost is not None:
+            raise unavailable(str(self.lost))
         if self.draining:
             raise unavailable("the server is shutting down; ask another one", retry=5)
         if self.model.front.failure is not None:

@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lookahead.serve.errors import ApiError, internal
+from lookahead.serve.errors import ApiError, failed
 from lookahead.serve.limits import DIRECT_SEND
 from lookahead.serve.reply import Reply
 from lookahead.serve.requests import Piece
@@ -89,7 +89,7 @@ class EventStream(Response):
         except ApiError as error:
             end = events.failed(error)
         except Exception as error:
-            end = events.failed(internal(error))
+            end = events.failed(failed(error))
         await send(_body(end, more=False))
 
     async def _watch(self, receive: Receive) -> None:

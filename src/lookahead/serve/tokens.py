@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from lookahead.serve.errors import ApiError, bad_request
+from lookahead.serve.errors import ApiError, bad_request, unavailable
 from lookahead.serve.protocol import DetokenizeBody, TokenizeBody
 from lookahead.serve.service import Service
 from lookahead.serve.tools import Toolbox, template_messages
@@ -70,9 +70,12 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
 
 
 @router.get("/health")
-async def health() -> dict[str, str]:
-    """The process is alive."""
-    return {"status": "alive"}
+async def health(request: Request) -> Response:
+    """The process is alive, and its device is not lost. When this fails, the process must be replaced."""
+    service: Service = request.app.state.service
+    if service.lost is not None:
+        return unavailable(str(service.lost)).response()
+    return JSONResponse({"status": "alive"})
 
 
 @router.get("/ready")

@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 import lookahead
 from lookahead.engine.request import Event, Request
 from lookahead.generate import LookaheadModel
-from lookahead.serve.errors import ApiError, bad_request, internal, unavailable
+from lookahead.serve.errors import ApiError, bad_request, failed, unavailable
 from lookahead.serve.life import SWITCH_SECONDS
 from lookahead.serve.memory import folder_of
 from lookahead.serve.ranks import LeadingService
@@ -130,7 +130,7 @@ class Replica:
         except ApiError as error:
             yield Chunk(at, [], error=as_fields(error))
         except Exception as error:
-            yield Chunk(at, [], error=as_fields(internal(error)))
+            yield Chunk(at, [], error=as_fields(failed(error)))
 
     async def listen(self, ingress: str, replica: str) -> AsyncIterator[list[Numbered]]:
         """A channel: chunks of all sequences of an ingress. Empty if it was meant for another replica."""

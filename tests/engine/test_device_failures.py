@@ -1,0 +1,194 @@
+"""A lost device ends everything with one error, and an error of one step or request does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from paged import PagedToy
+from test_identity import alone, sequence_of
+from toys import ToyBackend
+
+import lookahead
+from lookahead.backends.base import StepInput
+from lookahead.backends.eager.backend import EagerBackend
+from lookahead.backends.failures import DeviceError, DeviceMemoryError
+from lookahead.engine.engine import Engine
+from lookahead.engine.front import Front
+from lookahead.engine.request import Request
+
+LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' ...\n"
+
+
+class Faulty(ToyBackend):
+    """Raises `error` where `where` says, from the `after`th pass on."""
+
+    def __init__(self, error: Exception, where: str = "launch", after: int = 3) -> None:
+        super().__init__()
+        self.error, self.where, self.after, self.passes = error, where, after, 0
+        self.closed: list[int] = []
+
+    def launch(self, inputs: Sequence[StepInput]) -> Any:
+        self.passes += 1
+        self._fail("launch")
+        return super().launch(inputs)
+
+    def collect(self, launched: Any) -> Any:
+        self._fail("collect")
+        return super().collect(launched)
+
+    def _fail(self, where: str) -> None:
+        if where == self.where and self.passes >= self.after:
+            raise self.error
+
+
+def long_request() -> Request:
+    return Request(sequence_of(((1, 2, 3), 2000, 0, 1)))
+
+
+@pytest.mark.parametrize("thread", [True, False])
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_a_lost_device_fails_running_waiting_and_later_requests_alike(where: str, thread: bool) -> None:
+    backend = Faulty(torch.AcceleratorError(LOST), where)
+    engine = Engine(backend, max_sequences=2)
+    front = Front(engine, thread=thread)
+    tickets = [front.submit(long_request()) for _ in range(4)]
+    for ticket in tickets:
+        with pytest.raises(DeviceError, match=r"is lost \(CUDA error: an illegal memory access was encountered\); no"):
+            ticket.wait()
+    passes = backend.passes
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="illegal memory access") as later:
+            front.submit(long_request())
+        assert "\n" not in str(later.value)
+        with pytest.raises(DeviceError, match="illegal memory access"):
+            front.call(lambda: 1)
+    assert isinstance(front.failure, DeviceError)
+    assert backend.passes == passes, "a lost device is left alone"
+    assert engine.running == []
+    assert backend.slots == {}
+
+
+def test_a_plain_runtime_error_of_a_step_is_forgotten() -> None:
+    backend = Faulty(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    front = Front(Engine(backend))
+    with pytest.raises(RuntimeError, match="mat1"):
+        front.submit(long_request()).wait()
+    backend.after = 1 << 30
+    one = ((1, 2, 3), 20, 0, 1)
+    ticket = front.submit(Request(sequence_of(one)))
+    ticket.wait()
+    assert ticket.request.sequence.output == alone(one[0], one[1], one[3])[0]
+    assert front.failure is None
+
+
+def test_the_device_of_one_requests_own_rule_is_the_device_of_all() -> None:
+    """A rule that runs on the device finds out first, in a part of the step that is the request's alone."""
+    front = Front(Engine(ToyBackend()))
+    others = [front.submit(long_request()) for _ in range(2)]
+    request = long_request()
+
+    def ends(token: int) -> bool:
+        raise torch.AcceleratorError(LOST)
+
+    request.sequence.ends = ends
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        front.submit(request).wait()
+    for ticket in others:
+        with pytest.raises(DeviceError):
+            ticket.wait()
+
+
+def test_a_call_between_steps_may_find_the_device_lost() -> None:
+    front = Front(Engine(ToyBackend()))
+    running = front.submit(long_request())
+
+    def capture() -> None:
+        raise torch.AcceleratorError(LOST)
+
+    with pytest.raises(DeviceError):
+        front.call(capture)
+    with pytest.raises(DeviceError):
+        running.wait()
+
+
+def test_without_memory_the_largest_request_fails_and_the_others_go_on() -> None:
+    class Small(PagedToy):
+        def launch(self, inputs: Sequence[StepInput]) -> Any:
+            if sum(len(item.trail) + len(item.tree) for item in inputs) > 12:
+                raise DeviceMemoryError("a step of 16 tokens needs 2.00 GiB of memory; lower kv_tokens")
+            return super().launch(inputs)
+
+    backend = Small(pages=200)
+    front = Front(Engine(backend))
+    good = [((number, 1, 2), 10, 0, 0) for number in range(2)]
+    large = front.submit(Request(sequence_of((tuple(range(20)), 10, 0, 0))))
+    tickets = [front.submit(Request(sequence_of(one))) for one in good]
+    with pytest.raises(DeviceMemoryError, match="a step of 16 tokens needs"):
+        large.wait()
+    for ticket, one in zip(tickets, good, strict=True):
+        ticket.wait()
+        assert ticket.request.sequence.output == alone(one[0], one[1], one[3])[0]
+    assert front.failure is None
+    assert backend.slots == {}
+    assert backend.pool.used == 0
+
+
+def test_the_eager_backend_without_memory(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A K/V buffer that cannot grow stays as it is."""
+    model = make_model()
+    backend = EagerBackend(model)
+    engine, grow = Engine(backend), torch.Tensor.new_zeros
+    calls = 0
+
+    def limited(tensor: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        if len(shape) == 5 and shape[3] > 512:
+            calls += 1
+            if calls % 2 == 0:  # keys have grown, values have not
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return grow(tensor, *shape, **options)
+
+    good, large = (Request(sequence_of((prompt, 10, 0, 0))) for prompt in ((3, 1, 2), tuple([5, 4] * 300)))
+    expected = Request(sequence_of(((3, 1, 2), 10, 0, 0)))
+    engine.submit(expected)
+    while engine.running:
+        engine.step()
+    monkeypatch.setattr(torch.Tensor, "new_zeros", limited)
+    errors = []
+    for one in (good, large):
+        engine.submit(one)
+    while engine.running:
+        errors += [event for event in engine.step() if event.error is not None]
+    assert [event.request for event in errors] == [large]
+    assert str(errors[0].error).startswith("a step of ")
+    assert good.sequence.output == expected.sequence.output
+    texts = []
+    for used in (engine, Engine(EagerBackend(model))):
+        medium = Request(sequence_of((tuple([5, 4] * 150), 10, 0, 0)))
+        used.submit(medium)
+        while used.running:
+            used.step()
+        texts.append(medium.sequence.output)
+    assert texts[0] == texts[1]
+
+
+def test_a_library_call_raises_one_class_and_so_do_later_ones(
+    make_model: Any, tokenizer: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = lookahead.load((make_model(), tokenizer), config=settings)
+
+    def lost(inputs: Any) -> Any:
+        raise torch.AcceleratorError(LOST)
+
+    monkeypatch.setattr(lm.backend, "launch", lost)
+    with pytest.raises(lookahead.DeviceError, match="illegal memory access") as first:
+        lm.generate("the fox", max_tokens=4)
+    monkeypatch.undo()
+    with pytest.raises(lookahead.DeviceError) as second:
+        next(iter(lm.stream("the fox")))
+    with pytest.raises(lookahead.DeviceError) as third:
+        lm.prepare()
+    assert str(first.value) == str(second.value) == str(third.value)
