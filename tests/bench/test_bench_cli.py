@@ -24,7 +24,6 @@ from lookahead.bench.paper.options import BenchOptions
 from lookahead.bench.paper.presets import DEFAULT, PRESETS, Preset, Size
 from lookahead.bench.report import plots
 from lookahead.bench.report.sections import COLUMNS
-from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.results import Results
 from lookahead.bench.run.runner import Runner
 from lookahead.cli import app
@@ -263,23 +262,17 @@ def test_exactness_finds_differences_and_margins(
 
 
 @pytest.mark.slow
-def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
-    run: Callable[..., Any], data_dir: Path, tmp_path: Path
-) -> None:
+def test_a_cost_from_elsewhere(run: Callable[..., Any], data_dir: Path, tmp_path: Path) -> None:
+    """Where a step of any size takes as long as one of one token, the largest S is projected to be the best."""
     cost = tmp_path / "cost.json"
-    cost.write_text(json.dumps({"sizes": [1, 128], "seconds": [0.004, 0.005]}))
-    where = ("--data-dir", str(data_dir), "--step-cost", str(cost), "--sets", "classeval", *SMALL)
-    result = run("--preset", "scaling", *where)
+    cost.write_text(json.dumps({"sizes": [1, 128], "seconds": [0.004, 0.004]}))
+    where = ("--data-dir", str(data_dir), "--step-cost", str(cost), "--quick", *SMALL)
+    result = run("--preset", "configs", *where)
     assert result.exit_code == 0, result.output
-    assert "## Projection: classeval, our sources" in result.stdout
-    assert "A projection, not a measurement on several GPUs" in result.stdout
-    assert "4x on ClassEval with 8 A100s" in result.stdout
-    rows = table(result.stdout, "Projection: classeval, the paper's method")
-    assert [row[0] for row in rows] == ["1", "2", "4", "8"]
+    projected = next(row for row in table(result.stdout, "Table 4: the best of the grid") if row[6] == "t(K) / S")
+    assert projected[5] == f"{float(projected[3]):.2f}x"
     results = Results(tmp_path / "out" / "results.jsonl")
-    assert {row["kind"] for row in results.records.values()} == {"share"}, "no step was timed here"
-    again = run("--preset", "scaling", *where)
-    assert "S and shares of" not in again.stderr
+    assert {row["kind"] for row in results.records.values()} == {"answer"}, "no step was timed here"
 
 
 @pytest.mark.parametrize(
@@ -292,12 +285,11 @@ def test_scaling_says_projection_and_takes_a_cost_from_elsewhere(
         (("--method", "hf-assisted"), "'hf-assisted' needs --draft-model"),
         (("--sets", "mbpp", "--data-dir", "nowhere"), "set 'mbpp' needs nowhere/mbpp.jsonl"),
         (("--preset", "flash", "--sets", "builtin"), "compares GPU kernels and needs a CUDA device"),
-        (("--preset", "scaling", "--sets", "builtin", "--method", "lookahead"), "takes no --method"),
         (
-            ("--preset", "scaling", "--sets", "builtin", "--step-cost", "nowhere.json"),
+            ("--preset", "configs", "--sets", "builtin", "--step-cost", "nowhere.json"),
             "--step-cost nowhere.json: No such",
         ),
-        (("--preset", "scaling", "--sets", "builtin", "--ranks", "2"), "measured on one rank"),
+        (("--preset", "configs", "--sets", "builtin", "--ranks", "2"), "measured on one rank"),
         (("--preset", "gpu-report", "--json"), "--json is not for presets of a GPU; leave it out"),
         (("--preset", "gpu-step", "--sets", "builtin"), "--sets is not for presets of a GPU; leave it out"),
         (("--preset", "overhead,gpu-step"), "--preset gpu-step cannot stand beside overhead"),
@@ -374,15 +366,15 @@ def test_several_presets_on_one_model(
     run: Callable[..., Any], data_dir: Path, loads: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     where = ("--quick", "--data-dir", str(data_dir), "--sets", "humaneval", *SMALL)
-    result = run("--preset", "scaling,overhead, configs,overhead", "--json", *where)
+    result = run("--preset", "speed,overhead, configs,overhead", "--json", *where)
     assert result.exit_code == 0, result.output
     assert loads == [("auto", "auto")]
     found = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["preset"] for one in found] == ["scaling", "overhead", "configs"], "as asked for, each once"
+    assert [one["preset"] for one in found] == ["speed", "overhead", "configs"], "as asked for, each once"
     for one in found:
         assert Path(one["files"]["html"]).is_file()
         assert one["files"]["results"] == str(tmp_path / "out" / "results.jsonl")
-    assert "scaling: 9 answers, at most 54 new tokens" in result.stderr
+    assert "speed: 2 answers, at most 12 new tokens" in result.stderr
     assert "overhead: 9 answers, at most 54 new tokens" in result.stderr
     assert "configs: 8 answers, at most 48 new tokens" in result.stderr
     assert "3 of 8 answers are there already" in result.stderr, "greedy's, autoregressive's and (5,15,15)'s"
@@ -407,7 +399,7 @@ def test_all_presets_that_the_device_can_run(
         (("--preset", "overhead,list"), "--preset list stands by itself"),
         (("--preset", "overhead,flash", "--device", "cpu"), "'flash' compares GPU kernels and needs a CUDA device"),
         (("--preset", "overhead,end-to-end", "--data-dir", "{half}"), "set 'humaneval' needs"),
-        (("--preset", "overhead,scaling", "--method", "lookahead"), "preset 'scaling' has settings of its own"),
+        (("--preset", "overhead,configs", "--ranks", "2"), "preset 'configs' is measured on one rank"),
     ],
 )
 def test_a_mistake_in_any_preset_is_told_before_a_model_is_loaded(
@@ -524,8 +516,7 @@ def cost_line(preset: Preset) -> str:
     """A preset's row of the documentation's table."""
 
     def answers(methods: int, size: Size) -> int:
-        more = preset.work({"builtin": [Prompt("", ("",))]}, {"builtin": 1})[0] if preset.work else 0
-        return methods * len(preset.temperatures) * size.repeats + more
+        return methods * len(preset.temperatures) * size.repeats
 
     full, quick = preset.full, preset.quick
     whole = answers(len(preset.methods), full)

@@ -15,82 +15,46 @@ from lookahead.bench.report.plots import Bars, Curves, Points
 from lookahead.bench.report.sections import Section, markdown, times
 
 SHAPES = {"7b": "7B shape", "small": "the 135M model itself"}
-SETS = ("mt-bench", "humaneval")
 FACTS = ("gpu", "cpu", "cores", "torch", "transformers", "triton", "python", "lookahead")
 Record = dict[str, Any]
-TABLES: Mapping[str, tuple[str, str, str]] = {
+TABLES = {
     "step": (
         "A step by K, context 1024",
-        "K invariant products_ms device_ms step_wall_ms gap_percent",
         "gap: the part of a step in which the device waits for the host.",
     ),
     "speed": (
         "Tokens per second",
-        "method invariant set prompts tok_s over_ar as_autoregressive S first_ms ms_per_step device_ms gap_percent "
-        "error",
         "From prompt to last token, the prompt included. over AR: against our autoregressive decoding, on the prompts "
         "that both answered. as AR: texts equal to its. gap: the mean wall time of a step less the device's at the "
         "mean context.",
     ),
     "batch": (
         "Batch",
-        "batch method sampling tok_s over_ar of_bound S guesses context ms_per_step device_ms gap_percent captures "
-        "answers as_first_seen",
         "Total tokens per second in a steady state: an answer that ends is replaced by the next at once. over AR: "
         "against our own decoding token by token of as many sequences. of bound: against steps that only read the "
-        "weights and the K/V of this context, as fast as a copy. guesses: per sequence and step. gap: what of a step "
-        "the device waits for the host. as first seen: answers equal to what the same prompt gave when it was first "
-        "answered, at whatever load.",
+        "weights and the K/V of this context, as fast as a copy. guesses: draft tokens per sequence and step. gap: the "
+        "part of a step in which the device waits for the host. as first seen: answers equal to what the same prompt "
+        "gave when it was first answered, at whatever load.",
     ),
     "bound": (
         "Token by token against the bound",
-        "sequences context tok_s device_ms products_ms bound_ms of_bound",
         "Device time alone. The bound: the weights and the K/V of every sequence, read once, as fast as a copy reads "
         "and writes.",
     ),
-    "prompts": (
-        "Prompts",
-        "case ms",
-        "Prompts that arrive together: from the first to the last first token. A late prompt: the longest pause "
-        "between two steps of the others.",
-    ),
-    "window": (
-        "A window of 4,096 tokens in every layer",
-        "context K device_ms step_wall_ms pages pages_of_context kv_mb",
-        "pages: those that a sequence of this context needs, with a pass of up to 1,024 rows behind it; without a "
-        "window it would need the pages of its context.",
-    ),
     "context": (
         "Context and memory",
-        "context K device_ms step_wall_ms memory_mb above_mb",
-        "memory: beside the weights, K/V (in whole blocks) and what the captured steps of every size up to K hold. "
-        "above: what K = 128 holds more than K = 1.",
+        "memory: beside the weights, K/V (in whole blocks) and what the captured steps of every size up to K hold.",
     ),
-    "hook": (
-        "The hook",
-        "call how backend first_s tok_s over_stock over_static S same error",
-        "`model.generate` as it is, with a static cache and torch.compile, and with "
-        "`custom_generate=lookahead.decoding()`. first: seconds of the first call. tok/s: of all later calls. same: "
-        "texts equal to stock's; in half precision rounding alone makes them differ.",
-    ),
-    "eager": (
-        "The hook on the eager backend",
-        "call how backend first_s tok_s over_stock S same error",
-        "For models that the graph backend does not run; here with the same model, to compare.",
-    ),
-    "attention": (
-        "Attention",
-        "heads kv_heads dim sequences K context invariant us sdpa_us speedup of_copy_bandwidth",
-        "Of a step's tree, against SDPA with a dense mask over the live prefix.",
-    ),
-    "exact": ("Exactness", "method set prompts identical identical_to_own S", "fp32, TF32 off."),
 }
-"""Title, fields and note of every part's table."""
+"""Title and note of every part's table. The columns are the fields of its records; files of parts that are gone have
+the part's name as their title."""
 HEADS = {
     "tok_s": "tok/s", "over_ar": "over AR", "as_autoregressive": "as AR", "first_ms": "first token ms",
-    "gap_percent": "gap %", "batch": "sequences", "identical": "as generate()", "identical_to_own": "as own AR",
+    "gap_percent": "gap %", "batch": "sequences",
 }  # fmt: skip
 """Heads of columns that are not the field's name."""
+HIDDEN = ("gap_ms", "propose_ms", "absorb_ms")
+"""Fields that make no column, as lists do not."""
 
 
 class GpuResults:
@@ -100,6 +64,7 @@ class GpuResults:
         if not self.files:
             raise ValueError(f"{folder} holds no JSON of a GPU part; give the folder that was its --out")
         self.shapes = list(dict.fromkeys(one["about"]["shape"] for one in self.files.values()))
+        self.parts = [one["about"]["part"] for one in self.files.values() if one["about"]["part"] != "baselines"]
 
     def of(self, part: str, shape: str) -> list[Record]:
         """The records, with what follows from several of them."""
@@ -111,9 +76,6 @@ class GpuResults:
         if part == "batch":
             alone = {(r["batch"], r["sampling"]): r["tok_s"] for r in records if r["method"] == "autoregressive"}
             return [{**r, "over_ar": times(r["tok_s"] / alone[r["batch"], r["sampling"]])} for r in records]
-        if part == "context":  # the memory above that of K = 1
-            least = {r["context"]: r["memory_mb"] for r in records if r["K"] == 1}
-            return [{**r, "above_mb": r["memory_mb"] - least[r["context"]] if r["K"] > 1 else None} for r in records]
         return records
 
 
@@ -131,7 +93,7 @@ def _ratio(record: Record, plain: Mapping[Any, Sequence[Sequence[float]]]) -> fl
 def write(folder: Path, path: Path) -> str:
     """Write the page and its plots; returns the table of speeds, or the first one that there is."""
     results = GpuResults(folder)
-    made = {part: sections(results, part) for part in TABLES}
+    made = {part: sections(results, part) for part in dict.fromkeys((*TABLES, *results.parts))}
     path.parent.mkdir(parents=True, exist_ok=True)
     for part, shown in made.items():
         drawn = [plot for section in shown for plot in section.plots]
@@ -163,12 +125,14 @@ def measured_on(results: GpuResults) -> Section:
 
 
 def sections(results: GpuResults, part: str) -> list[Section]:
-    title, columns, note = TABLES[part]
-    names, made = columns.split(), []
+    title, note = TABLES.get(part, (part.capitalize(), ""))
+    made = []
     for shape in results.shapes:
         where = SHAPES.get(shape, shape)
         if records := results.of(part, shape):
-            section = Section(title if part == "attention" else f"{title}: {where}", notes=[note])
+            found = {name: value for record in records for name, value in record.items()}
+            names = [n for n, value in found.items() if n not in HIDDEN and not isinstance(value, list | dict)]
+            section = Section(f"{title}: {where}", notes=[note] if note else [])
             section.head = [HEADS.get(name, name.replace("_", " ")) for name in names]
             section.rows = [[shown(record.get(name)) for name in names] for record in records]
             section.plots = drawing(part, where, [r for r in records if r.get("invariant") is not False])
@@ -195,13 +159,12 @@ def drawing(part: str, where: str, records: Sequence[Record]) -> list[Bars | Cur
         return [Curves(f"Time of a step, {where}, context 1024", "K, tokens in the step", "ms", lines)]
     if part == "speed":
         at = {(r["method"], r["set"]): r["tok_s"] for r in records if "tok_s" in r}
-        bars: dict[str, Sequence[float | None]] = {m: [at.get((m, data)) for data in SETS] for m, _ in at}
-        return [Bars(f"Tokens per second, {where}, batch 1", SETS, bars)]
+        sets = list(dict.fromkeys(data for _, data in at))
+        bars: dict[str, Sequence[float | None]] = {m: [at.get((m, data)) for data in sets] for m, _ in at}
+        return [Bars(f"Tokens per second, {where}, batch 1", sets, bars)]
     if part == "batch":
-        lines = {
-            f"{m}, {s}": curve("batch", "tok_s", method=m, sampling=s)
-            for m, s in dict.fromkeys((r["method"], r["sampling"]) for r in records)
-        }
+        methods = dict.fromkeys((r["method"], r["sampling"]) for r in records)
+        lines = {f"{m}, {s}": curve("batch", "tok_s", method=m, sampling=s) for m, s in methods}
         return [Curves(f"Total tokens per second by batch, {where}", "sequences", "tok/s", lines, log=True)]
     if part == "context":
         lines = {f"K = {k}": curve("context", "device_ms", K=k) for k in (1, 128)}

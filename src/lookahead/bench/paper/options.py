@@ -45,8 +45,6 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         preset, methods = self.preset, self.chosen
-        if self.methods and not preset.methods:
-            raise ValueError(f"preset {preset.name!r} has settings of its own and takes no --method")
         if self.ranks > 1 and preset.more is not None:
             raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
         if self.ranks > 1 and any(method.dtype or method.backend for method in methods):
@@ -74,7 +72,7 @@ class BenchOptions:
         if self.methods:
             return tuple(named(method) for method in self.methods)
         chosen = preset.quick_methods if self.quick and preset.quick_methods else preset.methods
-        return (*chosen, named("hf-assisted")) if self.draft_model is not None and chosen else chosen
+        return (*chosen, named("hf-assisted")) if self.draft_model is not None else chosen
 
     @cached_property
     def prompts(self) -> dict[str, list[Prompt]]:
@@ -126,10 +124,8 @@ class BenchOptions:
         ]
 
     def work(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """How many answers the run takes, and how many tokens those may have: what `more` generates, too."""
-        more = self.preset.work(self.prompts, self.limits) if self.preset.work is not None else (0, 0)
-        tokens = sum(job.max_tokens * len(job.prompt.turns) for job in jobs)
-        return len(jobs) + more[0], tokens + more[1]
+        """How many answers the run takes, and how many tokens those may have."""
+        return len(jobs), sum(job.max_tokens * len(job.prompt.turns) for job in jobs)
 
     @property
     def limits(self) -> dict[str, int]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from lookahead.bench.paper import exactness, grid, projection, views
+from lookahead.bench.paper import exactness, grid, views
 from lookahead.bench.report.sections import Section
 from lookahead.bench.run.methods import Method, named
-from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.summary import BenchRun
 from lookahead.config import SOURCES, LookaheadConfig
 
@@ -26,9 +25,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Preset:
-    """`show` makes the report's sections. `more` measures what is no job, after the jobs; where it generates, `work`
-    counts the answers and their most tokens. `turns` are those asked of each conversation, None for all.
-    """
+    """`show` makes the report's sections. `more` measures what is no job, after the jobs. `turns` are those asked of
+    each conversation, None for all."""
 
     name: str
     title: str
@@ -38,7 +36,6 @@ class Preset:
     quick: Size
     show: Callable[[BenchRun], list[Section]]
     more: Callable[[BenchRun], None] | None = None
-    work: Callable[[dict[str, list[Prompt]], dict[str, int]], tuple[int, int]] | None = None
     temperatures: tuple[float, ...] = (0.0,)
     cuda: bool = False
     warm: bool = False
@@ -165,10 +162,6 @@ PRESETS = {preset.name: preset for preset in (
     Preset(
         "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), grid.show_law,
         quick_methods=tuple(paper(n, w, w) for n in (3, 5) for w in (1, 4, 16)),
-    ),
-    Preset(
-        "scaling", "What more GPUs buy (a projection)", (*BOTH, "classeval"), (), Size(20, 256), Size(1, 32),
-        projection.show, projection.measure, projection.work,
     ),
     Preset(
         "acceptance", "S of every source, and of the paper's method", BOTH, ACCEPTANCE, Size(20, 192), Size(1, 32),
