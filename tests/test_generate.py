@@ -40,7 +40,7 @@ def lm(model: Any, tokenizer: Any, settings: LookaheadConfig) -> LookaheadModel:
 
 
 def open_slots(lm: LookaheadModel) -> int:
-    return len(lm.backend._lane)
+    return len(lm.backend._index)
 
 
 def soon_free(lm: LookaheadModel) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from lookahead.algorithm.successors import SuccessorTables
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import Capabilities, StepInput
 from lookahead.config import LookaheadConfig
-from lookahead.loading import timing
+from lookahead.loading import default, timing
 from lookahead.loading.fitting import ATTEMPTS, VERSION, cached, pass_cost
 from lookahead.loading.step_cost import FLAT, StepCost, stairs, suited
 from lookahead.loading.timing import (
@@ -563,6 +564,27 @@ def test_a_backend_that_pads_has_no_pass_cost(clock: Clock, tmp_path: Path) -> N
     parallel, short = FlatBackend(clock, flat), FlatBackend(clock, flat)
     parallel.capabilities, short.max_length = Capabilities("flat", ranks=2), 100
     assert pass_cost(parallel, tmp_path) is pass_cost(short, tmp_path) is None
+
+
+def test_the_cost_of_a_shared_pass_follows_the_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured passes are measured, and cost as much as the next captured size; others cost what a step does; where a
+    pass is padded, rows have no common price."""
+    monkeypatch.setattr(default, "pass_cost", lambda *_: (1.0, 2.0, 3.0, 4.0, 5.0))
+
+    def cost(device: str = "cuda", step_cost: tuple[float, ...] | None = None, **can: Any) -> list[float] | None:
+        backend: Any = SimpleNamespace(
+            capabilities=Capabilities("any", **can), device=torch.device(device), most_rows=4, max_length=None
+        )
+        table = default.batch_cost(backend, LookaheadConfig(step_cost=step_cost))
+        return None if table is None else table.tolist()
+
+    assert cost(row_sizes=(1, 4)) == [1.0, 4.0, 4.0, 4.0, 5.0]
+    assert cost("cpu", row_sizes=(1, 4)) is None
+    assert cost(pads=True, step_cost=(1.0, 2.0)) is None
+    assert cost("cpu") is None
+    table = cost("cpu", step_cost=(1.0, 2.0))
+    assert table is not None
+    assert (table[:2], len(table)) == ([1.0, 2.0], 4)
 
 
 def test_padding_makes_stairs() -> None:

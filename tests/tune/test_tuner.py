@@ -204,7 +204,7 @@ def test_steps_are_woven_and_an_error_frees_every_slot(model: Any, tokenizer: An
     real, lm.backend.launch = lm.backend.launch, failing
     with pytest.raises(RuntimeError, match="out of memory"):
         weave(lm, "the fox", [(c, SharedMemory()) for c in configs], RequestSettings(max_tokens=20))
-    assert (lm.memory, lm.backend._lane) == (kept, {})
+    assert (lm.memory, lm.backend._index) == (kept, {})
 
 
 # Candidates.
@@ -286,6 +286,6 @@ def test_tuning_a_real_model_changes_nothing_of_it(model: Any, tokenizer: Any, s
     result = tune(lm, ["the quick brown", "once more the dog"], cost=curve(mild), max_tokens=12)
     assert {p.basis for p in result.predictions} == {"measured", "law"}
     assert lm.memory is memory
-    assert (lm.default_config, lm.backend._lane) == (settings, {})
+    assert (lm.default_config, lm.backend._index) == (settings, {})
     for one in result.predictions:
         assert lm.generate("the fox", max_tokens=24, config=one.candidate.config).token_ids == expected

@@ -15,7 +15,7 @@ from lookahead.backends.sampling import adjusted
 from lookahead.config import SamplingParams
 
 MOST_AHEAD = 32
-"""How many steps a backend may run one after the other without the host."""
+"""The most steps that a backend may run one after the other without the host."""
 
 NO_LIMIT = sys.maxsize
 """The `most_rows` of a backend whose passes may have any number of tokens."""
@@ -28,17 +28,19 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class StepInput:
     """One sequence's part of a forward pass.
 
-    `trail` are the tokens before the tree's root that are not cached yet: on the first step the prompt without
-    its last token, later nothing; with several ranks also accepted tokens that another rank computed. A piece of a long
-    prompt comes with `NO_TREE`: its tokens are cached, and there is nothing to commit.
+    `trail` is its prompt chunk: the tokens before the tree's root that are not cached yet. On the first step these are
+    the prompt without its last token, later none; with several ranks also accepted tokens that another rank computed.
+    Any but the last chunk of a long prompt comes with `NO_TREE`: it is cached, and there is nothing to commit.
+
     `uniforms` align with `tree.needed` and are empty for greedy decoding. `top` is how many top tokens to return per
     needed node. With `logits` the output has the needed nodes' logits, too. `continues_alone` is a hint: the next step
     will be a plain one-token step whose input is this step's target. Then `next_uniforms` are the uniforms of the next
-    MOST_AHEAD output positions, so that a backend can run some of these steps without the host. `noise` is for the
-    graph backend and `model.generate`: in place of uniforms, the lines of `GraphBackend.noise` from which the needed
-    nodes' targets are drawn as `torch.multinomial` draws, or -1 for the argmax. With an `adjustment` targets are chosen
-    from adjusted logits (`sampling.adjusted`). With `logprobs` the output has log-probabilities: of the targets, and of
-    so many likeliest tokens.
+    MOST_AHEAD output positions, so that a backend can run some of these steps without the host.
+
+    `noise`, for a backend that `draws_noise`, takes the place of uniforms: for each needed node the row of the
+    backend's noise from which its target is drawn as `torch.multinomial` draws, or -1 for the argmax. With an
+    `adjustment` targets are chosen from adjusted logits (`sampling.adjusted`). With `logprobs` the output has
+    log-probabilities: of the targets, and of the `logprobs` likeliest tokens.
     """
 
     slot: int
@@ -63,7 +65,7 @@ class StepInput:
 
 
 NO_TREE = TokenTree([], [], [], [])
-"""The tree of an input that only caches its trail."""
+"""The tree of an input that only caches its prompt chunk."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,11 @@ class Backend(Protocol):
         ...
 
     def close(self, slot: int) -> None:
-        """Free the slot and its K/V. What was given to `remember` may stay, as long as there is room."""
+        """Free the slot and its K/V. What was given to `remember` may stay while there is room."""
         ...
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Make room for so many tokens of this sequence, the nodes of its next tree included.
+        """Make room for this number of tokens of the sequence, the nodes of its next tree included.
 
         False if there is no memory for them, until another slot is closed.
         """
@@ -177,7 +179,7 @@ class Backend(Protocol):
         ...
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:
-        """Start one forward pass over every input's trail and tree. It may still be running on return."""
+        """Start one forward pass over every input's prompt chunk and tree. It may still be running on return."""
         ...
 
     def collect(self, running: Any) -> list[StepOutput]:
@@ -189,7 +191,7 @@ class Backend(Protocol):
         ...
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Per slot of the last step, keep the K/V of trail, root and these nodes of the tree; drop the rest."""
+        """Per slot of the last step, keep the K/V of the prompt chunk, the root and these nodes; drop the rest."""
         ...
 
     # K/V from outside, and for outside
@@ -198,8 +200,8 @@ class Backend(Protocol):
         """Fill a slot with the K/V of a sequence's first `length` tokens, which were computed elsewhere.
 
         A layer of `layers` may hold only the last of these tokens, if it has a sliding window of no more. A further
-        token's position is its place in the sequence plus `offset`, which has a number for each axis of the model's
-        positions: a picture takes more places than positions. Without it positions are places.
+        token's position is its index in the sequence plus `offset`, which has a number for each axis of the model's
+        positions: an image has more tokens than positions. Without it positions are indices.
         """
         ...
 

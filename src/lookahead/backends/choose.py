@@ -25,7 +25,7 @@ HOOK_BACKENDS = ("auto", "eager", "graph")
 for."""
 
 
-def check_name(name: str, known: Sequence[str] = BACKENDS) -> None:
+def check_backend_name(name: str, known: Sequence[str] = BACKENDS) -> None:
     if name not in known:
         raise ValueError(f"unknown backend {name!r}; choose from {', '.join(known)}")
 
@@ -35,7 +35,7 @@ def make_backend(
 ) -> Backend:
     """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for the models that
     they know, else the eager one. `int8` quantises a model in fp32, which the CPU backend alone can do."""
-    check_name(name)
+    check_backend_name(name)
     check_supported(model)
     if int8 and name not in ("auto", "cpu"):
         raise ValueError(f"dtype='int8' needs the cpu backend, not {name!r}; leave the backend out")
@@ -48,21 +48,21 @@ def make_backend(
             if log is not None:
                 log(f"note: {first_line(error)}; the eager backend runs it")
             return EagerBackend(model)
-    return choose(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
+    return graph_or_eager(model, name, lambda: graph_backend(model), lambda: EagerBackend(model), log)
 
 
 Graph = TypeVar("Graph")
 Eager = TypeVar("Eager")
 
 
-def choose(
+def graph_or_eager(
     model: Any,
     name: str,
     graph: Callable[[], Graph],
     eager: Callable[[], Eager],
     log: Callable[[str], None] | None = None,
 ) -> Graph | Eager:
-    """Make the backend of this name with `graph()` or `eager()`. If 'auto' cannot use the graph one, log why."""
+    """What `graph()` or `eager()` makes, by the backend's name. Where 'auto' cannot use the graph backend, log why."""
     if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
         return eager()
     try:

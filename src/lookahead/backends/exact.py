@@ -34,7 +34,7 @@ def exact_config(
     if fitted is not config and log is not None:
         notes, smaller = [], []
         if formed is not config:
-            notes.append("one guess per step in place of a tree, which cannot branch on this backend")
+            notes.append("one guess per step, since trees cannot branch on this backend")
         if fitted.budget < formed.budget:
             smaller.append(f"budget={formed.budget} to {fitted.budget} tokens")
         if fitted.deepest < formed.deepest:

@@ -207,7 +207,7 @@ model in bf16, modules with hooks that change nothing differed by up to 0.015, a
 
 LENGTHS = (2, LookaheadConfig().budget)
 """The sizes of the trees on which a model with a forward hook is tried: besides the probe's own size the smallest and
-the largest, to see a hook that tells one token, a few and many apart."""
+the largest, to see a hook that distinguishes one token, a few and many."""
 
 
 NEAR_INT8 = 1.0
@@ -281,7 +281,7 @@ def _one_by_one(
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         output = model(**_inputs(model, prefix, 0, device), past_key_values=cache, use_cache=True)
     logits = [output.logits[0, -1].float()]
-    for place, token in enumerate(tokens, len(prefix)):
-        output = model(**_inputs(model, [token], place, device), past_key_values=output.past_key_values, use_cache=True)
+    for index, token in enumerate(tokens, len(prefix)):
+        output = model(**_inputs(model, [token], index, device), past_key_values=output.past_key_values, use_cache=True)
         logits.append(output.logits[0, -1].float())
     return logits, output.past_key_values

@@ -32,18 +32,18 @@ def check_supported(model: Any) -> None:
     if getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS):
         refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
     if "local" in (getattr(config, "attention_layers", None) or ()):
-        refuse("its local attention counts places in the cache, not positions")
+        refuse("its local attention counts indices in the cache, not positions")
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
-        refuse("its attention is biased by place in the cache (ALiBi), not by position")
+        refuse("its attention is biased by index in the cache (ALiBi), not by position")
     if getattr(config, "attn_temperature_tuning", False) and scaled_from(config) < 1:
-        refuse("its attention is scaled by place in the cache, not by position")
+        refuse("its attention is scaled by index in the cache, not by position")
     if getattr(config, "attention_type", None) == "block_sparse":
         refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")
     own_loop = getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None)
     if isinstance(model, GenerationMixin) and own_loop:
         refuse("it has a decoding loop of its own, as models of audio codes do")
     if kind == "git":
-        refuse("its cache holds image tokens that stand nowhere in the prompt")
+        refuse("its cache holds image tokens that are not in the prompt")
     others = sorted(kinds - KNOWN_LAYERS)
     if others:
         refuse(f"its {others[0]} layers do not read a K/V cache by position")
@@ -55,8 +55,8 @@ def check_supported(model: Any) -> None:
 def input_device(model: Any) -> torch.device:
     """The device of the model's input. An offloaded embedding is on no device between passes, but its hook knows."""
     embedding = model.get_input_embeddings()
-    place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return embedding.weight.device if place is None else torch.device(place)
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return embedding.weight.device if device is None else torch.device(device)
 
 
 @torch.inference_mode()

@@ -50,7 +50,7 @@ def position_limit(config: Any) -> PositionLimit:
     limit = named_positions(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if getattr(config, "attn_temperature_tuning", False):
-        return PositionLimit(scaled_from(config), "from there on attention is scaled by place in the cache", hard=True)
+        return PositionLimit(scaled_from(config), "from there on attention is scaled by index in the cache", hard=True)
     window = getattr(config, "sliding_window", None)
     if window and doubtful_window(config):
         limit = min(window, limit or window)

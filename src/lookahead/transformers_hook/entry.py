@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lookahead.backends.choose import HOOK_BACKENDS, check_name
+from lookahead.backends.choose import HOOK_BACKENDS, check_backend_name
 from lookahead.backends.failures import clear_errors
 from lookahead.backends.support import check_supported
 from lookahead.config import UNCHANGED, LookaheadConfig, SamplingParams, given_fields, reject_unknown
@@ -80,7 +80,7 @@ class Decoding:
     ) -> None:
         if seed is not None:
             SamplingParams(seed=seed)  # refuses a seed out of range
-        check_name(backend, HOOK_BACKENDS)
+        check_backend_name(backend, HOOK_BACKENDS)
         self.config, self.seed, self.backend, self.streamer = config, seed, backend, streamer
         self.stats: list[Stats] = []
         self.used = ""

@@ -18,7 +18,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import StepOutput, TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
-from lookahead.backends.choose import choose, graph_backend
+from lookahead.backends.choose import graph_backend, graph_or_eager
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
 from lookahead.backends.failures import CompilerError
@@ -125,7 +125,7 @@ class Run:
 
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
         self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - self.batch.input_ids.shape[1]))
-        graph = choose(self.model, self._backend_name, self._graph, lambda: None)
+        graph = graph_or_eager(self.model, self._backend_name, self._graph, lambda: None)
         if graph is None:
             return self._decode_after(self._run_prompt(), None, config, rules, streamer)
         with self.facts.turn:

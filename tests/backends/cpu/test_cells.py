@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import random_tree
 
-from lookahead.backends.cpu.cells import BLOCK, HOME, SPARE, blocks_for, home, place, positions_of
+from lookahead.backends.cpu.cells import BLOCK, HOME, SPARE, blocks_for, cells_of, home, positions_of
 
 
 def test_home_cells_leave_the_spare_ones_of_each_block_free() -> None:
@@ -22,7 +22,7 @@ def test_home_cells_leave_the_spare_ones_of_each_block_free() -> None:
 def test_a_chain_is_at_home(length: int, trail: int, nodes: int) -> None:
     """So an accepted chain need not move."""
     if (length + trail) % HOME + nodes <= HOME + SPARE:
-        cells = place(length, trail, range(nodes))
+        cells = cells_of(length, trail, range(nodes))
         assert cells.tolist() == home(np.arange(length, length + trail + nodes)).tolist()
 
 
@@ -30,7 +30,7 @@ def test_a_chain_is_at_home(length: int, trail: int, nodes: int) -> None:
 def test_trees_keep_the_order_of_sums(length: int, trail: int, size: int, seed: int) -> None:
     """Each node stands in the block of its position, behind its ancestors of that block, in a cell of its own."""
     tree = random_tree(size, seed)
-    cells = place(length, trail, tree.depths)[trail:]
+    cells = cells_of(length, trail, tree.depths)[trail:]
     assert len(set(cells.tolist())) == size
     root = length + trail
     assert cells[0] == home(np.array([root]))[0]
@@ -44,7 +44,7 @@ def test_trees_keep_the_order_of_sums(length: int, trail: int, size: int, seed: 
 @given(st.integers(0, 400), st.integers(SPARE + 2, 500), st.integers(0, 99))
 def test_a_larger_tree_spills_into_free_cells(length: int, size: int, seed: int) -> None:
     tree = random_tree(size, seed)
-    cells = place(length, 0, tree.depths)
+    cells = cells_of(length, 0, tree.depths)
     assert len(set(cells.tolist())) == size
     assert cells.min() == home(np.array([length]))[0]
     cached = set(home(np.arange(length)).tolist())

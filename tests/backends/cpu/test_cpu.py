@@ -214,7 +214,7 @@ def test_a_row_has_the_same_bits_in_every_step(name: str, length: int, quantised
 def test_the_check_passes_here_and_leaves_no_slot() -> None:
     made = CpuBackend(model("llama"))
     assert made.capabilities.exact_nodes == SPARE + 1
-    assert made._lane == {}
+    assert made._index == {}
 
 
 @pytest.mark.parametrize(("from_size", "most"), [(0, 1), (6, 5), (24, 16), (99, SPARE + 1)])

@@ -190,17 +190,17 @@ def test_longrope_is_exact_or_refused(settings: LookaheadConfig, plain: Plain, k
 
 def test_the_probe_gives_its_slot_back(llama: Any) -> None:
     backend = EagerBackend(llama)
-    assert backend._lane == {}
+    assert backend._index == {}
 
 
 # The K/V buffer
 
 
-def filled(lanes: int, capacity: int) -> KVBuffer:
+def filled(sequences: int, capacity: int) -> KVBuffer:
     """Two layer shapes, as some models have; every number differs."""
     like = [(torch.zeros(1, h, 1, d), torch.zeros(1, h, 1, d + 1)) for h, d in ((2, 3), (1, 4), (2, 3))]
     buffer = KVBuffer(like)
-    buffer.reserve(lanes, capacity)
+    buffer.reserve(sequences, capacity)
     for i, tensor in enumerate([*buffer.keys, *buffer.values]):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 0.25 * i)
     return buffer
@@ -213,7 +213,7 @@ def tensors(buffer: KVBuffer) -> list[torch.Tensor]:
 def test_layers_of_one_shape_share_a_tensor() -> None:
     buffer = filled(1, 1)
     assert [tensor.shape[0] for tensor in buffer.keys] == [2, 1]
-    assert buffer.place == {0: (0, 0), 1: (1, 0), 2: (0, 1)}
+    assert buffer.group_of == {0: (0, 0), 1: (1, 0), 2: (0, 1)}
 
 
 def test_buffer_grows_in_blocks_and_keeps_what_is_there() -> None:
@@ -222,10 +222,10 @@ def test_buffer_grows_in_blocks_and_keeps_what_is_there() -> None:
     before = tensors(buffer)
     buffer.reserve(2, BLOCK)
     buffer.reserve(1, 7)
-    assert (buffer.lanes, buffer.capacity) == (2, BLOCK)
+    assert (buffer.sequences, buffer.capacity) == (2, BLOCK)
 
     buffer.reserve(3, BLOCK + 1)
-    assert (buffer.lanes, buffer.capacity) == (3, 2 * BLOCK)
+    assert (buffer.sequences, buffer.capacity) == (3, 2 * BLOCK)
     for old, new in zip(before, tensors(buffer), strict=True):
         assert torch.equal(new[:, :2, :, :BLOCK], old)
         assert not new[:, 2:].any()
@@ -236,17 +236,17 @@ def test_buffer_grows_in_blocks_and_keeps_what_is_there() -> None:
     assert buffer.capacity == 6 * BLOCK  # by half, so that a long answer is not copied at every block
 
 
-@pytest.mark.parametrize("lanes", [[1], [0, 2], [0, 1, 2]])
-def test_move_copies_the_given_tokens_of_the_given_lanes_alone(lanes: list[int]) -> None:
+@pytest.mark.parametrize("indices", [[1], [0, 2], [0, 1, 2]])
+def test_move_copies_the_given_tokens_of_the_given_sequences_alone(indices: list[int]) -> None:
     buffer = filled(3, BLOCK)
     before = tensors(buffer)
     # The targets overlap the sources, and one more is where it should be.
-    places = {lane: ([20 + lane, 23, 21], 19 + lane) for lane in lanes}
-    buffer.move([*((lane, *move) for lane, move in places.items()), (1, [60, 61], 60)])
+    moves = {index: ([20 + index, 23, 21], 19 + index) for index in indices}
+    buffer.move([*((index, *move) for index, move in moves.items()), (1, [60, 61], 60)])
     for old, new in zip(before, tensors(buffer), strict=True):
-        for lane, (source, target) in places.items():
-            assert torch.equal(new[:, lane, :, target : target + 3], old[:, lane, :, source])
-            new[:, lane, :, target : target + 3] = old[:, lane, :, target : target + 3]
+        for index, (source, target) in moves.items():
+            assert torch.equal(new[:, index, :, target : target + 3], old[:, index, :, source])
+            new[:, index, :, target : target + 3] = old[:, index, :, target : target + 3]
         assert torch.equal(new, old)
 
 
@@ -261,7 +261,7 @@ def test_commit_keeps_the_prefix_and_the_accepted_rows(llama: Any) -> None:
     tree = TokenTree([7, 11, 12, 13, 14], [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2], [0, 1, 2, 3, 4])
     backend.step([greedy(slot, (), tree), greedy(other, (), tree)])
     buffer = backend._buffer
-    row, neighbour = backend._lane[slot], backend._lane[other]
+    row, neighbour = backend._index[slot], backend._index[other]
     before = tensors(buffer)
     backend.commit([(slot, [2, 4])])  # the step's tokens stand behind the longer neighbour, at 10..14
     assert backend.length(slot) == 7
@@ -274,7 +274,7 @@ def test_commit_keeps_the_prefix_and_the_accepted_rows(llama: Any) -> None:
     with torch.inference_mode():
         cache = llama(torch.tensor([[*trail, 6, 7, 12, 14]]), use_cache=True).past_key_values
     for layer in range(2):
-        group, index = buffer.place[layer]
+        group, index = buffer.group_of[layer]
         assert torch.allclose(buffer.keys[group][index, row, :, :7], cache.layers[layer].keys[0], atol=1e-4)
         assert torch.allclose(buffer.values[group][index, row, :, :7], cache.layers[layer].values[0], atol=1e-4)
 
@@ -457,7 +457,7 @@ def test_slots_close_in_any_order(llama: Any, settings: LookaheadConfig, plain: 
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         assert sequence.output == plain(llama, prompt, 40)[: len(sequence.output)]
     assert max(len(s.output) for s in sequences) > 12
-    assert backend._lane == {}
+    assert backend._index == {}
 
 
 def test_rows_that_are_not_neighbours(llama: Any, settings: LookaheadConfig, plain: Plain) -> None:

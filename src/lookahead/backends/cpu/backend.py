@@ -16,6 +16,7 @@ import torch
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Capabilities, Layers, StepInput
+from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.cpu.cells import blocks_for, home
 from lookahead.backends.cpu.groups import layer_groups, ropes_of
 from lookahead.backends.cpu.head import Computed
@@ -28,7 +29,6 @@ from lookahead.backends.cpu.onnx_model import Array, Products
 from lookahead.backends.cpu.rotary import RotaryTables
 from lookahead.backends.cpu.rows import Part, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
-from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
 from lookahead.backends.support import check_supported
@@ -37,16 +37,16 @@ from lookahead.models.read import read
 from lookahead.models.spec import Decoder
 
 MOST_ROWS = 256
-"""The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of so many
-rows are limited by arithmetic."""
+"""The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of this
+many rows are limited by arithmetic."""
 
 
-class CpuBackend(Lanes[KVBuffer]):
+class CpuBackend(BatchedSlots[KVBuffer]):
     """A `Backend` for the models whose description `check_lowers` accepts.
 
-    A pass of several inputs is one run for all trees, and one for each input with a trail: attention pads every input
-    of a run to the longest. The weights are read when the backend is made; later changes to the model are not seen.
-    How large a tree may be and still have the rows of single-token steps, bit for bit, is measured on this machine.
+    A pass of several inputs is one run for all trees, and one for each input with a prompt chunk: attention pads every
+    input of a run to the longest. The weights are read when the backend is made; later changes to the model are not
+    seen. The size up to which the rows of a tree are those of single-token steps, bit for bit, is found by a check.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CpuBackend(Lanes[KVBuffer]):
         super().__init__(KVBuffer([(group.kv_heads, group.head_dim) for group in layers]))
         self._groups = list(dict.fromkeys(layers))
         self._rotary = RotaryTables(ropes_of(self.description))
-        self._shift: dict[int, int] = {}  # slot -> how far positions are from places
+        self._shift: dict[int, int] = {}  # slot -> position of its first token
         self._last: dict[int, Part] = {}
         if probed:
             probe(self)
@@ -91,7 +91,7 @@ class CpuBackend(Lanes[KVBuffer]):
         outputs: dict[int, StepOutput] = {}
         for item in inputs:
             if item.trail:
-                outputs |= self._run([self._after_pieces(item)])
+                outputs |= self._run([self._after_full_passes(item)])
         trees = [item for item in inputs if not item.trail and item.tree.tokens]
         if trees:
             outputs |= self._run(trees)
@@ -109,48 +109,47 @@ class CpuBackend(Lanes[KVBuffer]):
             part = self._last.pop(slot)
             before = len(part.item.trail) + 1
             kept = np.concatenate([part.cells[:before], part.cells[[before - 1 + node for node in path]]])
-            self._buffer.move(self._lane[slot], kept, home(np.arange(part.length, part.length + len(kept))))
+            self._buffer.move(self._index[slot], kept, home(np.arange(part.length, part.length + len(kept))))
             self._length[slot] = part.length + len(kept)
 
     # K/V from outside, and for outside
 
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
-        self._buffer.reserve(len(self._lane), blocks_for(length))
+        self._buffer.reserve(len(self._index), blocks_for(length))
         for layer, (keys, values) in enumerate(layers):
             cells = home(np.arange(length - keys.shape[1], length))
-            self._buffer.write(self._lane[slot], layer, cells, keys, values)
+            self._buffer.write(self._index[slot], layer, cells, keys, values)
         self._length[slot], self._shift[slot] = length, offset[0] if offset else 0
 
     def cached(self, slot: int) -> Layers:
         cells = home(np.arange(self._length[slot]))
-        return [self._buffer.read(self._lane[slot], layer, cells) for layer in range(len(self.description.blocks))]
+        return [self._buffer.read(self._index[slot], layer, cells) for layer in range(len(self.description.blocks))]
 
     # Runs
 
-    def _after_pieces(self, item: StepInput) -> StepInput:
-        """Run a long trail piece by piece. Returns an input with the rest of it, which is not empty."""
-        trail = item.trail
-        while len(trail) > MOST_ROWS:
-            piece = replace(item, trail=trail[:MOST_ROWS], tree=NO_TREE)
-            self._run([piece])
-            trail = trail[MOST_ROWS:]
-        return replace(item, trail=trail)
+    def _after_full_passes(self, item: StepInput) -> StepInput:
+        """Run a long prompt chunk in passes of MOST_ROWS. Returns an input with the rest of it, which is not empty."""
+        chunk = item.trail
+        while len(chunk) > MOST_ROWS:
+            self._run([replace(item, trail=chunk[:MOST_ROWS], tree=NO_TREE)])
+            chunk = chunk[MOST_ROWS:]
+        return replace(item, trail=chunk)
 
     def _run(self, items: Sequence[StepInput]) -> dict[int, StepOutput]:
         """Run these inputs at once. An input without a tree is cached, and has no output."""
         parts = [
-            Part.of(item, self._lane[item.slot], self._length[item.slot], self._shift.get(item.slot, 0))
+            Part.of(item, self._index[item.slot], self._length[item.slot], self._shift.get(item.slot, 0))
             for item in items
         ]
-        first = min(part.lane for part in parts)
-        lanes = max(part.lane for part in parts) - first + 1
+        first = min(part.index for part in parts)
+        sequences = max(part.index for part in parts) - first + 1
         blocks = max(part.blocks for part in parts)
-        self._buffer.reserve(len(self._lane), blocks)
-        blocks = blocks if lanes == 1 else self._buffer.blocks  # several lanes are bound whole
+        self._buffer.reserve(len(self._index), blocks)
+        blocks = blocks if sequences == 1 else self._buffer.blocks  # several sequences are bound whole
         inputs, positions = layout(parts, blocks, self._groups)
         inputs |= self._rotary.inputs(positions, self._groups)
-        hidden = self._session.run(inputs, self._buffer, first, lanes, blocks)
+        hidden = self._session.run(inputs, self._buffer, first, sequences, blocks)
         trees = [item for item in items if item.tree.tokens]
         top = min(max([1, *(item.top for item in trees)]), self.vocab_size)
         computed = self._heads.run(hidden, top, logits=any(map(_reads_logits, trees))) if trees else None

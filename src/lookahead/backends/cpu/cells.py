@@ -1,11 +1,11 @@
-"""Where keys and values stand: cells in blocks, so that a token adds up its values in the same order in every step.
+"""Where keys and values are: cells in blocks, so that a token adds up its values in the same order in every step.
 
 A sum of floats depends on the order of its terms and on where the kernel cuts it. A block has BLOCK cells, and one
 matrix product adds up one block, cell by cell. Blocks are then added up one by one. Masked cells add exact zeros. So a
 token's sum is the same, bit for bit, if two things hold whatever else is in the step:
 
 - a position always belongs to the same block;
-- in a block, cells are in the order of positions, as far as the token sees them.
+- in a block, the cells that the token sees are in the order of positions.
 
 The first HOME cells of a block are the *home cells* of HOME positions in a row; accepted tokens stand there. The other
 SPARE cells have room for a step's further nodes. A step's nodes take the cells from the root's on, in their order
@@ -41,21 +41,21 @@ def positions_of(cells: int) -> Integers:
 
 
 def blocks_for(tokens: int) -> int:
-    """How many blocks hold the home cells of so many tokens."""
+    """The number of blocks that hold the home cells of this number of tokens."""
     return -(-tokens // HOME)
 
 
-def place(length: int, trail: int, depths: Sequence[int]) -> Integers:
-    """The cells of a trail of so many tokens behind `length` cached ones, and of a tree's nodes behind the trail.
+def cells_of(length: int, chunk: int, depths: Sequence[int]) -> Integers:
+    """The cells of a prompt chunk of `chunk` tokens behind `length` cached ones, and of a tree's nodes behind it.
 
     `depths` are the nodes' depths, the root's first, or nothing without a tree. Nodes that find no cell in the block of
-    their position (in a tree of more than SPARE + 1 nodes) stand in further blocks. Their sums are then right, too, but
+    their position (in a tree of more than SPARE + 1 nodes) go into further blocks. Their sums are then right, too, but
     may be rounded otherwise.
     """
-    chain = home(np.arange(length, length + trail))
+    chain = home(np.arange(length, length + chunk))
     if not len(depths):
         return chain
-    root = length + trail
+    root = length + chunk
     block = (root + np.asarray(depths, dtype=np.int64)) // HOME
     cells = np.empty(len(block), dtype=np.int64)
     first = int(home(np.array([root]))[0])

@@ -12,8 +12,8 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVBuffer:
-    """Keys [n, lanes, blocks, kv_heads, BLOCK, D] and values [..., D + 1] of the n layers with the same kv_heads and D;
-    one such pair for each of the shapes (kv_heads, D) that layers have. A lane holds one sequence.
+    """Keys [n, sequences, blocks, kv_heads, BLOCK, D] and values [..., D + 1] of n layers with equal kv_heads and D;
+    one such pair for each of the shapes (kv_heads, D) that layers have.
 
     The last column of the values is 1: the product of the exponentials with it is the sum that softmax divides by.
     """
@@ -22,67 +22,67 @@ class KVBuffer:
         """`shapes` are (kv_heads, D) of each layer."""
         self._shapes = list(shapes)
         self._index = [self._shapes[:layer].count(shape) for layer, shape in enumerate(shapes)]  # among its like
-        self.lanes, self.blocks = 0, 0
+        self.sequences, self.blocks = 0, 0
         self._pairs = self._empty(0, 0)
 
-    def _empty(self, lanes: int, blocks: int) -> dict[tuple[int, int], KeysAndValues]:
+    def _empty(self, sequences: int, blocks: int) -> dict[tuple[int, int], KeysAndValues]:
         """Zeroed memory, because NaN at a masked cell would become 0 * NaN in a sum."""
         pairs = {}
         for heads, dim in dict.fromkeys(self._shapes):
-            shape = self._shapes.count((heads, dim)), lanes, blocks, heads, BLOCK
+            shape = self._shapes.count((heads, dim)), sequences, blocks, heads, BLOCK
             pairs[heads, dim] = torch.zeros(*shape, dim), torch.zeros(*shape, dim + 1)
             pairs[heads, dim][1][..., dim] = 1
         return pairs
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All memory: [n, lanes, blocks, ...]."""
+        """All memory: [n, sequences, blocks, ...]."""
         for pair in self._pairs.values():
             yield from pair
 
     def layer(self, layer: int) -> KeysAndValues:
-        """A layer's own keys [lanes, blocks, kv_heads, BLOCK, D] and values [..., D + 1], not copies."""
+        """A layer's own keys [sequences, blocks, kv_heads, BLOCK, D] and values [..., D + 1], not copies."""
         keys, values = self._pairs[self._shapes[layer]]
         return keys[self._index[layer]], values[self._index[layer]]
 
-    def reserve(self, lanes: int, blocks: int) -> None:
-        """Make room for so many lanes of so many blocks. The content is kept."""
-        if lanes <= self.lanes and blocks <= self.blocks:
+    def reserve(self, sequences: int, blocks: int) -> None:
+        """Make room for this number of sequences of `blocks` blocks each. The content is kept."""
+        if sequences <= self.sequences and blocks <= self.blocks:
             return
         if blocks > self.blocks:
             blocks = max(blocks, self.blocks + self.blocks // 4)
         old = list(self.tensors())
-        keep_lanes, keep_blocks = self.lanes, self.blocks
-        self.lanes, self.blocks = max(lanes, keep_lanes), max(blocks, keep_blocks)
-        self._pairs = self._empty(self.lanes, self.blocks)
+        keep_sequences, keep_blocks = self.sequences, self.blocks
+        self.sequences, self.blocks = max(sequences, keep_sequences), max(blocks, keep_blocks)
+        self._pairs = self._empty(self.sequences, self.blocks)
         for new, kept in zip(self.tensors(), old, strict=True):
-            new[:, :keep_lanes, :keep_blocks] = kept
+            new[:, :keep_sequences, :keep_blocks] = kept
 
-    def move(self, lane: int, source: Integers, target: Integers) -> None:
-        """Copy the tokens in the cells `source` to the cells `target` of the same lane, if they are not there yet."""
+    def move(self, sequence: int, source: Integers, target: Integers) -> None:
+        """Copy a sequence's tokens in the cells `source` to its cells `target`, where these are others."""
         away = source != target
         if not away.any():
             return
         start, end = torch.from_numpy(source[away]), torch.from_numpy(target[away])
         for tensor in self.tensors():
-            lines = tensor[:, lane]
+            lines = tensor[:, sequence]
             moved = lines[:, start // BLOCK, :, start % BLOCK]  # a copy, so both may have cells in common
             lines[:, end // BLOCK, :, end % BLOCK] = moved
 
-    def move_lane(self, source: int, target: int, length: int) -> None:
-        """Copy a lane's first `length` tokens over another lane."""
+    def copy_sequence(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens at index `source` to index `target`."""
         used = blocks_for(length)
         for tensor in self.tensors():
             tensor[:, target, :used] = tensor[:, source, :used]
 
-    def write(self, lane: int, layer: int, cells: Integers, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a layer's keys and values [kv_heads, n, D] into these n cells."""
+    def write(self, sequence: int, layer: int, cells: Integers, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a layer's keys and values [kv_heads, n, D] into these n cells of the sequence at this index."""
         where, (own_keys, own_values) = torch.from_numpy(cells), self.layer(layer)
-        own_keys[lane, where // BLOCK, :, where % BLOCK] = keys.transpose(0, 1)
-        own_values[lane, where // BLOCK, :, where % BLOCK, :-1] = values.transpose(0, 1)
+        own_keys[sequence, where // BLOCK, :, where % BLOCK] = keys.transpose(0, 1)
+        own_values[sequence, where // BLOCK, :, where % BLOCK, :-1] = values.transpose(0, 1)
 
-    def read(self, lane: int, layer: int, cells: Integers) -> KeysAndValues:
+    def read(self, sequence: int, layer: int, cells: Integers) -> KeysAndValues:
         """Copy a layer's keys and values of these cells, each [kv_heads, n, D]."""
         where, (own_keys, own_values) = torch.from_numpy(cells), self.layer(layer)
-        keys = own_keys[lane, where // BLOCK, :, where % BLOCK]
-        values = own_values[lane, where // BLOCK, :, where % BLOCK, :-1]
+        keys = own_keys[sequence, where // BLOCK, :, where % BLOCK]
+        values = own_values[sequence, where // BLOCK, :, where % BLOCK, :-1]
         return keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()

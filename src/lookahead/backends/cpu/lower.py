@@ -1,9 +1,9 @@
 """Lower a description to the ONNX model of a step: rows of tokens in, hidden states of the needed ones out, K/V written
 in place.
 
-Inputs (R rows; L lanes of at most P rows each; B blocks; N needed rows). Those below the line are per group of layers
-(see `groups`, also for their full names): its H query heads have the width D, and G of them share one of Hkv K/V heads.
-A row has A = H + 2 Hkv vectors of width D in such a layer: its queries, its keys and its values.
+Inputs (R rows; L sequences of at most P rows each; B blocks; N needed rows). Those below the line are per group of
+layers (see `groups`, also for their full names): its H query heads have the width D, and G of them share one of Hkv K/V
+heads. A row has A = H + 2 Hkv vectors of width D in such a layer: its queries, its keys and its values.
 
     tokens [R]            the rows' tokens
     ones [2, B]           ones, by which blocks are added up
@@ -12,17 +12,17 @@ A row has A = H + 2 Hkv vectors of width D in such a layer: its queries, its key
     -----
     vectors [1, R A]      0 to R A - 1, the lines of the rotary tables
     cosine, sine [R A, D/2]  the rotary tables at the vectors' positions; 1 and 0 for values, which are not turned
-    query [L, 1, Hkv, G P]   the vector at each place of a lane; any vector, where a lane has fewer rows
+    query [L, 1, Hkv, G P]   the vector in each column of a sequence; any vector, where it has fewer rows
     key, value [R, Hkv]   which vectors are keys, and which are values
-    cells [1, R, Hkv, 4]  lane, block, K/V head and cell that a key and a value are written to
-    answers [R, H]        where the result of a row's head stands among the L 2 Hkv G P ones
+    cells [1, R, Hkv, 4]  sequence, block, K/V head and cell that a key and a value are written to
+    answers [R, H]        where the result of a row's head is among the L 2 Hkv G P ones
     mask [L, B, 1, G P, BLOCK]  0 where a row sees a cell, HIDDEN elsewhere
 
 Outputs: hidden [N, hidden], the needed rows' states behind the last norm, from which a head computes logits (see `head`
 and `screen`); and each layer's K/V, which must be bound to the memory of the input: then only new rows are written.
 
 A row's numbers must not depend on the other rows of its step, bit for bit. Most operations treat rows alone anyway.
-Softmax's own sum is the exception (it adds in lanes of a vector, so a cell's place matters), and so is a product with
+Softmax's own sum is the exception (it adds in lanes of a vector, so a cell's index matters), and so is a product with
 one row, for which there is another kernel. Hence attention is exp, and a product with [V | 1] per block (see `cells`);
 the blocks are added up by a product with two rows of ones. See `invariance` for the check.
 
@@ -190,14 +190,14 @@ def _step_file(made: OnnxModel, groups: list[Group]) -> bytes:
 
 def _group_inputs(group: Group) -> dict[str, tuple[int, list[Any]]]:
     """Kind of input -> its type and shape, for all inputs of a group."""
-    places = f"{group.sharing}P"
+    columns = f"{group.sharing}P"
     kinds: dict[str, tuple[int, list[Any]]] = {
-        "query": (INT64, ["L", 1, group.kv_heads, places]),
+        "query": (INT64, ["L", 1, group.kv_heads, columns]),
         "key": (INT64, ["R", group.kv_heads]),
         "value": (INT64, ["R", group.kv_heads]),
         "cells": (INT64, [1, "R", group.kv_heads, 4]),
         "answers": (INT64, ["R", group.heads]),
-        "mask": (FLOAT, ["L", "B", 1, places, BLOCK]),
+        "mask": (FLOAT, ["L", "B", 1, columns, BLOCK]),
     }
     if group.rope is not None:
         vectors, half = f"{group.vectors}R", group.head_dim // 2

@@ -10,25 +10,25 @@ import numpy as np
 
 from lookahead.algorithm.tree import below_trail, dense_visibility
 from lookahead.backends.base import StepInput
-from lookahead.backends.cpu.cells import BLOCK, Integers, place, positions_of
+from lookahead.backends.cpu.cells import BLOCK, Integers, cells_of, positions_of
 from lookahead.backends.cpu.groups import Group
 from lookahead.backends.cpu.lower import HIDDEN
 
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence's rows of a run: its input, its lane, how many of its tokens are cached, by how much positions are
-    shifted, and the rows' cells."""
+    """One sequence's rows of a run: its input, its index in the K/V buffer, how many of its tokens are cached, by how
+    much positions are shifted, and the rows' cells."""
 
     item: StepInput
-    lane: int
+    index: int
     length: int
     shift: int
     cells: Integers
 
     @classmethod
-    def of(cls, item: StepInput, lane: int, length: int, shift: int) -> Part:
-        return cls(item, lane, length, shift, place(length, len(item.trail), item.tree.depths))
+    def of(cls, item: StepInput, index: int, length: int, shift: int) -> Part:
+        return cls(item, index, length, shift, cells_of(length, len(item.trail), item.tree.depths))
 
     @property
     def blocks(self) -> int:
@@ -37,33 +37,33 @@ class Part:
 
 
 def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple[dict[str, Any], Integers]:
-    """The inputs of `lower` that say where rows stand and what they see, for runs on these blocks, and the rows'
+    """The inputs of `lower` that say where rows are and what they see, for runs on these blocks, and the rows'
     positions [R].
 
-    The parts' lanes must be next to each other, in any order.
+    The parts' indices must be next to each other, in any order.
     """
-    first = min(part.lane for part in parts)
-    lanes = max(part.lane for part in parts) - first + 1
+    first = min(part.index for part in parts)
+    sequences = max(part.index for part in parts) - first + 1
     sizes = [len(part.cells) for part in parts]
     # A product with a single row has a kernel of its own, which adds up in another order.
-    places = max(max(sizes), 2 if any(group.sharing == 1 for group in groups) else 1)
-    padded = np.zeros((lanes, places), dtype=np.int64)  # the row at each place
+    width = max(max(sizes), 2 if any(group.sharing == 1 for group in groups) else 1)
+    padded = np.zeros((sequences, width), dtype=np.int64)  # the row in each column
     windows = dict.fromkeys(group.window for group in groups)
-    masks = {window: np.full((lanes, places, blocks * BLOCK), HIDDEN, dtype=np.float32) for window in windows}
+    masks = {window: np.full((sequences, width, blocks * BLOCK), HIDDEN, dtype=np.float32) for window in windows}
     home = positions_of(blocks * BLOCK)
     tokens, positions, needed, unpadded = [], [], list[int](), []
     start = 0
     for part, size in zip(parts, sizes, strict=True):
-        lane = part.lane - first
+        index = part.index - first
         tree = below_trail(part.item.trail, part.item.tree) if part.item.tree.tokens else None
         rows = np.arange(start, start + size)
-        padded[lane] = rows[0]
-        padded[lane, :size] = rows
-        unpadded.append(lane * places + np.arange(size))
+        padded[index] = rows[0]
+        padded[index, :size] = rows
+        unpadded.append(index * width + np.arange(size))
         own = part.length + (np.arange(size) if tree is None else np.asarray(tree.depths, dtype=np.int64))
         seen = np.tri(size, dtype=np.bool_) if tree is None else dense_visibility(tree.parents)
         for window, mask in masks.items():
-            mask[lane, :size] = visible(own, seen, part, home, window)
+            mask[index, :size] = visible(own, seen, part, home, window)
         tokens.append(np.asarray(part.item.trail if tree is None else tree.tokens, dtype=np.int64))
         positions.append(own + part.shift)
         needed += [] if tree is None else [start + node for node in tree.needed]
@@ -76,7 +76,7 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
     cells, spots = np.concatenate([part.cells for part in parts]), np.concatenate(unpadded)
     for group in groups:
         if group.input("query") not in inputs:
-            made = vectors(padded, spots, group) | {"cells": written(spots // places, cells, group)}
+            made = vectors(padded, spots, group) | {"cells": written(spots // width, cells, group)}
             inputs |= {group.input(kind): array for kind, array in made.items()}
         if group.input("mask") not in inputs:
             inputs[group.input("mask")] = per_block(masks[group.window], blocks, group)
@@ -84,36 +84,36 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
 
 
 def vectors(padded: Integers, unpadded: Integers, group: Group) -> dict[str, Integers]:
-    """The inputs that say which of the rows' vectors stands where.
+    """The inputs that say where each of the rows' vectors is.
 
-    `padded` [L, P] are the rows at the places, and `unpadded` [R] the rows' places among all L P.
+    `padded` [L, P] are the rows in the columns of each sequence, and `unpadded` [R] the rows' indices among all L P.
     """
-    lanes, places = padded.shape
+    sequences, width = padded.shape
     heads, kv_heads, rows = group.heads, group.kv_heads, len(unpadded)
     head = np.arange(heads).reshape(kv_heads, group.sharing, 1)
-    query = (padded[:, None, None] * group.vectors + head).reshape(lanes, 1, kv_heads, group.sharing * places)
+    query = (padded[:, None, None] * group.vectors + head).reshape(sequences, 1, kv_heads, group.sharing * width)
     key = np.arange(rows)[:, None] * group.vectors + heads + np.arange(kv_heads)
-    # Results stand as [L, 2, heads, P]; both of a lane's halves are the same.
-    lane, place = np.divmod(unpadded, places)
-    answers = (lane[:, None] * 2 * heads + np.arange(heads)) * places + place[:, None]
+    # Results are [L, 2, heads, P]; both halves of a sequence are the same.
+    index, column = np.divmod(unpadded, width)
+    answers = (index[:, None] * 2 * heads + np.arange(heads)) * width + column[:, None]
     return {"query": query, "key": key, "value": key + kv_heads, "answers": answers}
 
 
-def written(lanes: Integers, cells: Integers, group: Group) -> Integers:
-    """Where the K/V of rows go that stand in these lanes [R] and cells [R]: lane, block, K/V head and cell of the
-    block, [1, R, Hkv, 4]."""
+def written(sequences: Integers, cells: Integers, group: Group) -> Integers:
+    """Where the K/V of rows in these sequences [R] and cells [R] go: sequence, block, K/V head and cell of the block,
+    [1, R, Hkv, 4]."""
     spots = np.empty((1, len(cells), group.kv_heads, 4), dtype=np.int64)
-    spots[..., 0] = lanes[:, None]
+    spots[..., 0] = sequences[:, None]
     spots[..., 1], spots[..., 3] = (cells // BLOCK)[:, None], (cells % BLOCK)[:, None]
     spots[..., 2] = np.arange(group.kv_heads)
     return spots
 
 
 def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int | None) -> np.ndarray[Any, Any]:
-    """What rows at the places `own` [n] see of a lane's cells: 0 or HIDDEN, [n, cells].
+    """What rows with the indices `own` [n] in their sequence see of its cells: 0 or HIDDEN, [n, cells].
 
     They see the cached tokens, and those of the step's tokens that `seen` [n, n] allows; with a window only the last
-    `window` places.
+    `window` tokens.
     """
     cached = home < part.length
     if window is None:
@@ -128,7 +128,7 @@ def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int | 
 
 def per_block(mask: np.ndarray[Any, Any], blocks: int, group: Group) -> np.ndarray[Any, Any]:
     """A mask [L, P, cells] as attention reads it: [L, B, 1, G P, BLOCK], the same for all query heads of a K/V head."""
-    lanes, places, _ = mask.shape
-    split = mask.reshape(lanes, places, blocks, BLOCK).transpose(0, 2, 1, 3)[:, :, None]
-    spread = np.broadcast_to(split, (lanes, blocks, group.sharing, places, BLOCK))
-    return np.ascontiguousarray(spread).reshape(lanes, blocks, 1, group.sharing * places, BLOCK)
+    sequences, width, _ = mask.shape
+    split = mask.reshape(sequences, width, blocks, BLOCK).transpose(0, 2, 1, 3)[:, :, None]
+    spread = np.broadcast_to(split, (sequences, blocks, group.sharing, width, BLOCK))
+    return np.ascontiguousarray(spread).reshape(sequences, blocks, 1, group.sharing * width, BLOCK)

@@ -46,7 +46,7 @@ MOST_SCREENED = 8
 LEAST_WEIGHTS = 1 << 23
 """The least weights of a head that is worth it: below, the small operations take longer than reading the weights."""
 PIECE = 256
-"""ONNX Runtime cuts the sums of a product with packed weights after so many terms. Phase 3 cuts them there, too."""
+"""ONNX Runtime cuts the sums of a product with packed weights after this many terms. Phase 3 cuts them there, too."""
 CHUNK = 4096
 """Tokens that are quantised at once."""
 UNIT = 2.0**-24
@@ -91,8 +91,8 @@ def lower_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]
     tokens, _ = made.add("TopK", tokens, made.constant([CANDIDATES]), outputs=2, axis=-1, largest=0)
     exact = _exact_logits(made, made.add("Gather", made.weight("head", matrix), tokens), matrix.shape[1])
     # 4. The best of them.
-    made.add_named("TopK", [exact, "top"], ["best_values", "places"], axis=-1)
-    made.add_named("GatherElements", [tokens, "places"], ["best_ids"], axis=1)
+    made.add_named("TopK", [exact, "top"], ["best_values", "indices"], axis=-1)
+    made.add_named("GatherElements", [tokens, "indices"], ["best_ids"], axis=1)
     made.add_named("Less", [other, made.add("ReduceMax", exact, made.constant([1]), keepdims=1)], ["certain"])
     add_total(made, approximate)
     value = helper.make_tensor_value_info

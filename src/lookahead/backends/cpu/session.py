@@ -49,11 +49,11 @@ class Session:
         self._bound: Any = None
 
     def run(
-        self, inputs: Mapping[str, np.ndarray[Any, Any]], kv: KVBuffer, first: int, lanes: int, blocks: int
+        self, inputs: Mapping[str, np.ndarray[Any, Any]], kv: KVBuffer, first: int, sequences: int, blocks: int
     ) -> Array:
-        """Run a step on the lanes from `first` on. Returns the needed rows' hidden states [N, H]. See `lower` for
-        the inputs."""
-        self._bind_kv(kv, first, lanes, blocks)
+        """Run a step on the sequences from index `first` on. Returns the needed rows' hidden states [N, H]. See
+        `lower` for the inputs."""
+        self._bind_kv(kv, first, sequences, blocks)
         for name, array in inputs.items():
             self._binding.bind_cpu_input(name, array)
         self._binding.bind_output("hidden", "cpu")
@@ -61,14 +61,14 @@ class Session:
         hidden: Array = self._binding.get_outputs_as_ortvaluevector()[0].numpy()
         return hidden
 
-    def _bind_kv(self, kv: KVBuffer, first: int, lanes: int, blocks: int) -> None:
+    def _bind_kv(self, kv: KVBuffer, first: int, sequences: int, blocks: int) -> None:
         """Bind every layer's K/V as input and as output, so that new rows are written in place.
 
-        Several lanes must be whole, because their memory must be one piece.
+        Several sequences are bound with all their blocks, because their memory must be contiguous.
         """
-        blocks = blocks if lanes == 1 else kv.blocks
+        blocks = blocks if sequences == 1 else kv.blocks
         addresses = [tensor.data_ptr() for tensor in kv.tensors()]
-        wanted = addresses, kv.lanes, kv.blocks, first, lanes, blocks
+        wanted = addresses, kv.sequences, kv.blocks, first, sequences, blocks
         if wanted == self._bound:
             return
         self._binding.clear_binding_inputs()
@@ -76,7 +76,7 @@ class Session:
         self._binding.bind_output("hidden", "cpu")  # outputs come in the order of their binding
         for number in range(self._layers):
             for name, tensor in zip((f"keys_{number}", f"values_{number}"), kv.layer(number), strict=True):
-                shape = (lanes, blocks, *tensor.shape[2:])
+                shape = (sequences, blocks, *tensor.shape[2:])
                 address = tensor[first].data_ptr()
                 self._binding.bind_input(name, "cpu", 0, np.float32, shape, address)
                 self._binding.bind_output(f"{name}_out", "cpu", 0, np.float32, shape, address)

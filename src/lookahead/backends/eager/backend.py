@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
 from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
+from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.eager.kv import KVBuffer, StepCache
 from lookahead.backends.eager.masks import AttentionMasks
 from lookahead.backends.failures import memory_error
-from lookahead.backends.lanes import Lanes
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
 from lookahead.backends.support import check_supported, input_device, layer_shapes
@@ -32,8 +32,8 @@ PREFILL_CHUNK = 1024
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was started: its slots, and for each forward pass its inputs, its logits [B, R, V] and the R places
-    of these."""
+    """A step that was started: its slots, and for each forward pass its inputs, its logits [B, R, V] and the R
+    indices in the pass of these."""
 
     slots: list[int]
     passes: list[tuple[list[StepInput], torch.Tensor, list[int]]]
@@ -41,8 +41,8 @@ class Launched:
 
 @dataclass(frozen=True)
 class Seen:
-    """One input's part of a pass: the model's output, the input's batch entry, its trail's length, its prefix's
-    length, and where in a lane the pass wrote its K/V."""
+    """One input's part of a pass: the model's output, the input's index in its batch, the lengths of its prompt chunk
+    and of its prefix, and from which index on the pass wrote its K/V."""
 
     output: Any
     entry: int
@@ -51,13 +51,12 @@ class Seen:
     start: int
 
 
-class EagerBackend(Lanes[KVBuffer]):
+class EagerBackend(BatchedSlots[KVBuffer]):
     """Runs the model's own forward pass over a K/V buffer that is never copied.
 
-    A sequence's K/V stand in one lane of the buffer. A step's tokens are written at the same place in every lane:
-    behind the longest prefix of the batch. A shorter prefix leaves a hole before them, which the mask hides. Positions
-    are passed to the model, so it does not matter where in a lane a key stands. On commit the accepted tokens move to
-    the end of their own prefix.
+    A step's tokens are written from the same index on for every sequence: behind the longest prefix of the batch. A
+    shorter prefix leaves a hole before them, which the mask hides. Positions are passed to the model, so it does not
+    matter where in the buffer a key is. On commit the accepted tokens move to the end of their own prefix.
     """
 
     def __init__(
@@ -93,8 +92,8 @@ class EagerBackend(Lanes[KVBuffer]):
         self._keeps_outputs = any(self._arguments.get(f"output_{name}") for name in ("hidden_states", "attentions"))
         self.outputs: dict[int, Seen] = {}
         super().__init__(KVBuffer(shapes or layer_shapes(model)))
-        self._offset: dict[int, Sequence[int]] = {}  # slot -> per axis of positions, how far they are from the place
-        self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, trail length, prefix length)
+        self._offset: dict[int, Sequence[int]] = {}  # slot -> position of its first token, per axis
+        self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, chunk length, prefix length)
         if probed:
             probe(self)
 
@@ -115,8 +114,8 @@ class EagerBackend(Lanes[KVBuffer]):
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[StepOutput]:
         outputs: dict[int, StepOutput] = {}
-        for batch, logits, places in launched.passes:
-            outputs.update(self._read(batch, logits, places))
+        for batch, logits, indices in launched.passes:
+            outputs.update(self._read(batch, logits, indices))
         return [outputs[slot] for slot in launched.slots]
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
@@ -126,52 +125,52 @@ class EagerBackend(Lanes[KVBuffer]):
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         moves = []
         for slot, path in accepted:
-            start, trail, length = self._last.pop(slot)
-            root = start + trail
+            start, chunk, length = self._last.pop(slot)
+            root = start + chunk
             kept = [*range(start, root + 1), *(root + node for node in path)]
-            placed = trail if start == length else 0  # the longest prefix has its trail where it belongs
-            moves.append((self._lane[slot], kept[placed:], length + placed))
+            in_place = chunk if start == length else 0  # the longest prefix has its chunk where it belongs
+            moves.append((self._index[slot], kept[in_place:], length + in_place))
             self._length[slot] = length + len(kept)
         self._buffer.move(moves)
 
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
-        self._buffer.reserve(len(self._lane), length)
+        self._buffer.reserve(len(self._index), length)
         for layer, (keys, values) in enumerate(layers):
-            self._buffer.write(self._lane[slot], layer, length - keys.shape[1], keys, values)
+            self._buffer.write(self._index[slot], layer, length - keys.shape[1], keys, values)
         self._length[slot], self._offset[slot] = length, offset
 
     def cached(self, slot: int) -> Layers:
-        return [self._buffer.read(self._lane[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
+        return [self._buffer.read(self._index[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
 
     def _neighbours(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
-        """Split the inputs into runs of neighbouring lanes, each for one forward pass. Nearly always it is one run."""
+        """Split the inputs into runs of neighbouring indices, one forward pass each. Nearly always it is one run."""
         runs: list[list[StepInput]] = []
-        for item in sorted(inputs, key=lambda item: self._lane[item.slot]):
-            if runs and self._lane[runs[-1][-1].slot] + 1 == self._lane[item.slot]:
+        for item in sorted(inputs, key=lambda item: self._index[item.slot]):
+            if runs and self._index[runs[-1][-1].slot] + 1 == self._index[item.slot]:
                 runs[-1].append(item)
             else:
                 runs.append([item])
         return runs
 
     def _prefill(self, item: StepInput) -> None:
-        """Run a long trail chunk by chunk. At most one chunk of it is left for the step itself."""
+        """Run a long prompt chunk in passes of PREFILL_CHUNK. At most one of these is left for the step itself."""
         while len(item.trail) > PREFILL_CHUNK:
             chunk, item.trail = item.trail[:PREFILL_CHUNK], item.trail[PREFILL_CHUNK:]
-            start, lane = self._length[item.slot], self._lane[item.slot]
-            self._buffer.reserve(len(self._lane), start + len(chunk))
+            start, index = self._length[item.slot], self._index[item.slot]
+            self._buffer.reserve(len(self._index), start + len(chunk))
             positions = np.arange(start, start + len(chunk))[None]
             seen = np.tri(len(chunk), dtype=np.bool_)[None]
-            self._run(np.asarray(chunk)[None], positions, seen, [item], [start], lane, start, [0])
+            self._run(np.asarray(chunk)[None], positions, seen, [item], [start], index, start, [0])
             self._length[item.slot] = start + len(chunk)
 
     def _forward(self, items: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
-        """Run one batch. Returns logits [B, R, V] at every place that one of its inputs needs, and these R places."""
+        """Run one batch. Returns logits [B, R, V] at every index that one of its inputs needs, and these R indices."""
         lengths = [self._length[item.slot] for item in items]
         sizes = [len(item.trail) + len(item.tree) for item in items]
         start, width = max(lengths), max(sizes)
-        first = self._lane[items[0].slot]
-        self._buffer.reserve(len(self._lane), start + width)
+        first = self._index[items[0].slot]
+        self._buffer.reserve(len(self._index), start + width)
 
         tokens = np.zeros((len(items), width), dtype=np.int64)
         positions = np.zeros((len(items), width), dtype=np.int64)
@@ -184,13 +183,13 @@ class EagerBackend(Lanes[KVBuffer]):
             seen[i, :size, :size] = dense_visibility(tree.parents)
             needed.update(tree.needed)
             self._last[item.slot] = start, len(item.trail), length
-        places = sorted(needed)
-        output = self._run(tokens, positions, seen, items, lengths, first, start, places)
+        indices = sorted(needed)
+        output = self._run(tokens, positions, seen, items, lengths, first, start, indices)
         if self._keeps_outputs:
             pairs = enumerate(zip(items, lengths, strict=True))
             self.outputs |= {item.slot: Seen(output, i, len(item.trail), n, start) for i, (item, n) in pairs}
         logits: torch.Tensor = output.logits
-        return logits if self._selects_logits else logits[:, places], places
+        return logits if self._selects_logits else logits[:, indices], indices
 
     def _run(
         self,
@@ -201,16 +200,16 @@ class EagerBackend(Lanes[KVBuffer]):
         lengths: Sequence[int],
         first: int,
         start: int,
-        places: list[int],
+        indices: list[int],
     ) -> Any:
-        """tokens, positions [B, T], seen [B, T, T] -> the model's output, with logits at these places at least.
+        """tokens, positions [B, T], seen [B, T, T] -> the model's output, with logits at these indices at least.
 
         K/V are written from `start` on.
         """
         cache = StepCache(self._buffer, first, len(tokens), start)
         kwargs = {name: self._per_token(value, tokens.shape) for name, value in self._arguments.items()}
         if self._selects_logits:
-            kwargs["logits_to_keep"] = torch.tensor(places, device=self.device)
+            kwargs["logits_to_keep"] = torch.tensor(indices, device=self.device)
         with sdpa_kernel(KERNELS) if self.device.type == "cuda" else nullcontext():
             return self.model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
@@ -228,19 +227,19 @@ class EagerBackend(Lanes[KVBuffer]):
         return value
 
     def _shifted(self, positions: np.ndarray[Any, Any], items: Sequence[StepInput]) -> np.ndarray[Any, Any]:
-        """Places [B, T] -> the model's positions, [B, T], or [axes, B, T] for a model that has several axes."""
+        """Indices in the sequences [B, T] -> the model's positions, [B, T], or [axes, B, T] if it has several axes."""
         offsets = [self._offset.get(item.slot) or (0,) for item in items]
         if len(offsets[0]) == 1:
             moved = positions + np.asarray(offsets)
         else:
             moved = positions[None] + np.asarray(offsets).T[:, :, None]
-        return np.maximum(moved, 0)  # what pads the shorter trees of a batch has place 0
+        return np.maximum(moved, 0)  # what pads the shorter trees of a batch has index 0
 
-    def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, places: list[int]) -> dict[int, StepOutput]:
-        """[B, len(places), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
-        row = {place: i for i, place in enumerate(places)}
+    def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, indices: list[int]) -> dict[int, StepOutput]:
+        """[B, len(indices), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
+        row = {index: i for i, index in enumerate(indices)}
         rows = [[row[len(item.trail) + node] for node in item.tree.needed] for item in batch]
-        own = [logits[i] if needed == list(range(len(places))) else logits[i][needed] for i, needed in enumerate(rows)]
+        own = [logits[i] if needed == list(range(len(indices))) else logits[i][needed] for i, needed in enumerate(rows)]
         top = min(max(item.top for item in batch), self.vocab_size)
         scores = [item.adjusted(own_logits) for own_logits, item in zip(own, batch, strict=True)]
         if all(item.sampling.greedy for item in batch):

@@ -13,10 +13,10 @@ BLOCK = 256
 
 
 class KVBuffer:
-    """Keys and values of all layers, [layers, lanes, heads, capacity, dim]. A lane holds one sequence.
+    """Keys and values of all layers, [layers, sequences, heads, capacity, dim].
 
     Layers of equal shape share a tensor, so that moving the accepted tokens next to the prefix is one indexed copy,
-    not one per layer. Memory is zeroed, because NaN at a masked place would leak into the output as 0 * NaN.
+    not one per layer. Memory is zeroed, because NaN at a masked position would leak into the output as 0 * NaN.
     """
 
     def __init__(self, like: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -26,68 +26,68 @@ class KVBuffer:
             groups.setdefault((key.shape[1], key.shape[3], value.shape[1], value.shape[3], key.device), []).append(
                 layer
             )
-        self.lanes, self.capacity = 0, 0
-        self.place: dict[int, tuple[int, int]] = {}
+        self.sequences, self.capacity = 0, 0
+        self.group_of: dict[int, tuple[int, int]] = {}  # layer -> its group, and its index there
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for group, layers in enumerate(groups.values()):
             for index, layer in enumerate(layers):
-                self.place[layer] = group, index
+                self.group_of[layer] = group, index
             key, value = like[layers[0]]
             self.keys.append(key.new_zeros(len(layers), 0, key.shape[1], 0, key.shape[3]))
             self.values.append(value.new_zeros(len(layers), 0, value.shape[1], 0, value.shape[3]))
 
-    def reserve(self, lanes: int, capacity: int) -> None:
-        """Make room for so many lanes of so many tokens. The content is kept."""
-        if lanes <= self.lanes and capacity <= self.capacity:
+    def reserve(self, sequences: int, capacity: int) -> None:
+        """Make room for this number of sequences of `capacity` tokens each. The content is kept."""
+        if sequences <= self.sequences and capacity <= self.capacity:
             return
         if capacity > self.capacity:
             capacity = max(capacity, self.capacity + self.capacity // 2)
             capacity = (capacity + BLOCK - 1) // BLOCK * BLOCK
-        lanes, capacity = max(lanes, self.lanes), max(capacity, self.capacity)
+        sequences, capacity = max(sequences, self.sequences), max(capacity, self.capacity)
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
                 # Those that had grown when the memory was full stay larger.
-                wide, long = max(lanes, old.shape[1]), max(capacity, old.shape[3])
+                wide, long = max(sequences, old.shape[1]), max(capacity, old.shape[3])
                 new = old.new_zeros(old.shape[0], wide, old.shape[2], long, old.shape[4])
                 new[:, : old.shape[1], :, : old.shape[3]] = old
                 tensors[i] = new
-        self.lanes, self.capacity = lanes, capacity
+        self.sequences, self.capacity = sequences, capacity
 
     @property
     def layers(self) -> int:
-        return len(self.place)
+        return len(self.group_of)
 
-    def write(self, lane: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write a layer's keys and values [heads, n, dim] into a lane, from `start` on."""
-        group, index = self.place[layer]
-        self.keys[group][index, lane, :, start : start + keys.shape[1]] = keys
-        self.values[group][index, lane, :, start : start + values.shape[1]] = values
+    def write(self, sequence: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a layer's keys and values [heads, n, dim] of the sequence at this index, from `start` on."""
+        group, index = self.group_of[layer]
+        self.keys[group][index, sequence, :, start : start + keys.shape[1]] = keys
+        self.values[group][index, sequence, :, start : start + values.shape[1]] = values
 
-    def read(self, lane: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a layer's first `length` keys and values of a lane, each [heads, length, dim]."""
-        group, index = self.place[layer]
-        keys, values = self.keys[group][index, lane, :, :length], self.values[group][index, lane, :, :length]
+    def read(self, sequence: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy a layer's first `length` keys and values of the sequence at this index, each [heads, length, dim]."""
+        group, index = self.group_of[layer]
+        keys, values = self.keys[group][index, sequence, :, :length], self.values[group][index, sequence, :, :length]
         return keys.clone(), values.clone()
 
     def move(self, moves: Sequence[tuple[int, Sequence[int], int]]) -> None:
-        """Per (lane, source, target): copy the tokens at `source` to `target`, `target` + 1, ... within the lane."""
+        """Per (sequence, source, target): copy its tokens at `source` to `target`, `target` + 1, ..."""
         moves = [move for move in moves if list(move[1]) != list(range(move[2], move[2] + len(move[1])))]
         if not moves:
             return
         if len(moves) == 1:
-            lane, source, target = moves[0]
+            sequence, source, target = moves[0]
             for tensor in (*self.keys, *self.values):
                 index = torch.tensor(source, device=tensor.device)
-                tensor[:, lane, :, target : target + len(source)] = tensor[:, lane].index_select(2, index)
+                tensor[:, sequence, :, target : target + len(source)] = tensor[:, sequence].index_select(2, index)
             return
-        lanes = [lane for lane, source, _ in moves for _ in source]
-        sources = [place for _, source, _ in moves for place in source]
+        sequences = [sequence for sequence, source, _ in moves for _ in source]
+        sources = [token for _, source, _ in moves for token in source]
         targets = [target + i for _, source, target in moves for i in range(len(source))]
         for device, tensors in self._by_device().items():
-            lane_at, source_at, target_at = torch.tensor([lanes, sources, targets], device=device)
+            sequence_at, source_at, target_at = torch.tensor([sequences, sources, targets], device=device)
             for tensor in tensors:
-                tensor[:, lane_at, :, target_at] = tensor[:, lane_at, :, source_at]
+                tensor[:, sequence_at, :, target_at] = tensor[:, sequence_at, :, source_at]
 
     def _by_device(self) -> dict[torch.device, list[torch.Tensor]]:
         found: dict[torch.device, list[torch.Tensor]] = {}
@@ -95,16 +95,16 @@ class KVBuffer:
             found.setdefault(tensor.device, []).append(tensor)
         return found
 
-    def move_lane(self, source: int, target: int, length: int) -> None:
-        """Copy a lane's first `length` tokens over another lane."""
+    def copy_sequence(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens at index `source` to index `target`."""
         for tensor in (*self.keys, *self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
 
 class StepCache(Cache):
-    """The lanes from `first` to `first + count` as a transformers cache for one forward pass.
+    """The sequences from `first` to `first + count` as a transformers cache for one forward pass.
 
-    New keys and values are written from `start` on, in every lane; the mask says what each token may see.
+    New keys and values are written from `start` on, in every sequence; the mask says what each token may see.
     """
 
     def __init__(self, buffer: KVBuffer, first: int, count: int, start: int) -> None:
@@ -115,7 +115,7 @@ class StepCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group, index = self.buffer.place[layer_idx]
+        group, index = self.buffer.group_of[layer_idx]
         end = self.start + key_states.shape[2]
         keys = self.buffer.keys[group][index, self.span, :, :end]
         values = self.buffer.values[group][index, self.span, :, :end]

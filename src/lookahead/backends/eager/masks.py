@@ -58,7 +58,7 @@ class AttentionMasks:
         return mask
 
     def _near(self, kind: str, own: Numbers, other: Numbers) -> Numbers | None:
-        """Whether a layer of this kind lets a token at place `own` see one at `other`; None if it sees them all."""
+        """Whether a layer of this kind lets a token at position `own` see one at `other`; None if it sees them all."""
         window, chunk = self.windows[kind], self.chunks.get(kind)
         if window is not None and int(own.max()) >= window:
             return np.asarray(own - other < window)

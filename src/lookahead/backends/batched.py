@@ -1,4 +1,4 @@
-"""Slots that are lanes of one buffer: what the eager and the CPU backend have in common."""
+"""Slots that are indices into the batch dimension of one K/V buffer: what the eager and the CPU backend share."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from lookahead.backends.base import CacheUse
 
 
 class Buffer(Protocol):
-    """K/V of all sequences, one in each lane."""
+    """K/V of all sequences, one at each index of its batch dimension."""
 
-    def reserve(self, lanes: int, size: int, /) -> None:
-        """Make room for so many lanes of this size. The content is kept."""
+    def reserve(self, sequences: int, size: int, /) -> None:
+        """Make room for this number of sequences of this size. The content is kept."""
         ...
 
-    def move_lane(self, source: int, target: int, length: int) -> None:
-        """Copy a lane's first `length` tokens over another lane."""
+    def copy_sequence(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens at index `source` to index `target`."""
         ...
 
 
 BufferT = TypeVar("BufferT", bound=Buffer)
 
 
-class Lanes(Generic[BufferT]):
+class BatchedSlots(Generic[BufferT]):
     """The slots of a backend whose buffer grows when a step needs it. They share nothing, and nothing is captured.
 
-    `_lane` and `_length` are a slot's lane and how many of its tokens are cached.
+    `_index` and `_length` are a slot's index into the batch dimension, and how many of its tokens are cached.
     """
 
     def __init__(self, buffer: BufferT) -> None:
         self._buffer = buffer
-        self._lane: dict[int, int] = {}
+        self._index: dict[int, int] = {}
         self._length: dict[int, int] = {}
         self._next_slot = 0
 
@@ -41,21 +41,21 @@ class Lanes(Generic[BufferT]):
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         slot = self._next_slot
         self._next_slot += 1
-        self._lane[slot], self._length[slot] = len(self._lane), 0
-        self._buffer.reserve(len(self._lane), 1)
+        self._index[slot], self._length[slot] = len(self._index), 0
+        self._buffer.reserve(len(self._index), 1)
         return slot
 
     @torch.inference_mode()
     def close(self, slot: int) -> None:
-        """Move the last lane into the freed one, so that the lanes in use stay side by side."""
-        lane = self._lane.pop(slot)
+        """Move the last sequence to the freed index, so that the indices in use stay side by side."""
+        index = self._index.pop(slot)
         del self._length[slot]
         self._forget(slot)
-        last = len(self._lane)
-        for other, other_lane in self._lane.items():
-            if other_lane == last:
-                self._buffer.move_lane(last, lane, self._length[other])
-                self._lane[other] = lane
+        last = len(self._index)
+        for other, other_index in self._index.items():
+            if other_index == last:
+                self._buffer.copy_sequence(last, index, self._length[other])
+                self._index[other] = index
 
     def _forget(self, slot: int) -> None:
         """Drop what else the backend knows of a slot."""
