@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import (
-    StepOutput,
     TokenTree,
     below_trail,
     dense_visibility,

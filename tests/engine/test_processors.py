@@ -13,9 +13,10 @@ from marks import examples
 from reference import Model
 from toy import counting_model, decode, rows_of, settings_of_a_text, toy_model
 
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
 from lookahead.backends.sampling import top_tokens

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from toys import ToyBackend
 
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.kv.pages import PagePool, PageTable
 

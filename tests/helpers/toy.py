@@ -11,9 +11,10 @@ import torch
 from hypothesis import strategies as st
 from reference import Model, argmax, norm
 
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.sampling import pick, top_tokens
 
 

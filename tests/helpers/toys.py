@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_LIMIT, CacheUse, Capabilities, StepInput
 from lookahead.backends.sampling import adjusted, log_probs, pick, top_tokens
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
-from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import Capabilities, StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import default, timing

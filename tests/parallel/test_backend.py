@@ -14,6 +14,7 @@ from tiny import run as run_batch
 from toys import VOCABULARY, ToyBackend, decode, on_ranks
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.config import SamplingParams
@@ -215,10 +216,8 @@ def test_what_is_read_is_what_the_owner_sent() -> None:
             self.rank = rank
 
         def _read(self, item: StepInput) -> Any:
-            result = super()._read(item)
-            result.targets = [self.rank] * len(result.targets)
-            result.top = np.full((len(result.targets), 16), self.rank, dtype=np.int32)
-            return result
+            count = len(super()._read(item).targets)
+            return StepOutput([self.rank] * count, np.full((count, 16), self.rank, dtype=np.int32))
 
     tree = TokenTree([1, 2, 3, 4, 5], [-1, 0, 1, 1, 0], [0, 1, 2, 2, 1], [0, 1, 2, 3, 4])
 

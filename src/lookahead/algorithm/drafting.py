@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from lookahead.algorithm.choice import choose_trees
 from lookahead.algorithm.counts import Costs
 from lookahead.algorithm.draft import Drafter
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict, Verification
 
 

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer, Standing
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import NO_DRAW, Adjustment
 from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build, source_of, wants_top
-from lookahead.algorithm.tree import NO_GUESSES, StepOutput, TokenTree, WindowLayout, window_layout
+from lookahead.algorithm.tree import NO_GUESSES, TokenTree, WindowLayout, window_layout
 from lookahead.algorithm.verify import Verdict, accept, cut
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import add
 from typing import Any
@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(slots=True)
 class TokenTree:
     """One step's tokens. The first `branch` nodes are the root and a lookahead branch of `width` columns, the rest
     are guesses.
@@ -40,19 +39,10 @@ class TokenTree:
     tokens, parents, depths and origins are cut out when they are first asked for: that may be while the device runs.
     """
 
-    tokens: array[int]
-    parents: array[int]
-    depths: array[int]
-    needed: array[int]
-    branch: int
-    width: int
-    origins: array[int]
-    expected: float
-    size: int = field(init=False, repr=False, compare=False)
-    forest: Forest | None = field(init=False, repr=False, compare=False)
-    start: int = field(init=False, repr=False, compare=False)
-    _below: dict[int, list[int]] | None = field(init=False, repr=False, compare=False)
-    _packed: bytes | None = field(init=False, repr=False, compare=False)
+    __slots__ = (
+        "_below", "_depths", "_origins", "_packed", "_parents", "_tokens", "branch", "expected", "forest", "needed",
+        "size", "start", "width",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -68,28 +58,71 @@ class TokenTree:
         if not (type(tokens) is type(parents) is type(depths) is type(needed) is type(origins) is array):
             tokens, parents, depths = _integers(tokens), _integers(parents), _integers(depths)
             needed, origins = _integers(needed), _integers(origins)
-        self.tokens, self.parents, self.depths, self.needed = tokens, parents, depths, needed
-        self.branch, self.width, self.origins, self.expected = branch, width, origins, expected
+        self._tokens: array[int] | None = tokens
+        self._parents: array[int] | None = parents
+        self._depths: array[int] | None = depths
+        self._origins: array[int] | None = origins
+        self.needed, self.branch, self.width, self.expected = needed, branch, width, expected
+        self.forest: Forest | None = None
         self.size, self.start = len(tokens), 0
-        self.forest = self._below = self._packed = None
+        self._below: dict[int, list[int]] | None = None
+        self._packed: bytes | None = None
 
     @classmethod
     def of_forest(cls, forest: Forest, start: int, layout: WindowLayout, guesses: int, expected: float) -> TokenTree:
-        """The tree that begins at this row: a branch of this layout, and so many guesses behind it."""
+        """The tree that begins at this row: a branch of this layout, and this number of guesses behind it."""
         tree = cls.__new__(cls)
         tree.forest, tree.start, tree.size = forest, start, layout.size + guesses
         tree.needed, tree.branch, tree.width = layout.needed(guesses), layout.size, layout.width
         tree.expected, tree._below, tree._packed = expected, None, None
+        tree._tokens = tree._parents = tree._depths = tree._origins = None
         return tree
 
-    def __getattr__(self, name: str) -> array[int]:
-        """Cut one of the fields out of the forest. Python comes here only for what has not been set."""
-        if name not in FIELDS or self.forest is None:
-            raise AttributeError(f"a TokenTree has no {name!r}")
-        start = FIELDS[name] * self.forest.rows + self.start
-        numbers = self.forest.numbers[start : start + self.size - (self.branch if name == "origins" else 0)]
-        setattr(self, name, numbers)
-        return numbers
+    @property
+    def tokens(self) -> array[int]:
+        if self._tokens is None:
+            self._tokens = self._cut(0, self.size)
+        return self._tokens
+
+    @property
+    def parents(self) -> array[int]:
+        if self._parents is None:
+            self._parents = self._cut(1, self.size)
+        return self._parents
+
+    @property
+    def depths(self) -> array[int]:
+        if self._depths is None:
+            self._depths = self._cut(2, self.size)
+        return self._depths
+
+    @property
+    def origins(self) -> array[int]:
+        if self._origins is None:
+            self._origins = self._cut(3, self.size - self.branch)
+        return self._origins
+
+    def _cut(self, field: int, count: int) -> array[int]:
+        """The first `count` numbers of this tree in one of the forest's fields."""
+        if self.forest is None:
+            raise AttributeError("a tree outside of a forest has all its fields")
+        start = field * self.forest.rows + self.start
+        return self.forest.numbers[start : start + count]
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == other._all() if isinstance(other, TokenTree) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        names = ("tokens", "parents", "depths", "needed", "branch", "width", "origins", "expected")
+        return f"TokenTree({', '.join(f'{name}={value!r}' for name, value in zip(names, self._all(), strict=True))})"
+
+    def _all(self) -> tuple[Any, ...]:
+        """What makes two trees equal."""
+        return (
+            self.tokens, self.parents, self.depths, self.needed, self.branch, self.width, self.origins, self.expected,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return self.size
@@ -123,10 +156,6 @@ class TokenTree:
     def guess_below(self, node: int, token: int) -> int | None:
         """The guess of this token right below a node, if there is one."""
         return next((guess for guess in self.guesses_below().get(node, ()) if self.tokens[guess] == token), None)
-
-
-FIELDS = {"tokens": 0, "parents": 1, "depths": 2, "origins": 3}
-"""The order of a forest's fields."""
 
 
 @dataclass(slots=True)
@@ -172,40 +201,6 @@ def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
         depths=[*range(shift), *[depth + shift for depth in tree.depths]],
         needed=[node + shift for node in tree.needed],
     )
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What a forward pass computed for the tree's needed nodes, in their order.
-
-    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n top tokens, best
-    first, and then the n probability levels of these (see `sampling.top_tokens`), or None if they were not asked for.
-    `logits` [len(needed), V] are on the backend's device, or None if they were not asked for (`engine.processors`).
-    `likely` [len(needed), n] and `logprobs` [len(needed), 1 + n] are the likeliest tokens of the logits as they came,
-    and the log-probabilities of target and likeliest tokens, or None if they were not asked for.
-    """
-
-    targets: list[int]
-    top: npt.NDArray[np.int32] | None = None
-    logits: Any = None
-    likely: npt.NDArray[np.int32] | None = None
-    logprobs: npt.NDArray[np.float32] | None = None
-
-
-class FlatOutputs(list[StepOutput]):
-    """The outputs of all inputs of a step, whose results stand in one array, in the order of the inputs.
-
-    `results` [rows, 1 + 2 n] are the target, the n top tokens and their levels of every needed row. They are `held` in
-    a list of one, which an output may share: with a reference to all outputs it would keep itself alive.
-    """
-
-    def __init__(self, results: npt.NDArray[np.int32], outputs: Iterable[StepOutput] = ()) -> None:
-        super().__init__(outputs)
-        self.held = [results]
-
-    @property
-    def results(self) -> npt.NDArray[np.int32]:
-        return self.held[0]
 
 
 @dataclass(slots=True)

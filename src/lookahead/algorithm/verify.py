@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.output import StepOutput
+from lookahead.algorithm.tree import TokenTree
 from lookahead.config import StopRules
 
 

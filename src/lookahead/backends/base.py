@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import Adjustment
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.sampling import adjusted
 from lookahead.config import SamplingParams
 

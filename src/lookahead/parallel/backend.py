@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import Backend, CacheUse, Layers, StepInput
 from lookahead.parallel.deal import Share, deal
 from lookahead.parallel.group import Group, Numbers

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import StepInput
 from lookahead.parallel.deal import Share
 from lookahead.parallel.group import Numbers

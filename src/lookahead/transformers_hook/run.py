@@ -14,9 +14,10 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lookahead.algorithm.choice import power_of_two
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.choose import graph_backend, graph_or_eager
 from lookahead.backends.eager.backend import EagerBackend

@@ -6,11 +6,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from array import array
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import marks
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +21,10 @@ from marks import examples
 from lookahead.algorithm.draft import Draft, Drafter, Offer, Share, Standing, TextSettings
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
+from lookahead.algorithm.output import StepOutput, StepResults
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
-from lookahead.algorithm.tree import FlatOutputs, Guesses, StepOutput, TokenTree, window_layout
+from lookahead.algorithm.tree import Guesses, TokenTree, window_layout
 from lookahead.algorithm.verify import Verdict
 
 if library() is None:
@@ -180,21 +183,29 @@ def steps_that_ran(draw: st.DrawFn) -> tuple[list[TokenTree], list[list[int]]]:
     return trees, targets
 
 
+def outputs_of(rows: npt.NDArray[np.int32], counts: list[int]) -> list[StepOutput]:
+    """The outputs of a step whose results came in one array."""
+    results, starts = StepResults(rows), list(accumulate(counts, initial=0))
+    return [StepOutput.of_results(results, start, end, 0) for start, end in pairwise(starts)]
+
+
 @settings(max_examples=examples(300), deadline=None)
 @given(steps_that_ran())
 def test_the_same_is_accepted(step: tuple[list[TokenTree], list[list[int]]]) -> None:
     trees, targets = step
     results = np.full((sum(map(len, targets)), 5), 9, dtype=np.int32)
     results[:, 0] = [target for each in targets for target in each]
-    outputs, drafts = FlatOutputs(results, [StepOutput(each) for each in targets]), [None] * len(trees)
+    outputs, drafts = outputs_of(results, list(map(len, targets))), [None] * len(trees)
+    assert [output.targets for output in outputs] == targets
     accepted = [one.verification(trees, drafts).accept(outputs) for one in (OURS, TWIN)]
     assert accepted[0] == accepted[1]
-    assert OURS.verification(trees, drafts).accept(list(outputs)) == accepted[0]  # outputs of another backend
+    others = [StepOutput(each) for each in targets]  # as another backend gives them
+    assert OURS.verification(trees, drafts).accept(others) == accepted[0]
 
 
 def test_results_of_another_step_are_refused() -> None:
     tree = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1])
-    outputs = FlatOutputs(np.zeros((1, 3), dtype=np.int32), [StepOutput([8])])
+    outputs = outputs_of(np.zeros((1, 3), dtype=np.int32), [1])
     with pytest.raises(ValueError, match="results of 1 rows, and 2 are needed"):
         OURS.verification([tree], [None]).accept(outputs)
 
@@ -204,7 +215,7 @@ def test_a_step_that_cannot_be_learned_fails_its_sequence_alone() -> None:
     drafts = [draft_with_memory([6, 7]) for _ in range(3)]
     OURS.choose([Offer(window_layout(0, 3), array("i", [7]), draft, 9, 9) for draft in drafts])
     results = np.array([[8, 1, 2], [3, 1, 2]] * 3, dtype=np.int32)
-    outputs = FlatOutputs(results, [StepOutput([8, 3])] * 3)
+    outputs = outputs_of(results, [2, 2, 2])
     first, second, third = OURS.verification([tree, bad, tree], drafts).accept(outputs)
     assert first == third == Verdict([1], [8, 3], None, learned=True)
     assert isinstance(second, IndexError)

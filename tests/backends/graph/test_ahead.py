@@ -17,8 +17,9 @@ from marks import slow_but
 from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, tiny
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import ahead

@@ -25,9 +25,10 @@ from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, t
 from torch import nn
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import StepOutput, TokenTree
+from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend

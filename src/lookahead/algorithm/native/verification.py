@@ -10,12 +10,13 @@ from lookahead.algorithm.draft import Draft
 from lookahead.algorithm.native.drafts import DraftInC, address_of
 from lookahead.algorithm.native.layout import RAN
 from lookahead.algorithm.native.memory import check
-from lookahead.algorithm.tree import FlatOutputs, StepOutput, TokenTree
+from lookahead.algorithm.output import StepOutput, results_of
+from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import NO_VERDICT, PythonVerification, Verdict
 
 
 class NativeVerification:
-    """All trees of a step, as C reads them. C verifies flat outputs; others are verified in Python.
+    """All trees of a step, as C reads them. C verifies results in one array; others are verified in Python.
 
     A draft that C has not searched yet, or that has no text or no table of its last step in C, learns nothing here.
     """
@@ -35,9 +36,9 @@ class NativeVerification:
         self._verdicts = [Verdict([], [], None, kept is not None) for kept in self._drafts]
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        if not isinstance(outputs, FlatOutputs):
+        results, numbers, count, rows = results_of(outputs), self._numbers, len(self._given), self._rows
+        if results is None:
             return PythonVerification(self._given).accept(outputs)
-        results, numbers, count, rows = outputs.results, self._numbers, len(self._given), self._rows
         if len(results) != self._needed:
             raise ValueError(f"results of {len(results)} rows, and {self._needed} are needed")
         address = address_of(numbers)

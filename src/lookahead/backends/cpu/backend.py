@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import LEVELS
-from lookahead.algorithm.tree import StepOutput
 from lookahead.backends.base import NO_TREE, Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.cpu.cells import blocks_for, home

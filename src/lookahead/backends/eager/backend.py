@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lookahead.algorithm.tree import StepOutput, below_trail, dense_visibility
+from lookahead.algorithm.output import StepOutput
+from lookahead.algorithm.tree import below_trail, dense_visibility
 from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.eager.kv import KVBuffer, StepCache

@@ -13,19 +13,13 @@ overwrites that.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from lookahead.algorithm.tree import FlatOutputs, StepOutput
+from lookahead.algorithm.output import StepOutput, StepResults
 from lookahead.backends.base import MOST_AHEAD, StepInput
 from lookahead.backends.graph.captured import CapturedStep
-from lookahead.backends.graph.ops import TopTokens
-
-NOTHING_YET = np.empty((0, 1), dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -35,8 +29,8 @@ class RunningStep:
     `starts` are where the needed rows of each input begin, `lengths` the positions of its roots, `turn` the host copy
     that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set when a step ahead follows
     on the same stream: waiting for the stream would wait for that step, too, so the host waits for this event instead.
-    `ahead`: how many steps ahead it is from the last one that the host sent a packet for. `outputs` get their results
-    when these are read.
+    `ahead`: how many steps ahead it is from the last one that the host sent a packet for. `results`, and with them the
+    `outputs`, are filled when they are read.
     """
 
     step: CapturedStep
@@ -47,7 +41,8 @@ class RunningStep:
     stream: torch.cuda.Stream | None
     done: torch.cuda.Event | None = None
     ahead: int = 0
-    outputs: FlatOutputs | None = None
+    outputs: list[StepOutput] | None = None
+    results: StepResults = field(default_factory=StepResults)
 
     def wait(self) -> None:
         """Block until the results are on the host. On a CPU they are there at once."""
@@ -56,19 +51,19 @@ class RunningStep:
         elif self.stream is not None:
             self.stream.synchronize()
 
-    def get_ready(self) -> FlatOutputs:
+    def get_ready(self) -> list[StepOutput]:
         """Make the outputs, still without results, while the device runs."""
         ends = [*self.starts[1:], self.starts[-1] + len(self.inputs[-1].tree.needed)]
-        outputs = self.outputs = FlatOutputs(NOTHING_YET)
+        self.outputs, results = [], self.results
         for start, end, item in zip(self.starts, ends, self.inputs, strict=True):
-            outputs.append(LateOutput(outputs.held, start, end, item.top))
-        return outputs
+            self.outputs.append(StepOutput.of_results(results, start, end, item.top))
+        return self.outputs
 
-    def read(self, logits: torch.Tensor) -> FlatOutputs:
+    def read(self, logits: torch.Tensor) -> list[StepOutput]:
         """Copies of the results, which are on the host; `logits` [N, V] are the step's, on the device."""
         step, outputs = self.step, self.get_ready() if self.outputs is None else self.outputs
         # One copy of everything: a call to NumPy takes as long for all inputs as for one.
-        outputs.held[0] = step.top.arrays[self.turn][: self.starts[-1] + len(self.inputs[-1].tree.needed)].copy()
+        self.results.rows = step.top.arrays[self.turn][: self.starts[-1] + len(self.inputs[-1].tree.needed)].copy()
         for start, item, output in zip(self.starts, self.inputs, outputs, strict=True):
             if item.logits or item.logprobs is not None:
                 end = start + len(item.tree.needed)
@@ -79,30 +74,6 @@ class RunningStep:
                     output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
                     output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
         return outputs
-
-
-class LateOutput(StepOutput):
-    """The output of the input whose needed rows are `start` to `end`. Its targets and its `count` top tokens are taken
-    out of the step's results, which are `held` in a list of one, when they are first asked for: that may be while the
-    device runs the next step."""
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, held: Sequence[npt.NDArray[np.int32]], start: int, end: int, count: int) -> None:
-        self._rows = held, start, end, count
-        self.logits = self.likely = self.logprobs = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Python comes here only for what has not been set."""
-        if name not in ("targets", "top"):
-            raise AttributeError(f"a StepOutput has no {name!r}")
-        held, start, end, count = self._rows
-        rows = held[0][start:end]
-        if name == "targets":
-            self.targets = rows[:, 0].tolist()
-            return self.targets
-        self.top = TopTokens.best(rows, count) if count else None
-        return self.top
 
 
 class StepAhead:
@@ -167,7 +138,7 @@ class StepAhead:
             return None
         if any(item.sampling != old.sampling for item, old in zip(inputs, running.inputs, strict=True)):
             return None
-        return replace(running, inputs=list(inputs), outputs=None)
+        return replace(running, inputs=list(inputs), outputs=None, results=StepResults())
 
     def forget(self) -> RunningStep | None:
         """Give up the step ahead. Work that is launched next, on any stream, will run after it."""

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from lookahead.algorithm.tree import StepOutput
+from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import NO_TREE, CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph.adjusting import RulesLine

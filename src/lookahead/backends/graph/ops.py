@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from lookahead.backends.graph.kernels import reference, reference_draw
@@ -101,17 +100,6 @@ class TopTokens:
     def send(self, turn: int) -> None:
         """Start copying `out` to host copy `turn`. torch keeps that memory alive until the copy is done."""
         self.host_copies[turn].copy_(self.out, non_blocking=True)
-
-    @staticmethod
-    def best(results: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-        """Results [R, 1 + 2 n] -> [R, 2 count]: their `count` best tokens and those tokens' levels.
-
-        If `count` is more than n, all n of them.
-        """
-        most = (results.shape[1] - 1) // 2
-        if count >= most:
-            return results[:, 1:]
-        return np.concatenate([results[:, 1 : 1 + count], results[:, 1 + most : 1 + most + count]], axis=1)
 
 
 class LogProbs:
