@@ -138,6 +138,6 @@ def test_mypy_checks_calls() -> None:
     """With an empty cache mypy reads torch first, which takes minutes."""
     api = pytest.importorskip("mypy.api")
     out, err, code = api.run(
-        ["--config-file", str(ROOT / "pyproject.toml"), str(ROOT / "tests" / "typing" / "calls.py")]
+        ["--config-file", str(ROOT / "pyproject.toml"), str(ROOT / "tests" / "typed" / "calls.py")]
     )
     assert code == 0, out + err
