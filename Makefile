@@ -13,7 +13,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -q --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest browser lint format clean
+.PHONY: help demo test test-all test-oldest test-gpu browser lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,11 @@ test-all: lint browser test-oldest ## lint, test-oldest, then run all tests: eve
 test-oldest: $(OLDEST)/.installed-dev ## loading, engine, server and hook with the oldest transformers; no slow sweeps
 	LOOKAHEAD_CACHE=$(CURDIR)/$(OLDEST)/cache $(OLDEST)/bin/pytest -n auto --dist loadfile -m "not slow" \
 	  --hypothesis-profile=quick $(OLDEST_TESTS)
+
+# Without .venv: a machine with a GPU may have its own torch and no package index.
+GPU_PYTHON ?= python3
+test-gpu: ## on a GPU: tests, identity, soak, figures against the baseline; ARGS="--only soak --model FILE"
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 browser: ## install Chromium for the tests of the web page, if there is none and this is root on Debian
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

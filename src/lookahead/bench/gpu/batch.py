@@ -149,26 +149,26 @@ def batch(bench: GpuBench) -> None:
             if (len(prompts[0]) + 2 * tokens) * count > min(backend.kv.pages) * 64:
                 continue
             for name, config in METHODS.items():
-                measured = []
+                measured: dict[str, Any] = {}
                 for warm in (True, False):
                     engine = Engine(backend, cost=cost, max_sequences=count)
                     load = Load(engine, prompts, config, sampling, rules)
                     for _ in range(2 * count):
                         load.add()
                     answers = 0.5 * count if warm else max(ROUNDS * count, ANSWERS[label])
-                    measured = _measure(load, clock, count, answers * tokens)
+                    measured = measure(load, clock, count, answers * tokens)
                     load.end()
                 for number, output in load.outputs.items():
                     plain.setdefault(number, output)
                 same = sum(plain[number] == output for number, output in load.outputs.items())
-                record = {"batch": count, "method": name, "sampling": label, **measured[0]}
+                record = {"batch": count, "method": name, "sampling": label, **measured}
                 if name == "autoregressive":
                     bound = count * bandwidth / bytes_read(backend.layers, count, record["context"])
                     record["of_bound"] = round(record["tok_s"] / bound, 3)
                 bench.add(record | {"answers": len(load.outputs), "as_first_seen": same})
 
 
-def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[str, Any]]:
+def measure(load: Load, clock: Clock, count: int, tokens: float) -> dict[str, Any]:
     """Run until so many tokens have come after the prompts, and say how fast."""
     started = 0
     while started < count:  # the prompts run, several in a pass
@@ -188,8 +188,8 @@ def _measure(load: Load, clock: Clock, count: int, tokens: float) -> list[dict[s
         steps, made, tried = steps + 1, made + given, tried + guesses
         requests = load.engine._requests.values()
         texts += sum(len(request.sequence.tokens) for request in requests if request.slot >= 0)
-    return [
-        {"tok_s": round(made / seconds, 1), "ms_per_step": round(1e3 * seconds / steps, 3),
-         "S": round(made / steps / count, 3), "guesses": round(tried / steps / count, 2), "captures": captures,
-         "context": round(texts / steps / count), **clock.read()}
-    ]  # fmt: skip
+    return {
+        "tok_s": round(made / seconds, 1), "ms_per_step": round(1e3 * seconds / steps, 3),
+        "S": round(made / steps / count, 3), "guesses": round(tried / steps / count, 2), "captures": captures,
+        "context": round(texts / steps / count), **clock.read(),
+    }  # fmt: skip
