@@ -169,7 +169,7 @@ def batch(bench: GpuBench) -> None:
 
 
 def measure(load: Load, clock: Clock, count: int, tokens: float) -> dict[str, Any]:
-    """Run until so many tokens have come after the prompts, and say how fast."""
+    """Run until this many tokens have come after the prompts; how fast they came."""
     started = 0
     while started < count:  # the prompts run, several in a pass
         load.step()
