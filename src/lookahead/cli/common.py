@@ -123,6 +123,8 @@ class Verbs(TyperGroup):
                 raise
             host.fail(error)
             raise typer.Exit(USAGE) from error
+        except (typer.Exit, typer.Abort):  # RuntimeErrors, too
+            raise
         except RuntimeError as error:
             if host.debug:
                 raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,22 @@ def with_room(
         if isinstance(error, DeviceMemoryError) or not out_of_memory(error):
             raise
         raise memory_error(error, what, device, slot) from error
+
+
+@contextmanager
+def room_for_a_capture(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make sure that a capture on this stream can begin, or raise torch's OutOfMemoryError.
+
+    The first capture makes two tensors for the seed of random numbers. If torch has no memory for them, its graph ends
+    the process when it is freed (seen with torch 2.11). So the smallest blocks are taken before, and two of them given
+    back, beside others that keep their memory with torch. And a capture that cannot begin leaves its stream the current
+    one: here the one before becomes that again.
+    """
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        with torch.cuda.stream(stream):
+            blocks = [torch.empty(1, device="cuda") for _ in range(4)]
+        del blocks[::2]
+        yield
 
 
 def empty_cache(device: torch.device) -> None:

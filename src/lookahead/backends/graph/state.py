@@ -23,6 +23,7 @@ from lookahead.backends.failures import DeviceMemoryError, memory_error, named_k
 from lookahead.backends.graph.adjusting import Adjusting
 from lookahead.backends.graph.kernels.tiles import Cut, Grid, HeadShape, TileSize
 from lookahead.backends.graph.kv import PagedKV
+from lookahead.backends.graph.memory import room_for_a_capture
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Drawing, Ops, new_top_work
 from lookahead.backends.graph.packet import MOST_ENTRIES
@@ -66,10 +67,11 @@ class DeviceState:
         if not self.capture or self.full:
             return None
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # `thread_local`: other threads may go on using the GPU while this one captures.
-        with _no_collection(), torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-            work()
+        with _no_collection(), room_for_a_capture(self.stream):
+            graph = torch.cuda.CUDAGraph()
+            # `thread_local`: other threads may go on using the GPU while this one captures.
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                work()
         return graph
 
     def captured_ahead(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
