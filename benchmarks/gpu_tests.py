@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,7 @@ MARK = "mark.gpu"
 PROCESSES = 3
 LIMIT = 360.0
 """Seconds after which the tests of a process count as failed."""
-NO_TESTS = 5
-"""pytest's exit code where no test has the mark."""
+PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short")
 
 
 def marked_files(tests: Path) -> list[Path]:
@@ -31,66 +29,65 @@ def marked_files(tests: Path) -> list[Path]:
     ]
 
 
-def missing(path: Path, here: tuple[Path, ...]) -> list[str]:
-    """Modules that a file imports at its top and that are not installed; those in the folders `here` are there."""
-    return sorted({name for name in _imports(path) if not find_spec(name) and not _is_there(name, here)})
+def collect(root: Path, files: Sequence[Path]) -> tuple[Counter[str], list[str], str]:
+    """Tests by file; files that need a package which is not here, and which; and what else cannot be collected."""
+    told = run_pytest(root, ["--collect-only", "--continue-on-collection-errors", *map(str, files)])
+    counts = Counter(line.split("::")[0] for line in told.stdout.splitlines() if re.match(r"\S+\.py::", line))
+    left_out, broken = [], []
+    for name, error in re.findall(r"ERROR collecting (\S+) _+\n(.*?)(?=\n_{3,} |\n=+ )", told.stdout, re.DOTALL):
+        package = re.search(r"No module named '(\w+)", error)
+        if package is not None and find_spec(package[1]) is None:
+            left_out.append(f"{name} needs {package[1]}")
+        else:
+            broken.append(f"{name}: {error[-600:]}")
+    if not counts and not left_out and not broken:
+        broken.append(told.stdout[-2000:])
+    return counts, left_out, "\n".join(broken)
 
 
-def _imports(path: Path) -> Iterator[str]:
-    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Import):
-            yield from (one.name.split(".")[0] for one in statement.names)
-        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            yield statement.module.split(".")[0]
+def run_pytest(root: Path, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    paths = [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *PYTEST, *options],
+        cwd=root, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
-def _is_there(name: str, here: tuple[Path, ...]) -> bool:
-    return any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for folder in here)
-
-
-def deal(files: list[Path], groups: int) -> list[list[Path]]:
-    """The files in groups of about the same size; a long file takes long."""
-    dealt: list[list[Path]] = [[] for _ in range(groups)]
-    for path in sorted(files, key=lambda path: path.stat().st_size, reverse=True):
-        min(dealt, key=lambda group: sum(other.stat().st_size for other in group)).append(path)
+def deal(counts: Mapping[str, int], groups: int) -> list[list[str]]:
+    """The files in groups with about the same number of tests."""
+    dealt: list[list[str]] = [[] for _ in range(groups)]
+    for name in sorted(counts, key=lambda name: -counts[name]):
+        min(dealt, key=lambda group: sum(counts[other] for other in group)).append(name)
     return [group for group in dealt if group]
 
 
 def run_tests(root: Path) -> tuple[bool, str]:
     """Run them; whether all passed, and how many did what. What a process that failed has printed is shown."""
-    files, helpers = [], (root / "tests" / "helpers", root / "benchmarks", root / "src")
-    for path in marked_files(root / "tests"):
-        if lacking := missing(path, helpers):
-            print(f"left out: {path.relative_to(root)} needs {', '.join(lacking)}")
-        else:
-            files.append(path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short"]
+    counts, left_out, broken = collect(root, marked_files(root / "tests"))
+    for line in left_out:
+        print(f"left out: {line}")
+    if broken:
+        print(broken)
 
-    def run(group: list[Path]) -> tuple[bool, Counter[str]]:
+    def run(group: list[str]) -> tuple[bool, Counter[str]]:
         try:
-            done = subprocess.run(
-                [*command, *map(str, group)],
-                cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as late:
-            print(f"{len(group)} files of tests had not ended after {LIMIT:g} s: {str(late.stdout)[-2000:]}")
+            done = run_pytest(root, group)
+        except subprocess.TimeoutExpired:
+            print(f"not ended after {LIMIT:g} s: {' '.join(group)}", flush=True)
             return False, Counter({"timed out": 1})
-        last = done.stdout.rstrip().splitlines()[-1:]
-        if passed := done.returncode in (0, NO_TESTS):
-            print(f"tests: {' '.join(last)}", flush=True)
-        else:
-            print(done.stdout[-6000:], flush=True)
-        return passed, counted(" ".join(last))
+        last = " ".join(done.stdout.rstrip().splitlines()[-1:])
+        print(f"tests: {last}" if done.returncode == 0 else done.stdout[-6000:], flush=True)
+        return done.returncode == 0, counted(last)
 
     with ThreadPoolExecutor(PROCESSES) as threads:
-        found = list(threads.map(run, deal(files, PROCESSES)))
-    total = sum((counts for _, counts in found), Counter[str]())
+        found = list(threads.map(run, deal(counts, PROCESSES)))
+    total = sum((one for _, one in found), Counter[str]())
     figure = ", ".join(f"{count} {what}" for what, count in sorted(total.items())) or "none"
-    return all(passed for passed, _ in found) and total["passed"] > 0, figure
+    return not broken and all(passed for passed, _ in found) and total["passed"] > 0, figure
 
 
 def counted(line: str) -> Counter[str]:
-    """What pytest's last line counts, but what was not chosen."""
+    """What pytest's last line counts, but tests that were not chosen."""
     found = re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed)", line)
-    return Counter({what.rstrip("s") if what == "errors" else what: int(count) for count, what in found})
+    return Counter({"error" if what == "errors" else what: int(count) for count, what in found})

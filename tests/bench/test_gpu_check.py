@@ -67,29 +67,40 @@ def test_requests_are_of_all_kinds_and_repeatable() -> None:
 
 
 def test_marked_files() -> None:
-    files, graph = (
-        [str(path.relative_to(ROOT)) for path in gpu_tests.marked_files(ROOT / "tests")],
-        "tests/backends/graph",
-    )
-    assert {f"{graph}/test_cuda.py", f"{graph}/test_graph.py", "tests/test_ready.py"} <= set(files)
+    files = {str(path.relative_to(ROOT)) for path in gpu_tests.marked_files(ROOT / "tests")}
+    assert {"tests/backends/graph/test_cuda.py", "tests/backends/graph/test_graph.py", "tests/test_ready.py"} <= files
     assert not [name for name in files if name.startswith("tests/serve")]
-    here = ROOT / "tests" / "helpers", ROOT / "benchmarks", ROOT / "src"
-    assert [gpu_tests.missing(ROOT / name, here) for name in files] == [[]] * len(files)
-    groups = gpu_tests.deal([ROOT / name for name in files], 3)
-    assert sorted(str(path.relative_to(ROOT)) for group in groups for path in group) == files
 
 
-@pytest.mark.parametrize(("body", "passed", "figure"), [("pass", True, "1 passed"), ("assert 0", False, "1 failed")])
+def test_files_are_dealt_out_by_their_tests() -> None:
+    counts = {"a": 50, "b": 30, "c": 20, "d": 19, "e": 1}
+    assert gpu_tests.deal(counts, 3) == [["a"], ["b", "e"], ["c", "d"]]
+    assert gpu_tests.deal({"a": 1}, 3) == [["a"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "other", "passed", "figure"),
+    [
+        ("pass", "import no_such_package", True, "1 passed, 1 skipped"),
+        pytest.param("assert 0", "", False, "1 failed, 1 skipped", marks=pytest.mark.slow),
+        pytest.param("pass", "import os.nothing", False, "1 passed, 1 skipped", marks=pytest.mark.slow),
+    ],
+)
 def test_tests_run_and_a_file_without_its_package_is_left_out(
-    body: str, passed: bool, figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    body: str, other: str, passed: bool, figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A file that fails to import for another reason is a failure."""
     tests = tmp_path / "tests"
     tests.mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
-    (tests / "test_one.py").write_text(f"import pytest\n\n\n@pytest.mark.gpu\ndef test_one():\n    {body}\n")
-    (tests / "test_two.py").write_text("import no_such_package\n\n# mark.gpu\n")
+    test = "import pytest\n\n\n@pytest.mark.gpu\ndef test_one():\n    {}\n"
+    (tests / "test_one.py").write_text(test.format(body) + "\n\ndef test_two():\n    assert 0\n")
+    (tests / "test_other.py").write_text(test.format("pytest.skip('no')"))
+    (tests / "test_third.py").write_text(f"{other}\n\n# mark.gpu\n")
     assert gpu_tests.run_tests(tmp_path) == (passed, figure)
-    assert "left out: tests/test_two.py needs no_such_package" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ("left out: tests/test_third.py needs no_such_package" in out) == ("no_such" in other)
+    assert ("os.nothing" in out) == ("nothing" in other)
 
 
 def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
