@@ -169,8 +169,8 @@ def main() -> None:
     parser.add_argument("shape", choices=MODEL_SHAPES)
     parser.add_argument("verb", nargs=argparse.REMAINDER, help="of `lookahead`, or gpu, with its options")
     args = parser.parse_args()
-    if any(word.startswith("--ranks") for word in args.verb):
-        parser.error("--ranks: the model is made on one rank")
+    if others := [word for word in args.verb if word.startswith(("--ranks", "--replicas"))]:
+        parser.error(f"{others[0]}: only this process has the model in another shape")
     if args.verb[:1] == ["gpu"]:
         from lookahead.bench.gpu.command import main as gpu
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import random
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from load import poisson
@@ -39,10 +40,6 @@ class Load:
     queue: int = 256
     points: tuple[tuple[int, float], ...] = ()
 
-    def speed(self, sequences: int) -> float:
-        """Tokens per second of each of this many sequences."""
-        return self.compression / self.step(sequences)
-
     def step(self, sequences: int) -> float:
         """Seconds of a step. Between two points, and behind the last one, it is a line."""
         if len(self.points) < 2:
@@ -50,6 +47,10 @@ class Load:
         pairs = list(pairwise(self.points))
         (few, short), (many, long) = next((pair for pair in pairs if sequences <= pair[1][0]), pairs[-1])
         return short + (long - short) * (sequences - few) / (many - few)
+
+    def speed(self, sequences: int) -> float:
+        """Tokens per second of each of this many sequences."""
+        return self.compression / self.step(sequences)
 
     @property
     def capacity(self) -> float:
@@ -59,73 +60,53 @@ class Load:
 
 @dataclass
 class Replica:
-    """Sequences that share a replica. `work` is how many tokens each sequence has got that was there from the start."""
+    """Sequences that share a replica. `work` is how many tokens each sequence has got that was there from the start,
+    and `end` the time at which the next of them ends."""
 
     load: Load
     now: float = 0.0
     work: float = 0.0
-    version: int = 0
-    running: list[tuple[float, int, float]] = field(default_factory=list)  # (work at its end, number, when it came)
+    end: float = math.inf
+    running: list[tuple[float, float]] = field(default_factory=list)  # (work at its end, when it came)
 
-    def advance(self, time: float) -> None:
+    def change(self, time: float, new: tuple[float, float] | None = None) -> float:
+        """At this time a sequence of (tokens, arrival) begins, or else the first one ends; returns its arrival."""
         if self.running:
             self.work += (time - self.now) * self.load.speed(len(self.running))
         self.now = time
-
-    def next_end(self) -> float:
-        return self.now + max(0.0, self.running[0][0] - self.work) / self.load.speed(len(self.running))
+        if new is not None:
+            heapq.heappush(self.running, (self.work + new[0], new[1]))
+        came = heapq.heappop(self.running)[1] if new is None else new[1]
+        self.end = math.inf
+        if self.running:
+            self.end = time + max(0.0, self.running[0][0] - self.work) / self.load.speed(len(self.running))
+        return came
 
 
 def simulate(load: Load, replicas: int, arrivals: Sequence[float], seed: int = 0) -> dict[str, float]:
     """The times of these requests on this many replicas."""
-    rng, numbers = random.Random(seed), count()
-    group = [Replica(load) for _ in range(replicas)]
-    waiting: deque[float] = deque()
-    events: list[tuple[float, int, int, int]] = []  # (time, order, replica or -1 for an arrival, version)
-    for time in arrivals:
-        heapq.heappush(events, (time, next(numbers), -1, 0))
+    rng, group, waiting = random.Random(seed), [Replica(load) for _ in range(replicas)], deque[float]()
     latencies, waits, refused, last = list[float](), list[float](), 0, 0.0
 
-    def plan(place: int) -> None:
-        one = group[place]
-        one.version += 1
-        if one.running:
-            heapq.heappush(events, (one.next_end(), next(numbers), place, one.version))
-
-    def start(place: int, came: float, time: float) -> None:
-        one = group[place]
-        one.advance(time)
-        length = load.tokens if load.exactly else rng.expovariate(1 / load.tokens)
-        heapq.heappush(one.running, (one.work + length, next(numbers), came))
+    def start(replica: Replica, came: float, time: float) -> None:
+        replica.change(time, (load.tokens if load.exactly else rng.expovariate(1 / load.tokens), came))
         waits.append(time - came)
-        plan(place)
 
-    def chosen() -> int | None:
-        free = [place for place, one in enumerate(group) if len(one.running) < load.slots]
-        if not free:
-            return None
-        return min(rng.sample(free, min(2, len(free))), key=lambda place: len(group[place].running))
-
-    while events:
-        time, _, place, version = heapq.heappop(events)
-        if place < 0:
-            to = chosen()
-            if to is not None:
-                start(to, time, time)
-            elif len(waiting) < load.queue:
-                waiting.append(time)
-            else:
-                refused += 1
-        elif version == group[place].version:
-            one = group[place]
-            one.advance(time)
-            _, _, came = heapq.heappop(one.running)
-            latencies.append(time - came)
-            last = time
+    for time in (*sorted(arrivals), math.inf):
+        while (first := min(group, key=lambda one: one.end)).end <= time and first.running:
+            last = first.end
+            latencies.append(last - first.change(last))
             if waiting:
-                start(place, waiting.popleft(), time)
-            else:
-                plan(place)
+                start(first, waiting.popleft(), last)
+        free = [one for one in group if len(one.running) < load.slots]
+        if time == math.inf:
+            break
+        if free:
+            start(min(rng.sample(free, min(2, len(free))), key=lambda one: len(one.running)), time, time)
+        elif len(waiting) < load.queue:
+            waiting.append(time)
+        else:
+            refused += 1
     ordered = sorted(latencies)
     return {
         "replies": len(latencies),
@@ -137,21 +118,19 @@ def simulate(load: Load, replicas: int, arrivals: Sequence[float], seed: int = 0
     }
 
 
+def enough(load: Load, rate: float, p95: float, seconds: float = 120.0) -> int:
+    """The least replicas with which 95% of the requests are answered within `p95` seconds, and none is refused."""
+    replicas = max(1, int(rate / load.capacity))
+    while (found := simulate(load, replicas, poisson(rate, seconds)))["refused"] or found["p95"] > p95:
+        replicas += max(1, replicas // 20)
+    return replicas
+
+
 def measured(path: Path) -> tuple[tuple[int, float], ...]:
     """Seconds of a step by the number of sequences, from the closed runs of `serve_load.py` without lookahead."""
     found = json.loads(path.read_text(encoding="utf-8"))
     plain = [one for one in found["records"] if (one["kind"], one["way"]) == ("closed", "plain")]
     return tuple(sorted((one["streams"], one["mean_seconds"] / found["tokens"]) for one in plain))
-
-
-def enough(load: Load, rate: float, p95: float, seconds: float = 120.0) -> int:
-    """The least replicas with which 95% of the requests are answered within `p95` seconds, and none is refused."""
-    replicas = max(1, int(rate / load.capacity))
-    while True:
-        found = simulate(load, replicas, poisson(rate, seconds))
-        if not found["refused"] and found["p95"] <= p95:
-            return replicas
-        replicas += max(1, replicas // 20)
 
 
 def main() -> None:
@@ -170,7 +149,7 @@ def main() -> None:
     print(f"a full replica answers {load.capacity:.2f} requests/s, {load.capacity * load.tokens:.0f} tokens/s")
     if load.tokens * 3 / load.speed(1) > args.p95:
         raise SystemExit(f"even alone, 5% of the answers take more than {args.p95:g} s; raise --p95")
-    for rate in (float(part) for part in args.rates.split(",")):
+    for rate in map(float, args.rates.split(",")):
         replicas = enough(load, rate, args.p95)
         print(json.dumps({"rate": rate, "replicas": replicas, **simulate(load, replicas, poisson(rate, 120.0))}))
 

@@ -6,7 +6,7 @@ What a person has to say of the run stands in the folder's `remarks.md`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ TABLES = {
     ),
     "speed": (
         "Tokens per second",
-        "From prompt to last token, the prompt included. over AR: against our autoregressive decoding, on the prompts "
-        "that both answered. as AR: texts equal to its. gap: the mean wall time of a step less the device's at the "
-        "mean context.",
+        "From prompt to last token, the prompt included. over AR: against our autoregressive decoding. as AR: texts "
+        "equal to its. gap: the mean wall time of a step less the device's at the mean context.",
     ),
     "batch": (
         "Batch",
@@ -64,30 +63,19 @@ class GpuResults:
         if not self.files:
             raise ValueError(f"{folder} holds no JSON of a GPU part; give the folder that was its --out")
         self.shapes = list(dict.fromkeys(one["about"]["shape"] for one in self.files.values()))
-        self.parts = [one["about"]["part"] for one in self.files.values() if one["about"]["part"] != "baselines"]
+        self.parts = [one["about"]["part"] for one in self.files.values()]
 
     def of(self, part: str, shape: str) -> list[Record]:
-        """The records, with what follows from several of them."""
+        """The records, with their speed over autoregressive decoding where they tell it."""
         files = [one for one in self.files.values() if (one["about"]["part"], one["about"]["shape"]) == (part, shape)]
         records = [record for one in files for record in one["records"]]
-        if part == "speed":  # the ratio over autoregressive decoding on the same prompts
-            plain = {(r["set"], r["invariant"]): r["answers"] for r in records if r["method"] == "autoregressive"}
-            return [{**r, "over_ar": times(_ratio(r, plain))} for r in [*self.of("baselines", shape), *records]]
-        if part == "batch":
-            alone = {(r["batch"], r["sampling"]): r["tok_s"] for r in records if r["method"] == "autoregressive"}
-            return [{**r, "over_ar": times(r["tok_s"] / alone[r["batch"], r["sampling"]])} for r in records]
-        return records
+        plain = {_cell(r): r["tok_s"] for r in records if r.get("method") == "autoregressive"}
+        return [{**r, "over_ar": times(r["tok_s"] / plain[_cell(r)])} if _cell(r) in plain else r for r in records]
 
 
-def _ratio(record: Record, plain: Mapping[Any, Sequence[Sequence[float]]]) -> float | None:
-    """Tokens per second over autoregressive decoding's. A baseline answers the first prompts only."""
-    own = record.get("answers", ())
-    other = plain.get((record.get("set"), record.get("invariant") is not False), ())
-    pairs = list(zip(own, other, strict=False))
-    if not pairs:
-        return None
-    tokens, seconds, plain_tokens, plain_seconds = map(sum, zip(*((*a, *b) for a, b in pairs), strict=True))
-    return tokens / seconds / (plain_tokens / plain_seconds)
+def _cell(record: Record) -> tuple[Any, ...]:
+    """What two methods must have in common to be compared."""
+    return tuple(record.get(name) for name in ("set", "invariant", "batch", "sampling"))
 
 
 def write(folder: Path, path: Path) -> str:

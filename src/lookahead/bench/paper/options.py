@@ -155,7 +155,7 @@ class BenchOptions:
 
     def run_of(self, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> BenchRun:
         assert runner.results is not None
-        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.limits, self.step_cost)
+        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.step_cost)
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:

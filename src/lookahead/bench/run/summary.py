@@ -144,15 +144,13 @@ def seconds_of(repeats: Sequence[Record]) -> float:
 
 @dataclass
 class BenchRun:
-    """What was asked for, and what was measured. `max_tokens` are the new tokens of an answer, by set; `step_cost` is
-    a file that stands for a measured t(K)."""
+    """What was asked for, and what was measured. `step_cost` is a file that stands for a measured t(K)."""
 
     prompts: dict[str, list[Prompt]]
     jobs: list[Job]
     results: Results
     models: Models
     say: Callable[[str], None]
-    max_tokens: dict[str, int]
     step_cost: Path | None = None
 
     @property
