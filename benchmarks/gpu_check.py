@@ -171,8 +171,7 @@ class GpuCheck:
         lm, tokens = self.lm, self.sizes.figure_tokens
         prompts = [lm.encode(prompt) for prompt in self.prompts]
         for answers in (0.5 * count, max(1.5 * count, self.sizes.figure_answers)):
-            engine = Engine(lm.backend, max_sequences=count)
-            engine.times = lm.engine.times
+            engine = Engine(lm.backend, lm.engine.budget, max_sequences=count)
             load = Load(engine, prompts, lm.default_config, SamplingParams(), StopRules(tokens, lm.stop_ids))
             for _ in range(2 * count):
                 load.add()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -244,22 +244,26 @@ def test_adapting_validates_and_changes_nothing_else() -> None:
             config.adapted(**change)
 
 
-def test_a_share_is_a_part_of_the_budget() -> None:
-    alone = LookaheadConfig(window=0, budget=8)
-    shared = replace(alone, shared=True)
-    assert [alone.share(together) for together in (1, 2, 9)] == [8, 8, 8]
-    assert [shared.share(together) for together in (1, 2, 3, 4, 8, 9)] == [8, 4, 2, 2, 1, 1]
+def test_shared_is_deprecated_and_still_means_that_sequences_share() -> None:
+    with pytest.warns(DeprecationWarning, match="shared"):
+        config = LookaheadConfig(window=0, budget=8, shared=True)
+    assert config == LookaheadConfig(window=0, budget=8, step_cost=(1.0,) * 8)
+    with pytest.warns(DeprecationWarning, match="shared"):
+        assert LookaheadConfig(window=0, budget=8, shared=False) == LookaheadConfig(window=0, budget=8)
+    with pytest.warns(DeprecationWarning, match="shared"):
+        assert replace(config, step_cost=(1.0, 2.0), shared=True).step_cost == (1.0, 2.0)
+    for changed in (LookaheadConfig().adapted, lambda **given: LookaheadConfig.for_method("lookahead", **given)):
+        with pytest.warns(DeprecationWarning, match="shared"):
+            assert changed(budget=64, shared=True).step_cost == (1.0,) * 64
 
 
-def test_a_share_is_what_costs_nearly_nothing_more() -> None:
-    """Up to 8 tokens a step takes 1.0, from there on 0.05 more for each."""
-    times = tuple(max(1.0, 1 + 0.05 * (size - 8)) for size in range(1, 65))
-    config = LookaheadConfig(window=0, budget=64, step_cost=times, shared=True)
-    assert config.share(1) == 64
-    assert [config.share(together) for together in (2, 4, 5)] == [5, 2, 2]  # of 10 tokens in all, 1.1
-    assert config.share(8) == config.share(16) == config.share(64) == config.share(65) == 1
-    assert replace(config, shared=False).share(4) == 64
-    assert replace(config, step_cost=times[:6]).share(3) == 2  # no more was measured
+@pytest.mark.parametrize("shared", [None, True, False])
+@pytest.mark.parametrize("times", [None, (1.0, 1.5)])
+def test_configs_that_were_stored_before_are_read(shared: bool | None, times: tuple[float, ...] | None) -> None:
+    fields = {**asdict(LookaheadConfig(window=0, budget=4)), "step_cost": times and list(times)}
+    config = LookaheadConfig.from_json(fields if shared is None else {**fields, "shared": shared})
+    assert config.step_cost == (times or ((1.0,) * 4 if shared else None))
+    assert replace(config, step_cost=None) == LookaheadConfig(window=0, budget=4)
 
 
 def test_a_size_that_is_asked_for_is_taken_at_its_word() -> None:
@@ -268,8 +272,5 @@ def test_a_size_that_is_asked_for_is_taken_at_its_word() -> None:
     assert config.adapted(budget=16).step_cost is None
     assert config.adapted(window=3).step_cost is None
     assert config.adapted(guesses=3, sources=("suffix",)).step_cost == (1.0, 2.0, 3.0)
-    assert not replace(config, shared=True).adapted(budget=16).shared
-    assert not replace(config, shared=True).adapted(window=3).shared
-    assert replace(config, shared=True).adapted(guesses=3).shared
     assert config.adapted(sources=("suffix",)).window == 0
     assert config.adapted(sources=("jacobi",)).window == LookaheadConfig().window

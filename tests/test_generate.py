@@ -19,11 +19,11 @@ from pairs import in_threads
 
 import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
+from lookahead.algorithm.cost import CostCurve
 from lookahead.config import METHODS
 from lookahead.engine.front import Ticket
 from lookahead.engine.settings import RequestSettings
 from lookahead.loading import fitting
-from lookahead.loading.step_cost import StepCost
 
 Plain = Callable[[Any, list[int], int], list[int]]
 
@@ -62,10 +62,10 @@ def test_load_measures_the_cost_of_a_step_once(
     measured = []
     measure = fitting.measure
 
-    def counted(backend: Any, sizes: Any, hasty: bool) -> StepCost:
-        assert not hasty
+    def counted(backend: Any, sizes: Any, quick: bool) -> CostCurve:
+        assert not quick
         measured.append(backend)
-        return replace(measure(backend, (1, 2, 8)), calm=True)  # whatever else runs beside the tests
+        return replace(measure(backend, (1, 2, 8)), stable=True)  # whatever else runs beside the tests
 
     monkeypatch.setattr(fitting, "measure", counted)
     log: list[str] = []

@@ -81,7 +81,6 @@ def configs(draw: st.DrawFn) -> LookaheadConfig:
         sources=sources,
         recycle_scope=draw(st.sampled_from(["off", "request", "model"])),
         step_cost=None if slope is None else tuple(1 + slope * k for k in range(budget)),
-        shared=draw(st.booleans()),
     )
 
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from lookahead import LookaheadConfig, LookaheadModel
+from lookahead.algorithm.budget import without_cost
+from lookahead.algorithm.choice import DraftBudget
+from lookahead.algorithm.cost import PassCost
 from lookahead.engine.engine import Engine
 from lookahead.engine.settings import RequestSettings
 
@@ -34,7 +37,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.fixture(params=DEVICES)
 def made(request: pytest.FixtureRequest, make_model: Any, tokenizer: Any) -> LookaheadModel:
     model = make_model(max_position_embeddings=1024).to(torch.bfloat16).to(request.param)
-    return LookaheadModel(model, tokenizer, "ready", LookaheadConfig(shared=True), backend="graph")
+    return LookaheadModel(model, tokenizer, "ready", without_cost(LookaheadConfig()), backend="graph")
 
 
 def test_nothing_is_captured_once_a_server_is_ready(made: LookaheadModel) -> None:
@@ -85,10 +88,10 @@ def test_a_model_that_is_prepared_captures_nothing_for_one_answer(made: Lookahea
 
 def test_the_time_of_a_capture_is_not_noted(made: LookaheadModel) -> None:
     """The engine's times of passes are of passes alone."""
-    engine = Engine(made.backend, cost=[0.01] * 512)
+    cost = PassCost([0.01] * 512)
+    engine = Engine(made.backend, DraftBudget(cost))
     noted: list[int] = []
-    assert engine.times is not None
-    engine.times.note = lambda rows, seconds: noted.append(rows)  # type: ignore[method-assign]
+    cost.note = lambda rows, seconds: noted.append(rows)  # type: ignore[method-assign]
     captures = list[int]()
     for _ in range(2):
         answer = made._answer([5, 6, 7] * 40, RequestSettings(max_tokens=8, method="autoregressive", logprobs=1))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,8 +18,6 @@ SOURCES = ("jacobi", "prompt", "suffix", "recycle")
 OTHER_SOURCES = ("fixed-point",)
 """Sources that a config has only if it names them."""
 SCOPES = ("off", "request", "model")
-FREE = 1.1
-"""A larger step counts as nearly free when it takes at most this many times as long as a plain one."""
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 BACKENDS = ("auto", "cpu", "eager", "graph")
 MOST_LOGPROBS = 20
@@ -45,10 +44,11 @@ class LookaheadConfig:
 
     `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1) cannot be
     combined with others. No guess is deeper in the tree than `max_depth`, if it is given. `step_cost[k]` is the time of
-    a step of k + 1 tokens: with it, a step takes only the guesses that are expected to pay for their time; without it,
-    a step fills the whole budget. With `shared`, sequences that run at once share the budget (see `share`); otherwise
-    each has all of it. A config that is `exact` is fitted to the trees that a backend runs exactly (see `within`); with
-    `exact=False` a half-precision text may differ from the autoregressive one by rounding.
+    a step of k + 1 tokens: with it, a step takes the guesses that are expected to pay for their time, and sequences
+    that run at once share it (`algorithm.budget` says how); without it, every sequence fills its whole budget. `shared`
+    is deprecated: it gives a config without a step cost one of steps that all cost the same. A config that is `exact`
+    is fitted to the trees that a backend runs exactly (see `within`); with `exact=False` a half-precision text may
+    differ from the autoregressive one by rounding.
     """
 
     window: int = 5
@@ -62,11 +62,11 @@ class LookaheadConfig:
     suffix_length: int = 16
     suffix_oldest: bool = False
     step_cost: tuple[float, ...] | None = field(default=None, repr=False)
-    shared: bool = False
+    shared: InitVar[bool | None] = None
     max_depth: int | None = None
     exact: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shared: bool | None) -> None:
         _at_least("window", self.window, 0)
         _at_least("ngram", self.ngram, 2)
         _at_least("guesses", self.guesses, 0)
@@ -88,14 +88,22 @@ class LookaheadConfig:
             raise ValueError(f"recycle_scope={self.recycle_scope!r}; choose from {', '.join(SCOPES)}")
         if self.max_depth is not None:
             _at_least("max_depth", self.max_depth, 1)
-        for name in ("shared", "exact"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name, value in (("shared", shared), ("exact", self.exact)):
+            if not isinstance(value, bool) and (name, value) != ("shared", None):
+                raise ValueError(f"{name}={value!r} must be True or False")
         if self.window_tokens > self.budget:
             raise ValueError(
                 f"window={self.window} with ngram={self.ngram} fills {self.window_tokens} tokens of a step, more "
                 f"than budget={self.budget}; lower the window or raise the budget"
             )
+        if shared is not None:
+            warnings.warn(
+                "LookaheadConfig(shared=...) is deprecated: sequences share a step wherever a config has a step_cost",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            if shared and self.step_cost is None:
+                object.__setattr__(self, "step_cost", (1.0,) * self.budget)
         if self.step_cost is not None:
             object.__setattr__(self, "step_cost", tuple(self.step_cost))
             bad = [t for t in self.step_cost if not 0 < t < math.inf]
@@ -111,20 +119,6 @@ class LookaheadConfig:
     def window_tokens(self) -> int:
         """Tokens of the root and the lookahead branch: W(N-1), as the root is column 0 of the oldest window row."""
         return max(1, self.window * (self.ngram - 1)) if "jacobi" in self.sources else 1
-
-    def share(self, together: int) -> int:
-        """The most tokens that each of `together` sequences may put into a step.
-
-        With a step cost this is as many as are nearly free: a batch is padded to its longest tree, so a large tree
-        makes the step longer for every sequence.
-        """
-        if together < 2 or not self.shared:
-            return self.budget
-        equal_part = max(1, self.budget // together)
-        if self.step_cost is None:
-            return equal_part
-        times = self.step_cost[together - 1 :: together][:equal_part]
-        return max(1, sum(time <= FREE * times[0] for time in times))
 
     @property
     def deepest(self) -> int:
@@ -231,9 +225,15 @@ class LookaheadConfig:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> LookaheadConfig:
-        """A config from its fields as they were read from JSON, where a tuple is a list."""
-        times = fields["step_cost"]
-        return cls(**{**fields, "step_cost": None if times is None else tuple(map(float, times))})
+        """A config from its fields as they were read from JSON, where a tuple is a list.
+
+        Configs of earlier releases have a field `shared`.
+        """
+        times, shared = fields["step_cost"], fields.get("shared", False)
+        if times is None and shared:
+            times = (1.0,) * fields["budget"]
+        known = {name: value for name, value in fields.items() if name != "shared"}
+        return cls(**{**known, "step_cost": None if times is None else tuple(map(float, times))})
 
     def adapted(
         self, *, window: int = UNCHANGED, ngram: int = UNCHANGED, guesses: int = UNCHANGED, budget: int = UNCHANGED,
@@ -246,7 +246,7 @@ class LookaheadConfig:
 
         - A budget without a window drops the window where it would fill more than half of that budget.
         - A window without a budget raises the budget so that both branches fit.
-        - A window or a budget removes the step cost, and every sequence of a batch gets it whole.
+        - A window or a budget removes the step cost, so that every sequence of a batch gets it whole.
         - The source `jacobi` brings the default window, if there is none.
         - A config without sources has nothing to adapt, so the changes are made to the default config.
         """
@@ -266,7 +266,6 @@ class LookaheadConfig:
             changes["budget"] = max(self.budget, branches * (changes.get("ngram", self.ngram) - 1) + 1)
         if {"window", "budget"} & set(changes):
             changes.setdefault("step_cost", None)
-            changes.setdefault("shared", False)
         return replace(self, **changes)
 
 
@@ -359,7 +358,8 @@ class StopRules:
 
 def given_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LookaheadConfig` among a function's parameters by name (its `locals()`), but unchanged ones."""
-    named = {one.name: parameters[one.name] for one in fields(LookaheadConfig)}
+    names = [*(one.name for one in fields(LookaheadConfig)), "shared"]  # which is no field any more
+    named = {name: parameters[name] for name in names}
     return {name: value for name, value in named.items() if value is not UNCHANGED}
 
 

@@ -22,7 +22,6 @@ from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_see
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front, Ticket
-from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_adjustment
 from lookahead.engine.request import Request, raise_errors
 from lookahead.engine.settings import RequestSettings
@@ -324,9 +323,7 @@ def load(
     if config is None:
         with clear_errors(loaded.device):
             loaded.default_config = default_config(loaded.name, loaded.backend, log)
-            costs = batch_cost(loaded.backend, loaded.default_config, log)
-        if costs is not None:
-            loaded.engine.times = PassTimes(costs)
+            loaded.engine.budget.cost = batch_cost(loaded.backend, loaded.default_config, log)
     return loaded
 
 

@@ -1,4 +1,5 @@
-"""The choice across sequences against a brute-force search of all sets of guesses, and what configs and limits do."""
+"""The choice across sequences against a brute-force search of all sets of guesses, and what configs, limits and padding
+do."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from marks import examples
 from toy import targets_of, toy_model
 
-from lookahead.algorithm.choice import choose_trees
-from lookahead.algorithm.counts import best_counts
+from lookahead.algorithm.budget import best_counts, without_cost
+from lookahead.algorithm.choice import DraftBudget, choose_trees
+from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.draft import TAUGHT
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory, Trust
@@ -129,8 +131,13 @@ def test_what_is_kept_comes_first() -> None:
 
 # Sequences.
 
-CONFIG = LookaheadConfig(window=4, ngram=4, guesses=4, budget=48, shared=True)
+OWN = LookaheadConfig(window=4, ngram=4, guesses=4, budget=48)
+CONFIG = without_cost(OWN)
 PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [5, 4, 5], [2], [3, 1, 4, 1, 5, 1, 4], [1, 2, 1, 2, 1])
+
+
+def now(table: list[float] | None) -> PassCost | None:
+    return None if table is None else PassCost(table)
 
 
 def warm(*configs: LookaheadConfig, steps: int = 3, tokens: int = 60) -> list[DecodingSequence]:
@@ -148,23 +155,23 @@ def warm(*configs: LookaheadConfig, steps: int = 3, tokens: int = 60) -> list[De
     return made
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, shared=False), LookaheadConfig.autoregressive()])
+@pytest.mark.parametrize("config", [CONFIG, OWN, LookaheadConfig.autoregressive()])
 @pytest.mark.parametrize("cost", [None, [1.0 + 0.1 * k for k in range(64)]])
 def test_one_sequence_is_what_it_proposes_itself(config: LookaheadConfig, cost: list[float] | None) -> None:
     (sequence,) = warm(config)
-    assert choose_trees([sequence], None, cost) == [sequence.propose()]
-    assert choose_trees([sequence], 500, cost) == [sequence.propose()]
+    assert choose_trees([sequence], None, now(cost)) == [sequence.propose()]
+    assert choose_trees([sequence], 500, now(cost)) == [sequence.propose()]
     for limit in (1, 2, 8, 20):
-        assert len(choose_trees([sequence], limit, cost)[0]) <= limit
+        assert len(choose_trees([sequence], limit, now(cost))[0]) <= limit
 
 
 @pytest.mark.parametrize("cost", [None, [1.0] * 300, [1.0 + 0.01 * k for k in range(300)]])
 @pytest.mark.parametrize("limit", [None, 3, 7, 30, 100])
 @pytest.mark.parametrize("shared", [True, False])
 def test_trees_stay_in_the_limit_and_are_closed(cost: list[float] | None, limit: int | None, shared: bool) -> None:
-    sequences = warm(*[replace(CONFIG, shared=shared)] * 3)
+    sequences = warm(*[CONFIG if shared else OWN] * 3)
     for _ in range(3):  # what a choice refused narrows the next search
-        trees = choose_trees(sequences, limit, cost)
+        trees = choose_trees(sequences, limit, now(cost))
         for sequence, tree in zip(sequences, trees, strict=True):
             assert tree.tokens[0] == sequence.tokens[-1]
             assert len(tree) <= CONFIG.budget
@@ -184,23 +191,67 @@ def test_without_a_cost_the_largest_budget_is_filled() -> None:
     assert len(trees[1]) <= 16
 
 
-def test_every_config_keeps_its_own_rules() -> None:
-    """Plain decoding never guesses, a budget of its own is not shared, and a step cost without a pass cost is equal."""
-    dear = replace(CONFIG, window=0, step_cost=tuple(1.0 + 0.01 * max(0, k - 8) for k in range(48)))
-    for cost in (None, [1.0] * 200):
-        configs = (LookaheadConfig.autoregressive(), replace(CONFIG, shared=False), dear, CONFIG)
-        sequences = warm(*configs)
-        plain, whole, equal, free = choose_trees(sequences, None, cost)
-        assert len(plain) == 1
-        assert whole == sequences[1].propose()
-        if cost is None:
-            assert equal == sequences[2].propose(4)
-        assert len(free) > 1
+@pytest.mark.parametrize("cost", [None, [1.0] * 200])
+def test_every_config_keeps_its_own_rules(cost: list[float] | None) -> None:
+    """Plain decoding never guesses, and a config without a step cost fills its budget whatever the others do."""
+    sequences = warm(LookaheadConfig.autoregressive(), OWN, replace(CONFIG, window=0, step_cost=(1.0,) * 96), CONFIG)
+    plain, whole, *weighed = choose_trees(sequences, None, now(cost))
+    assert len(plain) == 1
+    assert whole == sequences[1].propose()
+    assert all(len(tree) > 1 for tree in weighed)
+
+
+STEEP = replace(OWN, window=0, step_cost=tuple(1.0 + 0.1 * max(0, k - 8) for k in range(48)))
+
+
+def test_where_passes_are_padded_all_weighed_trees_have_an_equal_share() -> None:
+    """Nine rows are nearly free: two for each of four sequences. A config of its own is not bound by that."""
+    sequences = warm(*[STEEP] * 3, OWN)
+    *weighed, whole = choose_trees(sequences, pads=True)
+    assert [len(tree) for tree in weighed] == [2] * 3
+    assert whole == sequences[3].propose()
+    merged = choose_trees(warm(*[STEEP] * 3, STEEP))
+    assert max(map(len, merged)) > 2, "without padding a sure sequence gets more than an unsure one"
+
+
+def test_without_a_measured_pass_the_configs_curves_decide() -> None:
+    sequences = warm(*[STEEP] * 4)
+    assert choose_trees(sequences) == choose_trees(warm(*[STEEP] * 4), None, PassCost(STEEP.step_cost or ()))
+
+
+@pytest.mark.parametrize("slope", [1.0, 4.0])
+def test_one_sequence_is_weighed_by_what_a_pass_costs_now(slope: float) -> None:
+    """Passes that take longer by their rows than the curve says leave fewer draft tokens."""
+    gentle = replace(STEEP, step_cost=tuple(1.0 + 0.02 * k for k in range(48)))
+    (sequence,), (other,) = warm(gentle), warm(gentle)
+    cost = PassCost(gentle.step_cost or ())
+    cost.slope, cost.constant = slope, 1.0 - slope
+    other.weighed = tuple(cost.after(0).tolist())
+    assert choose_trees([sequence], None, cost) == [other.propose()]
+    assert (len(other.propose()) < len(sequence.propose())) == (slope > 1)
+
+
+def test_a_table_shorter_than_the_budget_does_not_weigh_one_sequence() -> None:
+    (sequence,) = warm(STEEP)
+    assert choose_trees([sequence], None, PassCost([1.0, 9.0])) == [sequence.propose()]
+
+
+def test_a_guarded_budget_stops_drafting_where_it_does_not_pay() -> None:
+    sequences, budget = warm(CONFIG, CONFIG, CONFIG), DraftBudget(guarded=True)
+    drafted = 0
+    for _ in range(100):
+        trees = budget.choose_trees(sequences)
+        drafts = any(len(tree) > 1 for tree in trees)
+        drafted += drafts
+        budget.note_step(3, drafts, 1.0, 2.0 if drafts else 1.0)
+    assert 16 <= drafted < 40
+    assert len(budget.choose_trees(sequences[:1])[0]) > 1, "other batch sizes are judged by their own steps"
+    assert any(len(tree) > 1 for tree in DraftBudget().choose_trees(sequences))
 
 
 def test_a_steep_cost_takes_no_guess() -> None:
     sequences = warm(*[replace(CONFIG, window=0)] * 4)
-    assert [len(tree) for tree in choose_trees(sequences, None, [2.0**k for k in range(60)])] == [1] * 4
+    assert [len(tree) for tree in choose_trees(sequences, None, PassCost([2.0**k for k in range(60)]))] == [1] * 4
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -211,7 +262,7 @@ def test_batches_give_the_text_of_each_alone(count: int, limit: int | None, slop
     sequences = warm(*[CONFIG] * count, steps=0, tokens=24)
     running = sequences
     while running:
-        for sequence, tree in zip(running, choose_trees(running, limit, cost), strict=True):
+        for sequence, tree in zip(running, choose_trees(running, limit, now(cost)), strict=True):
             sequence.count(tree, sequence.absorb(tree, targets_of(sequence, tree, model)))
             sequence.learn_while_running()
         running = [sequence for sequence in running if sequence.finish_reason is None]
@@ -245,7 +296,7 @@ def test_scores_that_came_true_more_often_buy_more_rows() -> None:
         sequences = warm(*[replace(CONFIG, window=0)] * 2)
         for _ in range(200):
             sequences[0]._memory.calibration.trust.learn(accepted, 2.0)
-        sizes.append(sum(map(len, choose_trees(sequences, None, cost))))
+        sizes.append(sum(map(len, choose_trees(sequences, None, now(cost)))))
     assert sizes[0] == 2 < sizes[1] < sizes[2]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from toy import decode, targets_of, toy_model
 
-from lookahead.algorithm import drafting
+from lookahead.algorithm import choice
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.drafting import Drafting
 from lookahead.algorithm.native import choose_drafter
@@ -49,10 +49,10 @@ def test_a_batch_runs_to_its_end_by_three_verbs(drafter: Drafter) -> None:
 def test_a_pass_never_has_more_rows_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the choice says: the largest trees become bare roots."""
 
-    def heedless(sequences: Sequence[DecodingSequence], *_: object) -> list[TokenTree]:
+    def heedless(sequences: Sequence[DecodingSequence], *_: object, **__: object) -> list[TokenTree]:
         return [sequence.propose() for sequence in sequences]
 
-    monkeypatch.setattr(drafting, "choose_trees", heedless)
+    monkeypatch.setattr(choice, "choose_trees", heedless)
     sequences = sequences_of()
     sizes = [tree.size for tree in Drafting().propose(sequences)]
     assert min(sizes) > 1

@@ -11,6 +11,7 @@ from marks import examples
 from reference import Model
 from toy import counting_model, decode, settings_of_a_text, steps, toy_model
 
+from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
@@ -248,18 +249,19 @@ def test_uniforms_belong_to_output_positions() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(config=configs(), together=st.integers(1, 40), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_a_share_of_the_budget_is_not_exceeded(config: LookaheadConfig, together: int, prompt: list[int]) -> None:
-    tree = DecodingSequence(prompt, replace(config, shared=True)).propose(together)
-    assert len(tree) <= max(1, config.budget // together)
-    alone = DecodingSequence(prompt, config)
-    assert alone.propose(together) == alone.propose()
-    assert DecodingSequence(prompt, replace(config, shared=True)).propose() == alone.propose()
+    weighed = config if config.step_cost is not None else without_cost(config)
+    for pads in (False, True):
+        assert DecodingSequence(prompt, weighed).share(together, pads) <= max(1, config.budget // together)
+        assert DecodingSequence(prompt, replace(config, step_cost=None)).share(together, pads) == config.budget
+    if config.step_cost is None:
+        assert DecodingSequence(prompt, weighed).propose() == DecodingSequence(prompt, config).propose()
 
 
-def test_a_share_is_filled_and_has_a_window_where_there_is_room_for_both() -> None:
-    sequence = DecodingSequence(COUNTED * 2, LookaheadConfig(suffix_length=128, shared=True))
-    trees = [sequence.propose(together) for together in (2, 4, 8, 32, 128, 500)]
-    assert [tree.width for tree in trees] == [5, 0, 0, 0, 0, 0]
-    assert [len(tree) for tree in trees] == [64, 32, 16, 4, 1, 1]
+def test_a_share_has_a_window_where_there_is_room_for_both() -> None:
+    sequence = DecodingSequence(COUNTED * 2, without_cost(LookaheadConfig(suffix_length=128)))
+    shares = [sequence.share(together, False) for together in (2, 4, 8, 32, 128, 500)]
+    assert shares == [64, 32, 16, 4, 1, 1]
+    assert [sequence.layout(share).width for share in shares] == [5, 0, 0, 0, 0, 0]
 
 
 # Shared state.

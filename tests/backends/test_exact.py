@@ -15,6 +15,7 @@ from tiny import PROMPTS, VOCABULARY, tiny
 
 import lookahead
 from lookahead import LookaheadConfig
+from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.base import Capabilities, StepInput
 from lookahead.backends.eager.backend import EagerBackend
@@ -142,7 +143,7 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
     engine, loose = Engine(backend), LookaheadConfig(window=0, budget=200, exact=False)
     requests = [
         Request(DecodingSequence(REPEATED, config, rules=StopRules(40)))
-        for config in (loose, LookaheadConfig(), loose, LookaheadConfig(shared=True))
+        for config in (loose, LookaheadConfig(), loose, without_cost(LookaheadConfig()))
     ]
     slots: dict[bool, set[int]] = {True: set(), False: set()}
     for request in requests:

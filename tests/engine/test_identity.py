@@ -11,6 +11,7 @@ from marks import slow_but
 from paged import PagedToy
 from toys import VOCABULARY, ToyBackend
 
+from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import NO_LIMIT
@@ -22,7 +23,7 @@ CONFIGS = (
     LookaheadConfig.autoregressive(),
     LookaheadConfig(window=0, guesses=4, budget=6, sources=("prompt", "suffix")),
     LookaheadConfig(window=3, ngram=3, guesses=3, budget=16),
-    LookaheadConfig(window=2, ngram=4, guesses=4, budget=20, shared=True),
+    without_cost(LookaheadConfig(window=2, ngram=4, guesses=4, budget=20)),
     LookaheadConfig.jacobi(4),
 )
 SAMPLINGS = (

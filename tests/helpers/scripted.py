@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from lookahead.algorithm.cost import CostCurve
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import Capabilities
 from lookahead.config import LookaheadConfig
 from lookahead.engine.settings import RequestSettings
-from lookahead.loading.step_cost import StepCost
 from lookahead.stats import Stats
 
 
@@ -67,6 +67,6 @@ class ScriptedModel:
         return 10 if self.rng.random() < self.stalls else 1
 
 
-def curve(takes: Callable[[int], float]) -> StepCost:
+def curve(takes: Callable[[int], float]) -> CostCurve:
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    return StepCost(sizes, tuple(map(takes, sizes)))
+    return CostCurve(sizes, tuple(map(takes, sizes)))

@@ -26,7 +26,7 @@ CONFIGS = [FITTED, LookaheadConfig.paper(3, 4, 3), LookaheadConfig.autoregressiv
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache. A step's cost, which `load` measures where there is no profile, is a curve that is ready."""
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(fitting, "measure", lambda backend, sizes, hasty: curve(lambda size: 0.02 + 1e-5 * size))
+    monkeypatch.setattr(fitting, "measure", lambda backend, sizes, quick: curve(lambda size: 0.02 + 1e-5 * size))
     return tmp_path
 
 

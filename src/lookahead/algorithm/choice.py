@@ -1,20 +1,11 @@
-"""How the sequences of one step share its tokens: the best guesses of all of them, as many as pay.
-
-A step of n sequences gives at least n tokens. A guess adds its score, the chance that it is accepted, and one row,
-which costs time. The best step is the set of guesses that maximises
-
-    (n + sum of scores) / t(rows)
-
-Every sequence offers its guesses best first, and a child never scores above its parent. So for every number of guesses
-the best set is the top of one merged list, and the best number is where the ratio is best. A list that is cut anywhere
-keeps the parents of what it keeps. If all sequences score alike, each gets an equal share.
-"""
+"""The trees of one step of several sequences, as `budget` says how many draft tokens pay."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.budget import DraftGuard
+from lookahead.algorithm.cost import Costs, PassCost
 from lookahead.algorithm.draft import Offer, Share
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree, WindowLayout
@@ -24,53 +15,82 @@ SLACK = 0.5
 
 
 def power_of_two(count: int) -> int:
-    """The next power of two. Budgets are shared among so many sequences, so that one that comes or goes seldom changes
-    the others' share."""
+    """The next power of two. Shares are made for this many sequences, so that one that comes or goes seldom changes the
+    others' share."""
     return 1 << (count - 1).bit_length()
 
 
 def choose_trees(
-    sequences: Sequence[DecodingSequence], limit: int | None = None, cost: Costs | None = None
+    sequences: Sequence[DecodingSequence],
+    limit: int | None = None,
+    cost: PassCost | None = None,
+    beside: int = 0,
+    *,
+    pads: bool = False,
 ) -> list[TokenTree]:
     """One tree per sequence, for one step of all of them.
 
-    `limit` is the most tokens of all trees together; the roots are always in. `cost[k]` is the time of a pass of k + 1
-    tokens, whosever they are. It may be a staircase, and guesses end where the table does. Without it the largest
-    budget is filled.
-
-    A sequence alone takes what its own config says. So does a sequence that does not share its budget, and, without a
-    `cost`, one whose config has a step cost: that is measured on a backend which pads every tree of a batch to the
-    longest, where equal trees are best.
+    `limit` is the most tokens of all trees together; the roots are always in. `cost` is what a pass costs now, which
+    has `beside` rows of prompts; without it, the curves of the sequences' configs count. Draft tokens end where the
+    table does. With `pads` a pass is padded to its longest tree.
     """
     if len(sequences) == 1:
-        return [sequences[0].propose(limit=limit)]
-    # 1. The roots and the windows, as far as these leave room in an equal share of the budget.
+        return [sequences[0].propose(limit, cost)]
+    # 1. The roots and the windows, unless a window would fill more than half of an equal share of the budget.
     together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
     for sequence in sequences:
-        layout = sequence.layout(sequence.share(together))
+        layout = sequence.layout(sequence.share(together, pads))
         layouts.append(layout)
         rows += layout.size
     if limit is not None and rows > limit:
         layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
-    # 2. Every sequence offers guesses, best first. Where they are `kept`, it takes them all, as its config says.
-    offers, filled = list[Offer](), 0
+    # 2. Every sequence offers draft tokens, best first. All those of an offer that is `kept` are taken.
+    offers = list[Offer]()
+    table: Costs = ()
     for sequence, layout in zip(sequences, layouts, strict=True):
         config = sequence.config
-        if config.shared and (cost is not None or config.step_cost is None):
-            offer = sequence.standing_offer if layout is sequence.root_alone else None
-            offers.append(offer or sequence.offer(layout, config.budget, config.step_cost, sequence.trust, False))
-            if config.budget > filled:
-                filled = config.budget
-        else:
-            own = sequence.share(together)
-            weighed = None if own < config.budget else config.step_cost
-            offers.append(sequence.offer(layout, own, weighed, sequence.trust, True))
+        if config.step_cost is None or pads:
+            offers.append(sequence.offer(layout, sequence.share(together, pads), None, sequence.trust, True))
+            continue
+        offer = sequence.standing_offer if layout is sequence.root_alone else None
+        offers.append(offer or sequence.offer(layout, config.budget, sequence.weighed, sequence.trust, False))
+        if len(config.step_cost) > len(table):
+            table = config.step_cost
     # 3. The step takes the best of all.
-    most = None if cost is not None else filled - sum([offer.layout.size for offer in offers if not offer.kept])
+    times: Costs | None = (table if len(table) else None) if cost is None else cost.after(beside)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
-    share = Share(cost, most, None if limit is None else limit - rows, floor)
+    share = Share(times, None, None if limit is None else limit - rows, floor)
     trees, cut = sequences[0].drafter.choose(offers, share)
     refused = floor if cut is None else cut
     for sequence in sequences:
         sequence.best_refused = refused
     return trees
+
+
+class DraftBudget:
+    """Decides the draft tokens of an engine's steps, and learns from the times that these take. The engine notes those
+    of passes in `cost`.
+
+    Without a `cost` the sequences' configs decide alone, and no clock does: ranks that run one model together must
+    choose the same trees. A `guarded` budget compares steps with and without draft tokens, for each batch size. It may
+    live longer than an engine.
+    """
+
+    def __init__(self, cost: PassCost | None = None, *, guarded: bool = False) -> None:
+        self.cost, self.guarded = cost, guarded
+        self._guards: dict[int, DraftGuard] = {}
+
+    def choose_trees(
+        self, sequences: Sequence[DecodingSequence], limit: int | None = None, beside: int = 0, *, pads: bool = False
+    ) -> list[TokenTree]:
+        """One tree per sequence (see `choose_trees`); bare roots while drafting does not pay."""
+        if self.guarded and not self._guard(len(sequences)).drafts:
+            return [sequence.bare_root() for sequence in sequences]
+        return choose_trees(sequences, limit, self.cost, beside, pads=pads)
+
+    def note_step(self, sequences: int, drafted: bool, tokens: float, seconds: float) -> None:
+        """Learn from a step without prompts that gave each sequence this many tokens, if this budget is guarded."""
+        self._guard(sequences).record(drafted, tokens, seconds)
+
+    def _guard(self, sequences: int) -> DraftGuard:
+        return self._guards.setdefault(power_of_two(sequences), DraftGuard())

@@ -3,7 +3,7 @@
 A candidate's score is the estimated probability that it is accepted: its own rate times its parent's score. So a child
 never scores above its parent, and taking candidates best-first takes every parent before its child. The expected
 number of accepted tokens of a step is 1 + the sum of the scores taken. Given what a step of each size costs, the
-drafter knows before the step runs which size gives most tokens per second (`search.worth`).
+drafter knows before the step runs which size gives most tokens per second (`budget.worth`).
 
 `search.PythonDrafter` is the search in plain Python. `native.drafter.NativeDrafter` is the same search in C, with the
 same results bit for bit. `native.choose_drafter` is the one place that chooses between them.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.cost import Costs
 from lookahead.algorithm.successors import NOTHING, SuccessorTable, SuccessorTables
 from lookahead.algorithm.tree import Guesses, TokenTree, WindowLayout
 from lookahead.algorithm.verify import Verification

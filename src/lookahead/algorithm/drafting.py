@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.choice import choose_trees
-from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
@@ -22,16 +21,20 @@ from lookahead.algorithm.verify import Verdict, Verification
 
 
 class Drafting:
-    """Proposes and verifies the draft tokens of one batch after the other."""
+    """Proposes and verifies the draft tokens of one batch after the other.
 
-    def __init__(self) -> None:
+    `budget` decides how many pay. With `pads` a pass is padded to its longest tree.
+    """
+
+    def __init__(self, budget: DraftBudget | None = None, *, pads: bool = False) -> None:
+        self.budget, self._pads = budget or DraftBudget(), pads
         self._running: tuple[Drafter, Verification] | None = None
 
     def propose(
-        self, sequences: Sequence[DecodingSequence], limit: int | None = None, cost: Costs | None = None
+        self, sequences: Sequence[DecodingSequence], limit: int | None = None, beside: int = 0
     ) -> list[TokenTree]:
-        """One tree per sequence, of at most `limit` tokens together (see `choice.choose_trees`)."""
-        trees = choose_trees(sequences, limit, cost)
+        """One tree per sequence, of at most `limit` tokens together, in a pass with `beside` rows of prompts."""
+        trees = self.budget.choose_trees(sequences, limit, beside, pads=self._pads)
         # The limit is kept here, too: a pass must never have more rows than the backend takes.
         excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda index: trees[index].size) if excess > 0 else []

@@ -6,9 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate
 
-from lookahead.algorithm.counts import best_counts
+from lookahead.algorithm.budget import best_counts, worth
 from lookahead.algorithm.draft import ALONE, MOST_GUESSES, TAUGHT, Draft, Limits, Offer, Share, TextSettings
 from lookahead.algorithm.successors import SuccessorDict, Successors, SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
@@ -166,14 +165,6 @@ class Trie:
                     self.children.append({})
                 elif rates[origin] > rates[self.origins[node]]:
                     self.origins[node] = origin
-
-
-def worth(scores: Sequence[float], cost: Sequence[float], branch: int, taught: float) -> int:
-    """How many of the `scores` (the root's 1.0, then the guesses best first) give most tokens per unit of time. The
-    root is counted."""
-    last, expected = len(cost) - 1, enumerate(accumulate(scores))
-    gains = [(tokens + taught * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
-    return gains.index(max(gains)) + 1
 
 
 def _last_three(taken: list[Taken], draft: Draft) -> tuple[int, int, int]:

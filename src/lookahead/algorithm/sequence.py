@@ -9,6 +9,8 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
+from lookahead.algorithm.budget import equal_share, weighing_curve
+from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer, Standing
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import NO_DRAW, Adjustment
@@ -89,7 +91,8 @@ class DecodingSequence:
             if output:
                 self.prediction.follow(self.tokens, output)
         self._learns_early = all(source.learns_early for source in self._sources)
-        self._shares: dict[int, int] = {}
+        self.weighed = weighing_curve(self.config)
+        self._shares: dict[tuple[int, bool], int] = {}
         self._deepest = self.config.deepest
         # A window fills more than half of a share of the budget that is smaller than this.
         self._crowds_below = min(self.config.budget, 2 * self.config.window_tokens) if width else sys.maxsize
@@ -130,22 +133,24 @@ class DecodingSequence:
         """What scores are multiplied by before they are weighed against time."""
         return self._trust.ratio
 
-    def share(self, together: int) -> int:
-        """The config's share of the budget in a step of so many sequences."""
-        if together not in self._shares:
-            self._shares[together] = self.config.share(together)
-        return self._shares[together]
+    def share(self, sequences: int, pads: bool) -> int:
+        """The most tokens of this sequence's tree if all in a step get the same (see `budget.equal_share`)."""
+        key = sequences, pads
+        if key not in self._shares:
+            self._shares[key] = equal_share(self.config, sequences, pads=pads)
+        return self._shares[key]
 
-    def propose(self, together: int = 1, limit: int | None = None) -> TokenTree:
-        """The next step's tree, of at most `limit` tokens. `together` sequences share the step's budget equally."""
-        # How many tokens this sequence may put into the step: K, or its share of K. A share is limited to what is
-        # nearly free already, so it needs no weighing.
-        share = self.share(together)
-        cost = None if share < self.config.budget else self.config.step_cost
-        layout = self.layout(share)
+    def propose(self, limit: int | None = None, cost: PassCost | None = None) -> TokenTree:
+        """The tree of a step of this sequence alone, of at most `limit` tokens. `cost` is what a pass costs now;
+        without it, the config's curve counts."""
+        most = self.config.budget
+        weighed: Sequence[float] | None = self.weighed
+        if weighed is not None and cost is not None:
+            weighed = cost.first(most) or weighed
+        layout = self.layout(most)
         if limit is not None and layout.size > limit:
-            layout = self.layout(0)
-        trees, _ = self.drafter.choose([self.offer(layout, share if limit is None else min(share, limit), cost)])
+            layout = self.root_alone
+        trees, _ = self.drafter.choose([self.offer(layout, most if limit is None else min(most, limit), weighed)])
         return trees[0]
 
     def offer(
@@ -179,10 +184,10 @@ class DecodingSequence:
         """What this sequence offers in all steps that it shares with others and in which it has no window, if all that
         changes from one to the next is in C."""
         config, draft = self.config, self._draft
-        if not config.shared or config.budget < 2 or self._proposing or draft.text is None:
+        if config.step_cost is None or config.budget < 2 or self._proposing or draft.text is None:
             return None
         standing = Standing(self._trust.cell, min(self.prompt_tokens + self.room, MOST_TOKENS))
-        layout, most, cost = self.root_alone, config.budget - 1, config.step_cost
+        layout, most, cost = self.root_alone, config.budget - 1, self.weighed
         return Offer(layout, (), draft, most, self._deepest, cost, bonus=self._bonus, kept=False, standing=standing)
 
     def bare_root(self) -> TokenTree:

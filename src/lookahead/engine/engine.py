@@ -6,17 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 
-from lookahead.algorithm.counts import Costs
+from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.drafting import Drafting
-from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.exact import check_exact
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.engine.inputs import input_of, needs_most
-from lookahead.engine.pace import Pace
-from lookahead.engine.pass_times import PassTimes
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.engine.scheduler import Part, Pass, Scheduler
 from lookahead.engine.stages import NOT_BEGUN, Begun, Launched, Settled, verdicts_of
@@ -35,26 +31,23 @@ class Engine:
     admitted, at most `max_sequences` at once (see `scheduler`). A text depends on its request alone: not on its
     neighbours, nor on whether its K/V came from another request or had to make room for one in between.
 
-    With a `pace`, steps carry no guesses while those do not pay. `cost[k]` is the time of a pass of k + 1 tokens, as it
-    was measured; the engine notes how long they really take (`times`). `most_beside`: see `scheduler`. `watch`, if set,
-    is called after every pass with its rows and its seconds.
+    `budget` decides how many draft tokens a step takes; the engine notes in it how long passes really take.
+    `most_beside`: see `scheduler`. `watch`, if set, is called after every pass with its rows and its seconds.
     """
 
     def __init__(
         self,
         backend: Backend,
-        pace: Pace | None = None,
-        cost: Costs | None = None,
+        budget: DraftBudget | None = None,
         max_sequences: int = MAX_SEQUENCES,
         most_beside: int = MOST_BESIDE,
     ) -> None:
-        self.backend, self.pace = backend, pace
+        self.backend = backend
         self.watch: Callable[[int, float], None] | None = None
-        self.times = None if cost is None else PassTimes(cost)
         self._scheduler = Scheduler(backend, max_sequences, most_beside)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
-        self._drafting = Drafting()
+        self._drafting = Drafting(budget, pads=backend.capabilities.pads)
         self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._begun = NOT_BEGUN
         self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
@@ -116,6 +109,11 @@ class Engine:
             requests.clear()
 
     @property
+    def budget(self) -> DraftBudget:
+        """What decides how many draft tokens a step takes."""
+        return self._drafting.budget
+
+    @property
     def running(self) -> list[int]:
         """The ids of the requests that have not finished, in the order in which they came."""
         return list(self._requests)
@@ -169,10 +167,11 @@ class Engine:
         seconds = settled.time - begun.time
         if self.backend.captures != begun.captures:
             return settled  # the time of a capture says nothing about the next step
-        if self.times is not None and len(begun.passes) == 1:
-            self.times.note(begun.passes[0].tokens, seconds)
-        if self.pace is not None and settled and not any(part.trail for one in begun.passes for part in one.parts):
-            self.pace.record(any(len(r.input.tree) > 1 for r in results), settled.mean_tokens, seconds)
+        if self.budget.cost is not None and len(begun.passes) == 1:
+            self.budget.cost.note(begun.passes[0].rows_run(pads=self.backend.capabilities.pads), seconds)
+        if self.budget.guarded and settled and not any(part.trail for one in begun.passes for part in one.parts):
+            drafted = any(result.input.tree.size > 1 for result in results)
+            self.budget.note_step(len(results), drafted, settled.mean_tokens, seconds)
         return settled
 
     def _propose(self, one: Pass) -> None:
@@ -182,7 +181,7 @@ class Engine:
         begin = perf_counter()
         sequences = [part.request.sequence for part in one.parts]
         try:
-            trees = self._trees(sequences, one.limit, sum([len(part.trail) for part in one.parts]))
+            trees = self._drafting.propose(sequences, one.limit, sum([len(part.trail) for part in one.parts]))
         except Exception:
             failed = self._culprits(one.parts)
             if not failed:
@@ -193,12 +192,6 @@ class Engine:
         for part, tree in zip(one.parts, trees, strict=True):
             part.tree = tree
         one.propose_seconds = (perf_counter() - begin) / len(sequences)
-
-    def _trees(self, sequences: Sequence[DecodingSequence], limit: int | None, beside: int) -> list[TokenTree]:
-        """A tree for each sequence, in a pass that has `beside` tokens of prompts."""
-        if self.pace is not None and not self.pace.guesses:
-            return [sequence.bare_root() for sequence in sequences]
-        return self._drafting.propose(sequences, limit, None if self.times is None else self.times.after(beside))
 
     def _culprits(self, parts: Sequence[Part]) -> list[tuple[Request, Exception]]:
         """The requests that cannot propose a tree, each with its exception."""

@@ -53,6 +53,12 @@ class Pass:
         """How many tokens the parts have together."""
         return sum([len(part.trail) + part.tree.size for part in self.parts])
 
+    def rows_run(self, *, pads: bool) -> int:
+        """How many rows the backend runs for these tokens: where it `pads`, each part has as many as the longest."""
+        if not pads:
+            return self.tokens
+        return len(self.parts) * max([len(part.trail) + part.tree.size for part in self.parts])
+
 
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.

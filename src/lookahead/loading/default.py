@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
+from lookahead.algorithm.budget import weighing_curve
+from lookahead.algorithm.cost import CostCurve, PassCost, stairs
 from lookahead.backends.base import Backend
 from lookahead.backends.exact import default_within, exact_config
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig
 from lookahead.loading import profiles
 from lookahead.loading.fitting import fitted, pass_cost
-from lookahead.loading.step_cost import StepCost, stairs
 
 
 def default_config(name: str, backend: Backend, log: Callable[[str], None] | None = None) -> LookaheadConfig:
@@ -29,23 +27,21 @@ def default_config(name: str, backend: Backend, log: Callable[[str], None] | Non
     return fitted(default_within(backend), backend, cache_dir(), log)
 
 
-def batch_cost(
-    backend: Backend, config: LookaheadConfig, log: Callable[[str], None] | None = None
-) -> npt.NDArray[np.float64] | None:
-    """The time of a pass by its rows, whosever they are, for the choice of guesses across sequences.
+def batch_cost(backend: Backend, config: LookaheadConfig, log: Callable[[str], None] | None = None) -> PassCost | None:
+    """What a pass costs by its total number of rows, for the engine's `DraftBudget`.
 
     None where a pass is padded to its longest input, and for the graph backend on a CPU, where it is only tested. On
-    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which the default config tells.
+    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which the default config says.
     """
     sizes = backend.capabilities.row_sizes
     if backend.capabilities.pads:
         return None
     if not sizes:
-        times = config.step_cost
+        times = weighing_curve(config)
         if times is None:
             return None
-        return np.asarray(StepCost(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
+        return PassCost(CostCurve(tuple(range(1, len(times) + 1)), times).table(backend.most_rows))
     if backend.device.type == "cpu":
         return None
     table = pass_cost(backend, cache_dir(), log)
-    return None if table is None else np.asarray(stairs(table, sizes))
+    return None if table is None else PassCost(stairs(table, sizes))

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
+from lookahead.algorithm.budget import fit_config
+from lookahead.algorithm.cost import CostCurve
 from lookahead.backends.base import Backend
 from lookahead.cache import key_of, read_json, write_json
 from lookahead.config import LookaheadConfig
-from lookahead.loading.step_cost import StepCost, suited
 from lookahead.loading.timing import PASS_SIZES, SHORTEST, measure, measure_passes, worth_timing
 from lookahead.machine import processor
 
 ATTEMPTS, DAY = 4, 86400.0
-"""How often a machine that is not calm is measured before its curve is taken as it is, for the next so many seconds."""
+"""Attempts before an unstable measurement is accepted, and for how many seconds it then is."""
 
 VERSION = 4
 """Of a curve's file. Version 1 timed chains, not trees, version 2 some captures; 3 named its version nowhere."""
@@ -31,7 +32,7 @@ def fitted(
     folder: Path,
     log: Callable[[str], None] | None = None,
     ranks: int = 1,
-    hasty: bool = False,
+    quick: bool = False,
 ) -> LookaheadConfig:
     """The config for a backend's model on this machine. The measured curve is kept in `folder`; `ranks` share a step.
 
@@ -41,13 +42,16 @@ def fitted(
     if backend.capabilities.ranks > 1:
         return config
     identity = {**identity_of(backend), "torch": torch.__version__}
-    return suited(config, cached(backend, identity, folder, log, hasty).shared(ranks))
+    return fit_config(config, cached(backend, identity, folder, log, quick).across(ranks))
 
 
 def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None = None) -> tuple[float, ...] | None:
-    """t of passes of 1 to 512 tokens (or `backend.most_rows`), for `algorithm.choice.choose_trees`: read from `folder`,
-    or measured and written there. None for a backend that pads a pass to its longest input, for a tensor-parallel model
-    (see `fitted`), and for a context too short to measure in."""
+    """t of passes of 1 to 512 rows (or `backend.most_rows`), for `algorithm.cost.PassCost`: read from `folder`, or
+    measured and written there.
+
+    None for a backend that pads a pass to its longest input, for a tensor-parallel model (see `fitted`), and for a
+    context too short to measure in.
+    """
     if backend.capabilities.pads or backend.capabilities.ranks > 1 or (backend.max_length or SHORTEST) < SHORTEST:
         return None
     identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
@@ -60,36 +64,34 @@ def cached(
     identity: dict[str, Any],
     folder: Path,
     log: Callable[[str], None] | None = None,
-    hasty: bool = False,
-    measured: Callable[[Backend], StepCost] | None = None,
-) -> StepCost:
+    quick: bool = False,
+    measured: Callable[[Backend], CostCurve] | None = None,
+) -> CostCurve:
     """The curve of this model on this machine: read from `folder`, or measured and written there.
 
-    A hasty curve in the folder is good enough for a hasty call alone. One that was measured while the machine was busy
-    is measured again.
-    A folder that cannot be written is no error. The curve is then measured again next time.
+    A curve that is not stable is measured again, unless the call is `quick`: that takes what is there, and else
+    measures for about a second, which is never stable. A folder that cannot be written is no error. The curve is then
+    measured again next time.
     """
     facts = {**identity, "machine": processor(), "cores": os.cpu_count()}
     path = folder / "step-cost" / f"{key_of(facts)}.json"
     try:
         stored = read_json(path, VERSION)
-        if stored["hasty"] and not hasty:
-            raise ValueError("measured in haste")
-        known = StepCost(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
-        attempts = int(stored.get("attempts", 0))
+        known = CostCurve(tuple(map(int, stored["sizes"])), tuple(map(float, stored["seconds"])))
+        attempts = int(stored["attempts"])
         recent = time() - path.stat().st_mtime < DAY
-        if hasty or stored.get("calm", True) or (attempts >= ATTEMPTS and recent):
+        if quick or stored["stable"] or (attempts >= ATTEMPTS and recent):
             return known
     except (OSError, ValueError, KeyError, TypeError):
         known, attempts = None, 0
     if log is not None:
-        why = "once per model" if known is None else "again: it was busy the last time"
+        why = "once per model" if known is None else "again: the times of the last attempt were not stable"
         log(f"measuring what a step costs on this machine ({why}) ...")
-    cost = measure(backend, worth_timing(backend), hasty=hasty) if measured is None else measured(backend)
+    cost = measure(backend, worth_timing(backend), quick=quick) if measured is None else measured(backend)
     cost = cost if known is None else cost.with_faster(known)
-    content = {"sizes": cost.sizes, "seconds": cost.seconds, "hasty": hasty, "calm": cost.calm}
+    content = {"sizes": cost.sizes, "seconds": cost.seconds, "stable": cost.stable}
     with suppress(OSError):
-        write_json(path, {**content, "attempts": attempts + 1, "of": facts}, VERSION)
+        write_json(path, {**content, "attempts": attempts + (not quick), "of": facts}, VERSION)
     return cost
 
 

@@ -1,4 +1,4 @@
-"""The timing of steps and passes, for `step_cost`.
+"""The timing of steps and passes, for `algorithm.cost`.
 
 How a step is timed (`measure`):
 
@@ -14,14 +14,15 @@ How a step is timed (`measure`):
    a thousand times as long as a step. Such one-off work does not count as time spent. A time in which the backend's
    `captures` grew is thrown away. There are up to four rounds. No round begins after `MAX_SECONDS` of steps, and within
    the first no size. The time of a size is that of its fastest step.
-5. If most sizes were clearly slower in their second-fastest round, the machine was busy. Such a curve is used, but the
-   next load measures again, and keeps the faster time of each size.
+5. If most sizes were clearly slower in their second-fastest round, or there was none, the curve is not stable: the
+   machine may have been busy. Such a curve is used, but the next load measures again, and keeps the faster time of
+   each size.
 
 `measure_passes` times passes of several sequences, for a backend whose passes are flat lists of tokens: there the time
-of a pass depends on how many tokens it has, and not on whose they are.
+of a pass depends on its number of rows alone.
 
-A `hasty` measurement is for a call that somebody waits for: fewer sizes and one round, which ends after `HASTE`
-seconds of steps. Its curve is kept, too, until somebody measures properly.
+A `quick` measurement is for a call that somebody waits for: fewer sizes and one round, which ends after `QUICK_SECONDS`
+of steps. Its curve is never stable, so it is kept only until the next load.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from time import perf_counter
 
+from lookahead.algorithm.cost import CostCurve
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
 from lookahead.config import SamplingParams
-from lookahead.loading.step_cost import StepCost
 
 TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""The step sizes K that are timed; `StepCost.table` draws straight lines between them."""
+"""The step sizes K that are timed; `CostCurve.table` draws straight lines between them."""
 WIDE_SIZES = (*TIMED_SIZES, 192, 256, 384, 512)
 """For tuning and benchmarks, which may try larger steps than the default."""
 PREFIX = 96
@@ -45,14 +46,14 @@ BRANCHES, DEPTH = 8, 16
 """The most branches, and the greatest depth, of the tree that is timed."""
 MAX_SECONDS = 6.0
 """No further round begins after this many seconds of steps."""
-HASTY_SIZES, HASTE = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
-"""What a hasty measurement times, and the seconds after which it times no further size."""
+QUICK_SIZES, QUICK_SECONDS = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
+"""What a quick measurement times, and the seconds after which it times no further size."""
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """The tokens of a pass that `measure_passes` times."""
 LARGEST_TREE, SHORTEST = 64, 128
 """The most tokens that one sequence has in such a pass, and the shortest context that they are timed in."""
-CALM = 1.15
-"""A machine is calm while the second-fastest round takes at most this many times as long as the fastest."""
+STABLE = 1.15
+"""Times are stable while the second-fastest round takes at most this many times as long as the fastest."""
 DEAREST = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
@@ -78,15 +79,15 @@ def measure(
     sizes: Sequence[int] = TIMED_SIZES,
     rounds: int = 4,
     patience: float = MAX_SECONDS,
-    hasty: bool = False,
-) -> StepCost:
+    quick: bool = False,
+) -> CostCurve:
     """Time real steps of every size, as the module's docstring says; a few seconds on a CPU.
 
     `patience` is the number of seconds after which no further round begins. The fastest round counts, because other
     programs on the machine can slow a step down and never speed one up.
     """
-    if hasty:
-        sizes, rounds, patience = HASTY_SIZES, 1, HASTE
+    if quick:
+        sizes, rounds, patience = QUICK_SIZES, 1, QUICK_SECONDS
     context = backend.max_length or PREFIX + max(sizes) + (rounds + 1) * len(sizes)
     prefix = min(PREFIX, context // 4)
     slot = backend.open()
@@ -122,7 +123,7 @@ def measure(
     finally:
         backend.close(slot)
     found = {size: min(times) for size, times in taken_by.items() if times} or {1: 1.0}
-    return StepCost(tuple(found), tuple(found.values()), is_calm(taken_by.values()))
+    return CostCurve(tuple(found), tuple(found.values()), is_stable(taken_by.values()))
 
 
 def timed(backend: Backend, inputs: Sequence[StepInput]) -> float:
@@ -135,14 +136,12 @@ def timed(backend: Backend, inputs: Sequence[StepInput]) -> float:
     return taken if backend.captures == before else NOT_A_STEP
 
 
-def is_calm(rounds: Iterable[Sequence[float]]) -> bool:
-    """Whether, for most sizes, the second-fastest round took hardly longer than the fastest.
-
-    If there was no time for a second round, nobody can tell; then it is not calm.
-    """
+def is_stable(rounds: Iterable[Sequence[float]]) -> bool:
+    """Whether, for most sizes, the second-fastest round took hardly longer than the fastest. A size with one round is
+    not stable."""
     timed = [sorted(taken) for taken in rounds if taken]
-    calm = [taken for taken in timed if len(taken) > 1 and taken[1] <= CALM * taken[0]]
-    return bool(timed) and 2 * len(calm) >= len(timed)
+    stable = [taken for taken in timed if len(taken) > 1 and taken[1] <= STABLE * taken[0]]
+    return bool(timed) and 2 * len(stable) >= len(timed)
 
 
 def worth_timing(backend: Backend) -> list[int]:
@@ -150,7 +149,7 @@ def worth_timing(backend: Backend) -> list[int]:
     return [size for size in TIMED_SIZES if size <= (backend.capabilities.exact_nodes or size)]
 
 
-def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> StepCost:
+def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> CostCurve:
     """Time passes of each size, twice after a warm-up: trees of up to LARGEST_TREE tokens (fewer in a short context) of
     as many sequences as it takes, each with `PREFIX` tokens before its root. Sizes are left out that are above
     `backend.most_rows`, or for whose sequences there is no memory."""
@@ -182,5 +181,5 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
             backend.close(slot)
     found = {size: taken for size, taken in best.items() if taken != NOT_A_STEP}
     if not found:
-        return StepCost((1,), (1.0,), calm=False)
-    return StepCost(tuple(found), tuple(found.values()))
+        return CostCurve((1,), (1.0,), stable=False)
+    return CostCurve(tuple(found), tuple(found.values()))

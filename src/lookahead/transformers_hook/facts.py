@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.support import input_device
 from lookahead.config import LookaheadConfig
-from lookahead.engine.pace import Pace
 from lookahead.models.patches import global_hooks, patch_of
 
 
@@ -24,8 +24,9 @@ class ModelFacts:
 
     `code` are the hooks and forward methods that `state` knows by their ids; `patch` names one that is not the model's
     own. `probed` has the forms of calls whose probe went well (`prompt.Start.form`), and for each form the sizes of the
-    trees that were tried because of the patch. `paces` are kept by batch size. `graph` is the model's graph backend, if
-    a call could have one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
+    trees that were tried because of the patch. `default` is the config of calls that give none, and
+    `budget` decides how many draft tokens their steps take. `graph` is the model's graph backend, if a call could have
+    one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
     `places` are where the model's weights lay when it was last up to date with them.
     `broken` is why its kernels do not compile, if they do not: it is tried once.
     `logged` are the lines that its calls have logged, each once.
@@ -37,7 +38,7 @@ class ModelFacts:
     probed: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)
     memory: SharedMemory = field(default_factory=SharedMemory)
     default: LookaheadConfig | None = None
-    paces: dict[int, Pace] = field(default_factory=dict)
+    budget: DraftBudget = field(default_factory=DraftBudget)
     graph: GraphBackend | None = None
     places: Sequence[int] = ()
     broken: str | None = None

@@ -13,7 +13,9 @@ from weakref import proxy
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lookahead.algorithm.choice import power_of_two
+from lookahead.algorithm.budget import without_cost
+from lookahead.algorithm.choice import DraftBudget
+from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
@@ -30,7 +32,6 @@ from lookahead.backends.support import cached_shapes
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.engine import Engine
-from lookahead.engine.pace import Pace
 from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
 from lookahead.models.facts import PositionLimit, UnsupportedModelError, kind_of, position_limit
@@ -175,8 +176,9 @@ class Run:
     def _set_up(self, backend: Backend, config: LookaheadConfig | None, rules: BatchRules) -> Engine:
         """Choose the backend, and make one sequence per batch entry and the engine that decodes them."""
         self.backend = backend
-        self.sequences = self._sequences(self._exact(config or self._default()), rules)
-        return Engine(backend, self._pace() if config is None else None)
+        chosen, budget = (config, DraftBudget()) if config is not None else self._default()
+        self.sequences = self._sequences(self._exact(chosen), rules)
+        return Engine(backend, budget)
 
     def _decode(
         self,
@@ -229,14 +231,23 @@ class Run:
             kept |= {name: tuple(parts) for name, parts in self.watch.kept.items()}
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
-    def _default(self) -> LookaheadConfig:
-        """The config where none was given. Where steps are captured, one of the whole budget costs little more than one
-        of a token, so that nothing is measured."""
-        if self.backend.capabilities.row_sizes:
-            return LookaheadConfig(shared=True)
+    def _default(self) -> tuple[LookaheadConfig, DraftBudget]:
+        """The config where none was given, and what decides how many draft tokens its steps take.
+
+        Where steps are captured, one of the whole budget costs little more than one of a token, so that nothing is
+        measured and no clock decides. Neither does one for the ranks of a tensor-parallel model: each would judge by
+        its own, and wait for the others for ever. Elsewhere a curve is measured quickly, and the budget is guarded.
+        """
+        capabilities = self.backend.capabilities
+        if capabilities.row_sizes:
+            return without_cost(LookaheadConfig()), DraftBudget()
         if self.facts.default is None:
-            self.facts.default = fitted(LookaheadConfig(), self.backend, cache_dir(), hasty=True)
-        return self.facts.default
+            default = fitted(LookaheadConfig(), self.backend, cache_dir(), quick=True)
+            if capabilities.ranks == 1:
+                cost = None if default.step_cost is None else PassCost(default.step_cost)
+                self.facts.budget = DraftBudget(cost, guarded=True)
+            self.facts.default = default
+        return self.facts.default, self.facts.budget
 
     def _exact(self, config: LookaheadConfig) -> LookaheadConfig:
         """The config as the backend runs it exactly. What was changed is logged once for each model."""
@@ -261,16 +272,6 @@ class Run:
     def used(self) -> str:
         """The name of the backend that the call ran on."""
         return self.backend.capabilities.name
-
-    def _pace(self) -> Pace | None:
-        """The pace of the default config where a step with guesses may cost more than it gives.
-
-        A tensor-parallel model has none: its ranks would each judge by their own clock, and wait for the others for
-        ever. Where steps are captured, trees depend on no clock.
-        """
-        if self.backend.capabilities.row_sizes or self.backend.capabilities.ranks > 1:
-            return None
-        return self.facts.paces.setdefault(power_of_two(len(self.sequences)), Pace())
 
     def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
         """Up to how many positions this call may go. Raises ValueError if it is sure, or likely and hard, to go beyond.

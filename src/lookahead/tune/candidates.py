@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from lookahead.algorithm.budget import fit_config, weighing_curve, without_cost
+from lookahead.algorithm.cost import CostCurve
 from lookahead.config import LookaheadConfig
-from lookahead.loading.step_cost import StepCost, suited
 
 AUTOREGRESSIVE = "autoregressive"
 LOOKUP, PAPERS, FILLED, FITTED = "prompt lookup", "paper", "default", "fitted"
@@ -43,7 +44,7 @@ class Candidate:
 
 
 def all_candidates(
-    cost: StepCost,
+    cost: CostCurve,
     context: int | None = None,
     *,
     half: bool = False,
@@ -65,15 +66,15 @@ def all_candidates(
     for window, ngram in SHAPES:
         config = LookaheadConfig.paper(window, ngram, window, prompt=True)
         found.append(Candidate(f"paper W={window} N={ngram} G={window}", PAPERS, config))
-    whole = {budget: LookaheadConfig().adapted(budget=budget, shared=True) for budget in BUDGETS}
+    whole = {budget: without_cost(LookaheadConfig().adapted(budget=budget)) for budget in BUDGETS}
     found += [Candidate(f"default K={budget}", FILLED, config) for budget, config in whole.items()]
     fitted = set[int]()
     for budget in FITTED_BUDGETS:
         # A larger budget is another config only where its steps are affordable.
         if budget == FITTED_BUDGETS[0] or table[budget // 2 - 1] <= 2.5 * table[0]:
             largest = min(budget, nodes or budget)
-            config = suited(whole.get(largest) or LookaheadConfig().adapted(budget=largest, shared=True), cost)
-            if config.step_cost is not None and largest not in fitted:
+            config = fit_config(LookaheadConfig().adapted(budget=largest), cost)
+            if weighing_curve(config) is not None and largest not in fitted:
                 fitted.add(largest)
                 found.append(Candidate(f"default K<={largest}, fitted", FITTED, config))
     return [replace(one, config=one.config.within(None, depth)) for one in found if one.config.budget <= max(most, 1)]

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from lookahead.algorithm.budget import weighing_curve
+from lookahead.algorithm.cost import CostCurve
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.engine.settings import RequestSettings
 from lookahead.loading import profiles
-from lookahead.loading.step_cost import StepCost
 from lookahead.loading.timing import WIDE_SIZES, measure
 from lookahead.machine import processor
 from lookahead.tune.candidates import AUTOREGRESSIVE, BUDGETS, FITTED, Candidate, all_candidates
@@ -46,7 +47,7 @@ class Result:
     model: str
     predictions: tuple[Prediction, ...]
     best: Prediction
-    cost: StepCost
+    cost: CostCurve
     laws: Laws
     prompts: int
     tokens: int
@@ -85,7 +86,7 @@ def row(one: Prediction) -> dict[str, Any]:
         "name": one.candidate.name,
         **{name: getattr(config, name) for name in ("window", "ngram", "guesses", "budget")},
         "sources": list(config.sources),
-        "fitted": config.step_cost is not None,
+        "fitted": weighing_curve(config) is not None,
         "basis": one.basis,
         "tokens_per_step": one.step_tokens,
         "compression": one.compression,
@@ -101,7 +102,7 @@ class Tuner:
         model: Any,
         settings: RequestSettings,
         *,
-        cost: StepCost | None = None,
+        cost: CostCurve | None = None,
         say: Say | None = None,
     ) -> None:
         """`settings` are those of every answer: with a seed, so that all candidates write the same text. A `cost` that
@@ -183,7 +184,7 @@ def tune(
     *,
     acceptance: bool = True,
     second_looks: int = SECOND_LOOKS,
-    cost: StepCost | None = None,
+    cost: CostCurve | None = None,
     say: Say | None = None,
     max_tokens: int = 64,
     temperature: float = 0.0,

@@ -21,7 +21,9 @@ from marks import examples
 from toy import steps, toy_model
 
 from lookahead import LookaheadConfig
-from lookahead.algorithm.choice import choose_trees
+from lookahead.algorithm.budget import without_cost
+from lookahead.algorithm.choice import DraftBudget, choose_trees
+from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.draft import Draft, Drafter, Limits
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter
@@ -367,11 +369,12 @@ def test_every_step_of_the_graph_backend_is_the_same(
     monkeypatch.setattr(DecodingSequence, "_show", shown)
 
     def run(drafter: Drafter) -> list[Any]:
-        engine = Engine(GraphBackend(copy.deepcopy(model)), cost=COST if shared else None)
-        if engine.times is not None:  # or the trees would depend on how busy the machine is
-            engine.times.note = lambda rows, seconds: None  # type: ignore[method-assign]
+        cost = PassCost(COST)
+        cost.note = lambda rows, seconds: None  # type: ignore[method-assign] # or trees depend on how busy the machine is
+        engine = Engine(GraphBackend(copy.deepcopy(model)), DraftBudget(cost if shared else None))
         memory, seen = SharedMemory(drafter), list[Any]()
-        config = LookaheadConfig(window=3, ngram=ngram, guesses=4, budget=40, sources=SOURCES, shared=shared)
+        config = LookaheadConfig(window=3, ngram=ngram, guesses=4, budget=40, sources=SOURCES)
+        config = without_cost(config) if shared else config
         for seed, prompt in enumerate([[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3, 4]]):
             sampling, rules = SamplingParams(temperature=temperature, seed=seed), StopRules(max_tokens=24 + 8 * seed)
             sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
@@ -432,7 +435,7 @@ def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(mo
 
 
 def test_a_text_without_an_end_fits_into_c() -> None:
-    rules, memory, shared = StopRules(max_tokens=2**40), SharedMemory(OURS), replace(EVERYTHING, shared=True)
+    rules, memory, shared = StopRules(max_tokens=2**40), SharedMemory(OURS), without_cost(EVERYTHING)
     sequences = [DecodingSequence([1, 2, 1], shared, None, rules, memory=memory) for _ in range(9)]
     assert all(sequence.standing_offer for sequence in sequences)
     assert all(len(tree) > 1 for tree in choose_trees(sequences))
@@ -440,7 +443,7 @@ def test_a_text_without_an_end_fits_into_c() -> None:
 
 def test_memory_in_c_is_freed_with_its_sequence() -> None:
     """At once, not when the garbage collector comes."""
-    memory, shared = SharedMemory(OURS), replace(EVERYTHING, shared=True)
+    memory, shared = SharedMemory(OURS), without_cost(EVERYTHING)
     sequences = [DecodingSequence([1, 2, 1], shared, memory=memory) for _ in range(9)]
     choose_trees(sequences)
     texts = [weakref.ref(sequence._draft.text) for sequence in sequences]

@@ -17,6 +17,7 @@ from tiny import greedy, outputs, random_tree, root, run, tiny
 
 import lookahead
 from lookahead import LookaheadConfig, LookaheadModel
+from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.base import NO_TREE
 from lookahead.backends.choose import make_backend
@@ -249,7 +250,7 @@ def test_half_precision_batches_that_share_equal_their_sequences_alone(count: in
     prompts = texts(count, (300, 8, 40, 1), 64)
     expected = [outputs(backend, [prompt], AUTOREGRESSIVE, 40)[0] for prompt in prompts]
     assert outputs(backend, prompts, AUTOREGRESSIVE, 40) == expected
-    assert outputs(backend, prompts, LookaheadConfig(shared=True), 40) == expected
+    assert outputs(backend, prompts, without_cost(LookaheadConfig()), 40) == expected
     if count * LookaheadConfig().budget <= 1024:
         assert outputs(backend, prompts, LookaheadConfig(), 40) == expected
 

@@ -25,6 +25,7 @@ from tiny import PROMPTS, VOCABULARY, greedy, outputs, random_tree, root, run, t
 from torch import nn
 
 from lookahead import LookaheadConfig
+from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
@@ -328,7 +329,7 @@ def test_a_shared_budget_fills_the_invariant_rows(count: int, device: str, plain
         return launch(backend, inputs)
 
     backend.launch = noting  # type: ignore[method-assign]
-    found = outputs(backend, prompts, LookaheadConfig(shared=True), 24)
+    found = outputs(backend, prompts, without_cost(LookaheadConfig()), 24)
     assert found == [plain(model, prompt, 24) for prompt in prompts]
     assert INVARIANT_ROWS // 2 < max(trees) <= INVARIANT_ROWS
 

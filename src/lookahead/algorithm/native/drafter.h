@@ -5,7 +5,7 @@
      table.c    SuccessorDict, in successors.py
      text.c     SuffixSource, PromptSource and JacobiSource, in sources/suffix.py and sources/pool.py
      draft.c    PythonDrafter.grow, in search.py, and SuccessorTables.look_up, in successors.py
-     choice.c   PythonDrafter.choose, in search.py, and best_counts, in counts.py
+     choice.c   PythonDrafter.choose, in search.py, and best_counts, in budget.py
      accept.c   accept, in verify.py
      workers.c  no twin: threads that do some of the searches of a choice
      layout.c   no twin: where the fields of the structs are that Python packs

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from lookahead.algorithm.budget import without_cost
+from lookahead.algorithm.choice import DraftBudget
+from lookahead.algorithm.cost import PassCost, stairs
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput
@@ -27,11 +30,10 @@ from lookahead.bench.gpu.timing import bytes_read, copy_bandwidth
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
-from lookahead.loading.step_cost import stairs
 from lookahead.loading.timing import measure_passes
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
-METHODS = {"autoregressive": LookaheadConfig.autoregressive(), "default": LookaheadConfig(shared=True)}
+METHODS = {"autoregressive": LookaheadConfig.autoregressive(), "default": without_cost(LookaheadConfig())}
 SAMPLINGS = {"greedy": SamplingParams(), "T=0.7": SamplingParams(temperature=0.7)}
 ROUNDS, ANSWERS = 1.5, {"greedy": 12, "T=0.7": 6}
 """For how many answers of every sequence a run is timed, after the first step of all of them; and for how many answers
@@ -151,7 +153,7 @@ def batch(bench: GpuBench) -> None:
             for name, config in METHODS.items():
                 measured: dict[str, Any] = {}
                 for warm in (True, False):
-                    engine = Engine(backend, cost=cost, max_sequences=count)
+                    engine = Engine(backend, DraftBudget(PassCost(cost)), max_sequences=count)
                     load = Load(engine, prompts, config, sampling, rules)
                     for _ in range(2 * count):
                         load.add()

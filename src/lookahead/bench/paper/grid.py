@@ -6,11 +6,11 @@ machine, so with the t(K) of another one (`--step-cost`) the best there can be p
 
 from __future__ import annotations
 
+from lookahead.algorithm.cost import CostCurve
 from lookahead.bench.report.plots import Curves, Points
 from lookahead.bench.report.sections import Section, by_data, comparison, times
 from lookahead.bench.run import costs
 from lookahead.bench.run.summary import BenchRun, Line
-from lookahead.loading.step_cost import StepCost
 from lookahead.loading.timing import WIDE_SIZES
 from lookahead.tune.candidates import at
 from lookahead.tune.scaling_law import PAPER, Point, ScalingLaw, fit
@@ -20,7 +20,7 @@ def measure(run: BenchRun) -> None:
     costs.measured(run)
 
 
-def projected(line: Line, cost: StepCost) -> float:
+def projected(line: Line, cost: CostCurve) -> float:
     """Speedup over one token per step, from S and t(K) alone."""
     return cost.table(1)[0] * line.compression / at(cost.table(WIDE_SIZES[-1]), line.stats.tokens_per_step)
 

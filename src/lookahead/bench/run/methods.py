@@ -51,7 +51,7 @@ class Method:
 
 def plain(config: LookaheadConfig | None) -> dict[str, Any] | None:
     """A config as JSON, without what the user did not choose: the measured step cost, and limits that are not set."""
-    hidden = {"step_cost", "shared"}
+    hidden = {"step_cost"}
     if config is not None:
         hidden |= {name for name, usual in (("max_depth", None), ("exact", True)) if getattr(config, name) is usual}
     return None if config is None else {k: v for k, v in asdict(config).items() if k not in hidden}
@@ -85,7 +85,7 @@ def _paper(text: str, name: str, *, prompt: bool) -> LookaheadConfig:
 
 
 def _fields(text: str, name: str) -> LookaheadConfig:
-    known = {field.name for field in fields(LookaheadConfig)} - {"step_cost", "suffix_oldest", "shared"}
+    known = {field.name for field in fields(LookaheadConfig)} - {"step_cost", "suffix_oldest"}
     given: dict[str, Any] = {}
     for part in text.split(","):
         field, equals, value = part.partition("=")

@@ -8,7 +8,6 @@ from typing import Any
 from lookahead.bench.run.methods import Method
 from lookahead.bench.run.stock import Stock
 from lookahead.config import LookaheadConfig
-from lookahead.engine.pass_times import PassTimes
 from lookahead.generate import LookaheadModel
 from lookahead.loading.default import batch_cost, default_config
 
@@ -25,8 +24,7 @@ def fitted(
     made.prepare(log=say)
     if config is None:
         made.default_config = default_config(made.name, made.backend, say)
-        if (costs := batch_cost(made.backend, made.default_config, say)) is not None:
-            made.engine.times = PassTimes(costs)
+        made.engine.budget.cost = batch_cost(made.backend, made.default_config, say)
     return made
 
 

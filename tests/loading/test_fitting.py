@@ -1,41 +1,35 @@
-"""The step-cost curve on a scripted clock: measured, drawn, kept, and what it makes of a config."""
+"""The cost of steps and passes on a scripted clock: timed, kept, and read back."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.budget import fit_config, weighing_curve
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.search import PythonDrafter
-from lookahead.algorithm.successors import SuccessorTables
 from lookahead.backends.base import Capabilities, StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import default, timing
 from lookahead.loading.fitting import ATTEMPTS, VERSION, cached, pass_cost
-from lookahead.loading.step_cost import FLAT, StepCost, stairs, suited
 from lookahead.loading.timing import (
     BRANCHES,
     DEAREST,
     DEPTH,
     LARGEST_TREE,
     PASS_SIZES,
+    QUICK_SIZES,
     TIMED_SIZES,
     bush,
-    is_calm,
+    is_stable,
     measure,
     measure_passes,
 )
@@ -118,41 +112,6 @@ def test_the_tree_that_is_timed_is_as_deep_as_a_guess_may_be() -> None:
         assert max(tree.depths) == min(DEPTH, -(-(size - 1) // BRANCHES))
 
 
-# The curve.
-
-
-def test_a_table_draws_straight_lines_between_the_sizes() -> None:
-    cost = StepCost((1, 2, 4, 8), (1.0, 2.0, 3.0, 3.0))
-    assert cost.table(8) == pytest.approx((1.0, 2.0, 2.5, 3.0, 3.0, 3.0, 3.0, 3.0))
-    assert cost.table(1) == (1.0,)
-
-
-def test_a_table_goes_on_with_the_last_slope() -> None:
-    assert StepCost((1, 2, 4), (1.0, 1.5, 2.5)).table(7)[4:] == pytest.approx((3.0, 3.5, 4.0))
-
-
-def test_one_size_alone_is_scaled() -> None:
-    assert StepCost((1,), (2.0,)).table(3) == pytest.approx((2.0, 4.0, 6.0))
-
-
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=8, unique=True).map(sorted),
-    st.lists(st.floats(0.01, 5), min_size=8, max_size=8),
-    st.integers(1, 60),
-)
-def test_a_table_never_falls(sizes: list[int], seconds: list[float], budget: int) -> None:
-    """Noise may make a larger step the faster one; a config may rely on positive times in order."""
-    cost = StepCost(tuple(sizes), tuple(seconds[: len(sizes)]))
-    table = cost.table(budget)
-    assert len(table) == budget
-    assert all(before <= after * (1 + 1e-9) for before, after in pairwise(table))
-    rising = StepCost(cost.sizes, tuple(sorted(cost.seconds)))
-    for size, time in zip(rising.sizes, rising.seconds, strict=True):
-        if size <= budget:
-            assert rising.table(budget)[size - 1] == pytest.approx(time)
-    LookaheadConfig(window=0, budget=budget, step_cost=table)
-
-
 # Measuring.
 
 
@@ -220,8 +179,10 @@ def test_a_capture_is_never_the_cost_of_a_step(clock: Clock, tmp_path: Path) -> 
         cost = cached(backend, IDENTITY, tmp_path)
         assert cost.sizes == TIMED_SIZES
         assert max(cost.seconds) < 0.006
-        configs.append(suited(LookaheadConfig(), cost))
-    assert configs[0] == configs[1] == replace(LookaheadConfig(), shared=True)
+        configs.append(fit_config(LookaheadConfig(), cost))
+    assert configs[0] == configs[1]
+    assert replace(configs[0], step_cost=None) == LookaheadConfig()
+    assert weighing_curve(configs[0]) is None
 
 
 def test_a_size_that_is_captured_again_and_again_has_no_cost(clock: Clock) -> None:
@@ -277,81 +238,6 @@ def test_the_slot_is_given_back_when_a_step_fails(clock: Clock) -> None:
     assert backend.lengths == {}
 
 
-# What suits a machine.
-
-DEFAULT = LookaheadConfig()
-
-
-def curve(at_window: float, at_budget: float) -> StepCost:
-    """Times of the default's window (20 tokens) and budget (128), in units of one token's."""
-    return StepCost((1, 20, 128), (1.0, at_window, at_budget))
-
-
-@pytest.mark.parametrize("end", [1.0, 1.1, FLAT])
-def test_with_a_flat_curve_one_sequence_has_the_whole_budget_and_several_share_it(end: float) -> None:
-    config = suited(DEFAULT, curve(1.0, end))
-    assert config == replace(DEFAULT, shared=True)
-    assert [config.share(together) for together in (1, 2, 8, 200)] == [128, 64, 16, 1]
-
-
-def test_a_steep_curve_goes_into_the_config_and_drops_the_window() -> None:
-    cost = StepCost((1, 2, 8), (0.05, 0.1, 0.12))
-    config = suited(DEFAULT, cost)
-    assert (config.window, config.budget, config.step_cost) == (0, 12, cost.table(12))
-    assert config.adapted(window=5, budget=128, step_cost=None) == DEFAULT
-
-
-@pytest.mark.parametrize(
-    ("largest", "budget", "window"), [(1, 2, 0), (2, 3, 0), (16, 24, 5), (64, 96, 5), (128, 128, 5)]
-)
-def test_a_step_is_never_larger_than_times_are_known_for(largest: int, budget: int, window: int) -> None:
-    """Times are extrapolated to the next size at most: who knows what 128 tokens cost, if 4 were measured."""
-    sizes = [size for size in TIMED_SIZES if size <= largest]
-    config = suited(DEFAULT, StepCost(tuple(sizes), (1.0,) * len(sizes)))
-    assert (config.budget, config.window) == (budget, window)
-    steep = suited(DEFAULT, StepCost(tuple(sizes), tuple(map(float, sizes))))
-    assert steep.budget == budget
-    assert steep.step_cost is None or len(steep.step_cost) == budget
-
-
-@pytest.mark.parametrize(("at_window", "window"), [(1.0, 5), (1.09, 5), (1.11, 0)])
-def test_a_window_that_is_nearly_free_stays(at_window: float, window: int) -> None:
-    config = suited(DEFAULT, curve(at_window, 2.0))
-    assert config.window == window
-    assert config.step_cost is not None
-
-
-def test_a_step_of_one_token_suits_every_machine() -> None:
-    plain = LookaheadConfig.autoregressive()
-    assert suited(plain, StepCost((1, 2), (1.0, 9.0))) == plain
-
-
-def test_the_curve_decides_how_many_guesses_are_taken() -> None:
-    taken = []
-    for slope in (0.001, 0.1, 1.0):
-        config = suited(DEFAULT, StepCost((1, 101), (1.0, 1.0 + 100 * slope)))
-        draft = Draft.after([1], array("d", [0.7]))
-        draft.add_chain([2] * 20, [0] * 20)
-        taken.append(len(PythonDrafter().grow(draft, Limits(60, 60, config.step_cost)).tokens))
-    assert taken[0] == 20 > taken[1] > taken[2] == 0
-
-
-def test_guesses_that_teach_are_worth_a_little_more() -> None:
-    """A step that is nearly flat takes guesses with hardly a chance, if later ones are made from their successors."""
-    taken, drafter = [], PythonDrafter()
-    for slope in (0.001, 0.1):
-        for recycled in (False, True):
-            draft = Draft.after([1], array("d", [0.001] * 200))
-            draft.add_chain([2] * 20, [0] * 20)
-            if recycled:
-                draft.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, 0)
-                for token in range(1, 5):
-                    draft.tables.own.put((token,), (3, 4, 0, 0))
-            limits = Limits(60, 60, [1 + slope * k for k in range(100)])
-            taken.append(len(drafter.grow(draft, limits).tokens))
-    assert taken == [0, 60, 0, 0]
-
-
 # Keeping it.
 
 IDENTITY = {"model": {"hidden_size": 64}, "dtype": "float32", "device": "cpu"}
@@ -381,7 +267,7 @@ def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, t
 def test_a_curve_of_another_version_is_measured_again(clock: Clock, tmp_path: Path, version: int | None) -> None:
     expected = cached(FakeBackend(clock), IDENTITY, tmp_path)
     (path,) = stored(tmp_path)
-    content = {"sizes": [1], "seconds": [9.0], "hasty": False, "calm": True, "attempts": 1}
+    content = {"sizes": [1], "seconds": [9.0], "stable": True, "attempts": 1}
     path.write_text(json.dumps(content if version is None else {**content, "version": version}))
     backend, said = FakeBackend(clock), []
     assert cached(backend, IDENTITY, tmp_path, said.append).sizes == expected.sizes
@@ -405,13 +291,13 @@ def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) 
         b"null",
         b"[]",
         b"\xff\xfe\x00",
-        b'{"sizes": [1, 2], "hasty": false}',
-        b'{"sizes": [1, 2], "seconds": null, "hasty": false}',
-        b'{"sizes": ["one"], "seconds": [1.0], "hasty": false}',
-        b'{"sizes": [], "seconds": [], "hasty": false}',
-        b'{"sizes": [1, 2, 4], "seconds": [1.0], "hasty": false}',
-        b'{"sizes": [1, 2], "seconds": [0.0, -1.0], "hasty": false}',
-        b'{"sizes": [1, 2], "seconds": [NaN, NaN], "hasty": false}',
+        b'{"sizes": [1, 2], "stable": true, "attempts": 1}',
+        b'{"sizes": [1, 2], "seconds": null, "stable": true, "attempts": 1}',
+        b'{"sizes": ["one"], "seconds": [1.0], "stable": true, "attempts": 1}',
+        b'{"sizes": [], "seconds": [], "stable": true, "attempts": 1}',
+        b'{"sizes": [1, 2, 4], "seconds": [1.0], "stable": true, "attempts": 1}',
+        b'{"sizes": [1, 2], "seconds": [0.0, -1.0], "stable": true, "attempts": 1}',
+        b'{"sizes": [1, 2], "seconds": [NaN, NaN], "stable": true, "attempts": 1}',
     ],
 )
 def test_a_damaged_file_is_measured_over(clock: Clock, tmp_path: Path, content: bytes) -> None:
@@ -444,19 +330,19 @@ def test_a_file_that_cannot_be_replaced_is_no_error(clock: Clock, tmp_path: Path
 
 
 def busy() -> Times:
-    """Every step takes 2 to 40 times as long as on a calm machine."""
+    """Every step takes 2 to 40 times as long as on a quiet machine."""
     rng = random.Random(1)
     return lambda size: linear(size) * 2 * rng.choice((1.0, 1.5, 2.3, 4.1, 7.0, 20.0))
 
 
 def test_a_busy_machine_is_measured_again(clock: Clock, tmp_path: Path) -> None:
-    """Until it is calm, and each size keeps its fastest time."""
+    """Until its times are stable, and each size keeps its fastest time."""
     said: list[str] = []
     first = cached(FakeBackend(clock, busy()), IDENTITY, tmp_path, said.append)
-    assert not first.calm
+    assert not first.stable
     second = cached(FakeBackend(clock, linear), IDENTITY, tmp_path, said.append)
-    assert (second.calm, second.table(8)) == (True, pytest.approx([linear(size) for size in range(1, 9)]))
-    assert [("busy" in line) for line in said] == [False, True]
+    assert (second.stable, second.table(8)) == (True, pytest.approx([linear(size) for size in range(1, 9)]))
+    assert [("not stable" in line) for line in said] == [False, True]
     third = FakeBackend(clock, flat)
     assert (cached(third, IDENTITY, tmp_path), third.sizes) == (second, [])
 
@@ -469,18 +355,34 @@ def test_a_machine_that_is_always_busy_is_taken_as_it_is(clock: Clock, tmp_path:
         measured.append(bool(backend.sizes))
     assert measured == [True] * ATTEMPTS + [False] * 2
     (path,) = stored(tmp_path)
-    os.utime(path, (0, 0))  # long ago: the machine may be calm today
+    os.utime(path, (0, 0))  # long ago: the machine may be quiet today
     backend = FakeBackend(clock, linear)
-    assert cached(backend, IDENTITY, tmp_path).calm
+    assert cached(backend, IDENTITY, tmp_path).stable
     assert backend.sizes
 
 
-def test_a_calm_round_is_calm_although_one_was_disturbed() -> None:
-    assert is_calm([[1.0, 1.0, 9.0], [2.0, 2.1, 9.0], [3.0, 3.0, 3.0]])
-    assert not is_calm([[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [3.0, 3.0, 3.0]])
-    assert is_calm([[1.0, 1.0], []])
-    assert not is_calm([[1.0], [2.0]]), "no second round"
-    assert not is_calm([[], []]), "nothing was timed"
+def test_a_quick_curve_serves_quick_calls_until_it_is_measured_well(clock: Clock, tmp_path: Path) -> None:
+    """Where somebody waits, one round of few sizes will do. The next load measures again, and its curve serves both."""
+    backend = FakeBackend(clock, linear)
+    quick = cached(backend, IDENTITY, tmp_path, quick=True)
+    assert not quick.stable
+    assert len(backend.sizes) <= 1 + 3 * len(QUICK_SIZES)
+    again = FakeBackend(clock, flat)
+    assert (cached(again, IDENTITY, tmp_path, quick=True), again.sizes) == (quick, [])
+    (path,) = stored(tmp_path)
+    assert json.loads(path.read_text())["attempts"] == 0, "a quick curve is no attempt at a stable one"
+    well = cached(FakeBackend(clock, lambda size: 0.009 + 0.001 * size), IDENTITY, tmp_path)
+    assert (well.stable, set(quick.sizes) < set(well.sizes)) == (True, True)
+    assert (cached(again, IDENTITY, tmp_path, quick=True), cached(again, IDENTITY, tmp_path)) == (well, well)
+    assert again.sizes == []
+
+
+def test_a_round_is_stable_although_one_was_disturbed() -> None:
+    assert is_stable([[1.0, 1.0, 9.0], [2.0, 2.1, 9.0], [3.0, 3.0, 3.0]])
+    assert not is_stable([[1.0, 2.0, 9.0], [2.0, 4.0, 9.0], [3.0, 3.0, 3.0]])
+    assert is_stable([[1.0, 1.0], []])
+    assert not is_stable([[1.0], [2.0]]), "no second round"
+    assert not is_stable([[], []]), "nothing was timed"
 
 
 # Passes of several sequences.
@@ -575,8 +477,8 @@ def test_the_cost_of_a_shared_pass_follows_the_capabilities(monkeypatch: pytest.
         backend: Any = SimpleNamespace(
             capabilities=Capabilities("any", **can), device=torch.device(device), most_rows=4, max_length=None
         )
-        table = default.batch_cost(backend, LookaheadConfig(step_cost=step_cost))
-        return None if table is None else table.tolist()
+        found = default.batch_cost(backend, LookaheadConfig(step_cost=step_cost))
+        return None if found is None else found.table.tolist()
 
     assert cost(row_sizes=(1, 4)) == [1.0, 4.0, 4.0, 4.0, 5.0]
     assert cost("cpu", row_sizes=(1, 4)) is None
@@ -585,8 +487,3 @@ def test_the_cost_of_a_shared_pass_follows_the_capabilities(monkeypatch: pytest.
     table = cost("cpu", step_cost=(1.0, 2.0))
     assert table is not None
     assert (table[:2], len(table)) == ([1.0, 2.0], 4)
-
-
-def test_padding_makes_stairs() -> None:
-    assert stairs([1.0, 2.0, 3.0, 4.0, 5.0], (1, 4)) == (1.0, 4.0, 4.0, 4.0, 5.0)
-    assert stairs([1.0, 2.0, 3.0], (4,)) == (3.0, 3.0, 3.0)

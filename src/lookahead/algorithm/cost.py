@@ -1,0 +1,138 @@
+"""What a forward pass costs: t(rows), its time by its total number of rows.
+
+On a GPU a pass of 100 rows takes about as long as a pass of one; on a CPU 8 rows may take twice as long. Three parts:
+
+- `CostCurve` is t as it was measured, at a few sizes. `loading.timing` times them, `loading.fitting` keeps the curve.
+- A *table* is the curve for every number of rows: `table[k]` is the time of a pass of k + 1 rows.
+- `PassCost` answers what a pass costs now: the table, corrected by the times of the engine's last passes.
+
+`budget` decides from these times how many draft tokens a step takes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Costs = Sequence[float] | npt.NDArray[np.float64]
+"""A table: times of passes of 1, 2, 3, ... rows."""
+
+NEWEST = 0.04
+"""The weight of the newest pass among all."""
+PRIOR, SPREAD = 0.2, 0.1
+"""The fit counts some imagined passes that take what the table says, so that the slope leaves 1 only for a reason: they
+weigh PRIOR times as much as all real passes, and their times differ from the mean by SPREAD times the mean."""
+LEAST_SLOPE, MOST_SLOPE = 0.5, 4.0
+SURPRISE = 2.0
+"""A pass that takes more than this many times what is expected counts as if it took that long: most often a step was
+captured, or the machine was busy."""
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """The measured curve: a pass of `sizes[i]` rows takes `seconds[i]` seconds.
+
+    `stable` is False if repeated measurements differed, because the machine was busy, or if there were none.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    stable: bool = field(default=True, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError(f"a cost curve needs one time per size, not {len(self.seconds)} for {len(self.sizes)}")
+        if not all(0 < taken < float("inf") for taken in self.seconds):
+            raise ValueError(f"a cost curve needs positive times, not {self.seconds}")
+
+    def table(self, rows: int) -> tuple[float, ...]:
+        """The times of passes of 1 to `rows` rows, by straight lines between the measured sizes.
+
+        The times never fall. If a small pass was measured slower than a larger one, something else disturbed it, and
+        it gets the larger pass's time.
+        """
+        seconds = [min(self.seconds[i:]) for i in range(len(self.seconds))]
+        times = []
+        for size in range(1, rows + 1):
+            i = next((i for i, s in enumerate(self.sizes) if s >= size), len(self.sizes) - 1)
+            if i == 0:
+                times.append(seconds[0] * max(1.0, size / self.sizes[0]))
+                continue
+            slope = (seconds[i] - seconds[i - 1]) / (self.sizes[i] - self.sizes[i - 1])
+            times.append(seconds[i] + slope * (size - self.sizes[i]))
+        return tuple(times)
+
+    @property
+    def reach(self) -> int:
+        """The largest pass whose time is known well enough: half as large again as the largest that was measured, which
+        is no more than the next size would be."""
+        return self.sizes[-1] + self.sizes[-1] // 2 if self.sizes[-1] > 1 else 2
+
+    def with_faster(self, other: CostCurve) -> CostCurve:
+        """This curve with the other's times where those are faster."""
+        known = dict(zip(other.sizes, other.seconds, strict=True))
+        best = [min(taken, known.get(size, taken)) for size, taken in zip(self.sizes, self.seconds, strict=True)]
+        return CostCurve(self.sizes, tuple(best), self.stable)
+
+    def across(self, ranks: int) -> CostCurve:
+        """The curve of a step that `ranks` ranks share, where each runs the root and its part of the other tokens."""
+        return CostCurve(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
+
+
+def stairs(table: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
+    """The table of a backend that pads a pass to the next of these sizes: rows up to that size are free."""
+    ends = [next((size for size in sizes if size >= rows), rows) for rows in range(1, len(table) + 1)]
+    return tuple(table[min(end, len(table)) - 1] for end in ends)
+
+
+class PassCost:
+    """What a pass costs now: a measured `table`, and a straight line through the engine's last passes.
+
+        seconds = constant + slope * table[rows - 1]
+
+    The table was measured in a quiet moment, with few sequences and short texts, or in a hurry. A pass of many
+    sequences takes longer, the more so the more rows it has, and the host needs its time, too. The line leaves the
+    table's stairs where they are: rows that only fill up a captured step are free.
+    """
+
+    def __init__(self, table: Costs) -> None:
+        self.table = np.asarray(table, dtype=np.float64)
+        self.constant, self.slope = 0.0, 1.0
+        # Means over the last passes: the table's times, the passes' times, and the products of these.
+        self._x = self._y = self._xx = self._xy = self._weight = 0.0
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Learn from a pass and the host's work around it. One beyond the table says nothing."""
+        if rows > len(self.table):
+            return
+        x = float(self.table[rows - 1])
+        y = min(seconds, SURPRISE * (self.constant + self.slope * x))
+        self._weight += NEWEST * (1 - self._weight)
+        part = NEWEST / self._weight  # the first passes count alike
+        self._x += part * (x - self._x)
+        self._y += part * (y - self._y)
+        self._xx += part * (x * x - self._xx)
+        self._xy += part * (x * y - self._xy)
+        prior = PRIOR * (SPREAD * self._x) ** 2
+        slope = (self._xy - self._x * self._y + prior) / (self._xx - self._x**2 + prior)
+        self.slope = min(max(slope, LEAST_SLOPE), MOST_SLOPE)
+        self.constant = self._y - self.slope * self._x
+
+    def seconds(self, rows: int) -> float:
+        """The time of a pass of this many rows. Beyond the table it is the table's last."""
+        return self.constant + self.slope * float(self.table[min(rows, len(self.table)) - 1])
+
+    def after(self, rows: int) -> npt.NDArray[np.float64]:
+        """The times of passes of `rows` + 1 and more rows: `rows` of them are taken already. There is always at least
+        one."""
+        return self.constant + self.slope * self.table[min(rows, len(self.table) - 1) :]
+
+    def first(self, rows: int) -> array[float] | None:
+        """The times of passes of 1 to `rows` rows, or None if the table is shorter."""
+        if rows > len(self.table):
+            return None
+        return array("d", (self.constant + self.slope * self.table[:rows]).tobytes())
