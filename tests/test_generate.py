@@ -574,6 +574,15 @@ def test_messages_that_the_template_refuses(model: Any, tokenizer: Any, settings
         lookahead.load((model, strict), config=settings).encode("the fox")
 
 
+def test_text_is_a_message_that_goes_with_tools(model: Any, tokenizer: Any, settings: LookaheadConfig) -> None:
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}{{ messages[0]['content'] }}"
+    lm = lookahead.load((model, named), config=settings)
+    tools = [{"name": "fox"}]
+    assert lm.encode("the dog", tools=tools) == lm.encode([{"role": "user", "content": "the dog"}], tools=tools)
+    assert len(lm.encode("the dog", tools=tools)) > len(lm.encode("the dog"))
+
+
 ASKED = {
     "repetition_penalty": 1.3,
     "no_repeat_ngram_size": 2,

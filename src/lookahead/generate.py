@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn, overload
 
 import torch
-from jinja2 import TemplateError
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.choose import make_backend
 from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.failures import CompilerError, DeviceError, brief, clear_errors, out_of_memory
-from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
+from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front, Ticket
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_adjustment
+from lookahead.engine.prompt import Prompt, as_plain, check_batch, encode_prompt
 from lookahead.engine.request import Request, raise_errors
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
@@ -38,9 +37,6 @@ LONGEST = 1 << 20
 """Tokens of a prompt, where a model names no limit."""
 
 logger = logging.getLogger("lookahead")
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text (one user message), token ids, or chat messages."""
 
 PROMPT_OF_RANK_0: Any = None
 """No prompt: only ranks of a `parallel.ParallelModel` may leave it out, and take rank 0's request. Others need one."""
@@ -200,30 +196,8 @@ class LookaheadModel:
         self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """A prompt's token ids. Text becomes one user message of the chat template, unless `raw`. `tools` are the
-        functions that the template tells the model of."""
-        template = getattr(self.tokenizer, "chat_template", None)
-        prompt = as_plain(prompt)
-        if isinstance(prompt, str) and (raw or not template):
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        elif isinstance(prompt, str):
-            return self.encode([{"role": "user", "content": prompt}])
-        elif _all(prompt, Integral):
-            return self._check_ids(prompt)
-        elif _all(prompt, Mapping):
-            if not template:
-                raise ValueError(f"model {self.name!r} has no chat template; pass the prompt as text")
-            try:
-                ids = list(
-                    self.tokenizer.apply_chat_template(
-                        prompt, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-                    )
-                )
-            except (TemplateError, TypeError, KeyError) as error:
-                raise ValueError(f"the chat template of {self.name!r} refuses these messages: {error}") from error
-        else:
-            raise ValueError(f"a prompt is text, chat messages or token ids, not {prompt!r:.60}")
-        bos = getattr(self.tokenizer, "lookahead_bos", None)
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+        functions that the template describes to the model."""
+        return encode_prompt(self.tokenizer, self.name, self.backend.vocab_size, prompt, raw, tools)
 
     def verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
         """The verifier for the logits processors of the model's generation config, or None if there are none.
@@ -239,12 +213,6 @@ class LookaheadModel:
             draw=None if sampling.greedy else uniform_draw(sampling.seed, sampling, sequence.generated),
         )
         return PathVerifier([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
-
-    def _check_ids(self, ids: Sequence[Any]) -> list[int]:
-        for token in ids:
-            if not 0 <= token < self.backend.vocab_size:
-                raise ValueError(f"token id {token!r} is not one of the model's 0 to {self.backend.vocab_size - 1}")
-        return [int(token) for token in ids]
 
     def _answers(self, prompt: Any, parameters: Mapping[str, Any], single: bool = False) -> tuple[bool, list[Answer]]:
         """Whether there are several prompts, and their answers, for the parameters of `generate` or `stream`."""
@@ -265,24 +233,10 @@ class LookaheadModel:
         # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.
         stops = StopStrings(settings.stop_strings)
         ends = TextStream(self.tokenizer, stops, settings.min_tokens).push_token if stops.stops else None
-        repetition_penalty = settings.repetition_penalty
-        if repetition_penalty is None:
-            repetition_penalty = asked_for(self.model).get("repetition_penalty", 1.0)
         sequence = DecodingSequence(
             self.encode(prompt, raw=settings.raw),
             config,
-            SamplingParams(
-                settings.temperature,
-                settings.top_k,
-                settings.top_p,
-                settings.min_p,
-                new_seed() if settings.seed is None else settings.seed,
-                repetition_penalty,
-                settings.presence_penalty,
-                settings.frequency_penalty,
-                settings.logit_bias or (),
-                settings.logprobs,
-            ),
+            settings.sampling(asked_for(self.model).get("repetition_penalty", 1.0)),
             StopRules(settings.max_tokens, self.stop_ids, self.backend.max_length, min_tokens=settings.min_tokens),
             ends=ends,
             memory=self.memory,
@@ -347,31 +301,6 @@ def prepared(
         (log or logger.warning)(f"note: {error}; the eager backend runs it")
     del loaded  # its weights and pages make room
     return LookaheadModel(model, tokenizer, name, config, "eager", log)
-
-
-def as_plain(prompt: Any) -> Any:
-    """Turn tensors and arrays of token ids into lists."""
-    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
-
-
-def _all(prompt: Any, kind: type) -> bool:
-    """True for a sequence whose items all are of this type; an empty sequence counts."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        return False
-    return all(issubclass(found, kind) for found in set(map(type, prompt)))
-
-
-def is_batch(prompt: Any) -> bool:
-    """True for several prompts: texts, token lists or chats. One chat is a list of dicts, one token list of ints."""
-    return bool(prompt) and _all(prompt, Sequence) and not isinstance(prompt, str)
-
-
-def check_batch(prompt: Any, single: bool) -> bool:
-    """Whether these are several prompts; ValueError if there may be only one."""
-    many = is_batch(prompt)
-    if single and many:
-        raise ValueError(f"stream() takes one prompt, not {len(prompt)}; call it for each, or generate() for all")
-    return many
 
 
 __all__ = ["Completion", "DeviceError", "LookaheadModel", "Piece", "Stream", "UnsupportedModelError", "load"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lookahead.config import LookaheadConfig, reject_unknown
+from lookahead.config import LookaheadConfig, SamplingParams, new_seed, reject_unknown
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,21 @@ class RequestSettings:
         names = [one.name for one in fields(cls)]
         reject_unknown(parameters["unknown"], names)
         return cls(**{name: parameters[name] for name in names})
+
+    def sampling(self, repetition_penalty: float) -> SamplingParams:
+        """How tokens are drawn: with this repetition penalty if none was given, and a random seed likewise."""
+        return SamplingParams(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            new_seed() if self.seed is None else self.seed,
+            repetition_penalty if self.repetition_penalty is None else self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.logit_bias or (),
+            self.logprobs,
+        )
 
     @property
     def stop_strings(self) -> Sequence[str]:

@@ -15,9 +15,10 @@ from lookahead.config import LookaheadConfig, SamplingParams, new_seed
 from lookahead.engine.answer import Answer
 from lookahead.engine.engine import Engine
 from lookahead.engine.front import Front
+from lookahead.engine.prompt import as_plain, check_batch
 from lookahead.engine.request import Request
 from lookahead.engine.settings import RequestSettings
-from lookahead.generate import LookaheadModel, as_plain, check_batch
+from lookahead.generate import LookaheadModel
 from lookahead.loading.fitting import fitted
 from lookahead.loading.load import INT8, asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
