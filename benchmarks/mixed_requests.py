@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,82 +142,60 @@ class Outcome:
 async def ask(connection: Connection, asked: Asked) -> Outcome:
     """Send a request, and read its reply until its client leaves."""
     status, content = await connection.post(asked.path, asked.body)
+    found, events = Gathered(), 0
     if status != 200 or not (isinstance(asked.body, dict) and asked.body.get("stream")):
         reply = json.loads(b"".join([part async for part in content]))
         if status != asked.status:
             said = reply.get("error", {}).get("message", str(reply)[:200])
             return Outcome("busy" if status == 429 else "failed", f"{status}, not {asked.status}: {said}")
-        return Outcome("answered", reply=whole(reply)) if status == 200 else Outcome("refused")
-    parts, events = Parts(), 0
-    async for event in events_of(content):
+        found.add(reply)
+        return Outcome("answered", reply=found.choices) if status == 200 else Outcome("refused")
+    async for part in content:
+        if not part.startswith(b"data: "):
+            continue
         events += 1
-        if why := parts.add(event):
+        if part.startswith(b"data: [DONE]"):
+            found.ended = True
+        elif why := found.add(json.loads(part[6:])):
             connection.close()
             return Outcome("failed", f"an event in a stream: {why}")
         if events == asked.leave:
             connection.close()
             return Outcome("left")
-    return Outcome("answered", reply=parts.reply()) if parts.ended else Outcome("failed", "a stream without an end")
-
-
-async def events_of(content: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for part in content:
-        if part.startswith(b"data: "):
-            yield None if part.startswith(b"data: [DONE]") else json.loads(part[6:])
-
-
-def whole(reply: Body) -> list[Any]:
-    """What can be compared of a reply that came in one piece: texts, calls, and how they ended."""
-    if reply.get("object") == "response":
-        texts = [part["text"] for item in reply["output"] for part in item.get("content", ())]
-        calls = [(item["name"], item["arguments"]) for item in reply["output"] if item["type"] == "function_call"]
-        return [("".join(texts), calls, reply["status"])]
-    found = []
-    for choice in reply["choices"]:
-        message = choice.get("message", {"content": choice.get("text")})
-        made = [one["function"] for one in message.get("tool_calls") or ()]
-        calls = [(one["name"], one["arguments"]) for one in made]
-        found.append((message["content"] or "", calls, choice["finish_reason"]))
-    return found
+    return Outcome("answered", reply=found.choices) if found.ended else Outcome("failed", "a stream without an end")
 
 
 @dataclass
-class Parts:
-    """A reply that comes in events, put together."""
+class Gathered:
+    """What can be compared of a reply, whole or in events: text, calls, and how it ended, by choice."""
 
     ended: bool = False
     _found: dict[int, tuple[str, list[Any], str | None]] = field(default_factory=dict)
 
-    def add(self, event: Any) -> str | None:
-        """One event. Returns what is wrong, if it tells of an error."""
-        if event is None:
-            self.ended = True
-            return None
-        if "error" in event:
-            return str(event["error"].get("message"))
-        if "choices" in event:
-            for choice in event["choices"]:
-                self._add_choice(choice)
-            return None
-        if event["type"] == "response.failed":
-            return str(event["response"]["error"])
-        if event["type"] in ("response.completed", "response.incomplete"):
-            self.ended = True
-            self._found = dict(enumerate(whole(event["response"])))
-        return None
-
-    def _add_choice(self, choice: Body) -> None:
-        said, calls, reason = self._found.get(choice["index"], ("", [], None))
-        delta = choice.get("delta", {"content": choice.get("text")})
-        made = [one["function"] for one in delta.get("tool_calls") or ()]
-        calls = [*calls, *((one["name"], one["arguments"]) for one in made)]
-        self._found[choice["index"]] = said + (delta.get("content") or ""), calls, choice["finish_reason"] or reason
-
-    def reply(self) -> list[Any]:
-        """As `whole` gives it. Where there are calls, white space around the text counts for nothing."""
+    @property
+    def choices(self) -> list[Any]:
         return [self._found[index] for index in sorted(self._found)]
+
+    def add(self, event: Body) -> str | None:
+        """A whole reply, or one event. Returns what is wrong, if it tells of an error."""
+        if event.get("type") in ("response.completed", "response.incomplete", "response.failed"):
+            event = event["response"]
+            self.ended = True
+        if event.get("error"):
+            return str(event["error"].get("message"))
+        if event.get("object") == "response":
+            texts = [part["text"] for item in event["output"] for part in item.get("content", ())]
+            calls = [(item["name"], item["arguments"]) for item in event["output"] if item["type"] == "function_call"]
+            self._found = {0: ("".join(texts), calls, event["status"])}
+        for choice in event.get("choices", ()):
+            said, calls, reason = self._found.get(choice["index"], ("", [], None))
+            part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            made = [one["function"] for one in part.get("tool_calls") or ()]
+            calls = [*calls, *((one["name"], one["arguments"]) for one in made)]
+            self._found[choice["index"]] = said + (part.get("content") or ""), calls, choice["finish_reason"] or reason
+        return None
 
 
 def comparable(reply: list[Any]) -> list[Any]:
-    """Two replies to the same request are equal in this, streamed or not."""
+    """Two replies to the same request are equal in this, streamed or not: white space around calls does not count."""
     return [[said.strip() if calls else said, [list(call) for call in calls], reason] for said, calls, reason in reply]
