@@ -137,18 +137,18 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
         ("", "has no key"),
         ("short", "at least 8"),
         ("with a space", "no spaces"),
-        ("some-secret trace", "no spaces; after it may stand name=NAME"),
-        ("same-same\nsame-same name=x", "a key twice"),
+        ("some-secret trace", "no spaces, and only name=NAME"),
+        ("same-same\nsame-same name=x", "a duplicate key"),
         ("some-secret rights=metric", "unknown rights; there are metrics, trace"),
         ("some-secret rights=", "unknown rights"),
-        ("some-secret rights=trace rights=metrics", "no spaces; after it may stand name=NAME"),
+        ("some-secret rights=trace rights=metrics", "no spaces, and only name=NAME"),
         ("some-secret name=a/b", "a name that is not"),
-        ("some-secret name=a\nother-secret name=a", "a name twice"),
+        ("some-secret name=a\nother-secret name=a", "a duplicate name"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=says) as raised:
             read_keys(path, {})
-        assert not text or text.split()[0] not in str(raised.value).replace("a key twice", "")
+        assert not text or text.split()[0] not in str(raised.value).replace("a duplicate key", "")
     with pytest.raises(ValueError, match="cannot be read"):
         read_keys(tmp_path / "nothing", {})
 
@@ -166,7 +166,7 @@ def test_a_ring_keeps_no_key_in_plain() -> None:
     ("changes", "says"),
     [
         ({"host": "0.0.0.0"}, "there is no API key; give --api-key-file, or --allow-public"),
-        ({"host": "example.org"}, "can be reached by others"),
+        ({"host": "example.org"}, "is reachable from other machines"),
         ({"port": 70000}, "port=70000"),
         ({"max_concurrency": 0}, "max_concurrency=0 must be at least 1"),
         ({"request_timeout": 0.0}, "request_timeout=0.0"),

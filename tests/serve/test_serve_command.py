@@ -29,7 +29,7 @@ def run(*args: str, load: Any = None) -> Any:
         (("--port", "99999"), "port=99999 must be from 0"),
         (("--max-concurrency", "0"), "max_concurrency=0 must be at least 1"),
         (("--api-key-file", "/nothing/here"), "'/nothing/here' cannot be read"),
-        (("--cors", "xyz"), "cors_origins has 'xyz', which is no origin; write it as https://"),
+        (("--cors", "xyz"), "cors_origins has 'xyz', which is not an origin; write it as https://"),
         (("--backend", "magic"), "--backend does not know 'magic'"),
     ],
 )

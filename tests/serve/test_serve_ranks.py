@@ -66,7 +66,7 @@ def test_what_ranks_cannot_do_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=r"^logprobs: the ranks of this server exchange tokens"):
         spec_to_dict(spec, 0)
     spec.sampling, spec.mask = SamplingParams(), Grammars(model).mask('start: "true"')
-    with pytest.raises(ValueError, match="only masks of grammars can be handed to other ranks"):
+    with pytest.raises(ValueError, match="only masks of grammars can be sent to other ranks"):
         spec_to_dict(spec, 0)
 
 

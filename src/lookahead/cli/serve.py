@@ -132,13 +132,13 @@ def serve_together(several: Ranks, settings: Any, console: Host, name: str | Non
     """Serve with an engine of several ranks, of which this process is one: rank 0 serves, and the others follow."""
     import lookahead.parallel
     from lookahead.serve.life import serve as run
-    from lookahead.serve.ranks import LeadingService, follow
+    from lookahead.serve.ranks import LeadingService, run_follower
     from lookahead.serve.sockets import bound
 
     load = partial(lookahead.parallel.load, name, **place, ranks=several.count, timeout=several.timeout)
     if several.follows:
         model = load()
-        follow(model, settings)
+        run_follower(model, settings)
     else:
         with bound(settings.host, settings.port) as sockets:  # before the model is loaded
             model = load(log=console.say)

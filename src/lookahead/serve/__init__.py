@@ -1,21 +1,22 @@
-"""`lookahead serve`: an OpenAI-compatible HTTP server. A reply does not depend on who else is being served.
+"""`lookahead serve`: an OpenAI-compatible HTTP server. A reply does not depend on the other requests in the batch.
 
-One process: one thread steps the engine, and asyncio speaks HTTP. The parts, from the outside in:
+One process: one thread steps the engine, and asyncio handles HTTP. The modules, from the outside in:
 
-    app          the routes and the middleware, made from a model and settings
-    life         signals, draining, the ready line; listen: its address; connection: what is read from one
+    app          routes and middleware, built from a model and settings
+    life         signals, draining, the ready line; sockets: binding the address; connection: HTTP parsing limits
     chat, completions, responses, tokens    one file per endpoint
-    protocol     the bodies that clients send; replies: what they get
-    stream       a reply as server-sent events
-    steps        what a stream tells of each step, to requests that ask
+    protocol, responses_protocol    request bodies; choices, logprobs: parts of the responses
+    stream       responses as server-sent events
+    steps        per-step details of a stream (`lookahead.steps` and `lookahead.trace`)
     scoring      log-probabilities of prompts
     pages, web/  the web page at `/`
-    asks         a body's fields become what the engine takes
-    service      jobs go to the engine, and its events come back to asyncio; jobs, reply: what is on its way
+    parameters   a body's fields become sampling parameters, stop rules and a config
+    service      submits requests to the engine and routes its events back to asyncio
+    requests, reply    the requests in flight; serialize: a request as plain data for other processes
     grammar, vocabulary, tools    structured output
-    keys, limits, metrics, memory    who asks, how much, what was measured, what is kept on disk
-    nesting, surrogates    what of a body no parser, template or tokenizer could take
+    keys, limits, metrics, memory    authentication, admission, Prometheus metrics, state on disk
+    nesting, surrogates    bodies that a parser, template or tokenizer would choke on
 """
 
 EXTRA = ("fastapi", "uvicorn", "httptools", "prometheus_client", "llguidance")
-"""What the server needs: the extra `serve`."""
+"""The packages of the extra `serve`."""

@@ -16,7 +16,7 @@ from lookahead.serve.settings import ServeSettings
 
 
 def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[..., Service] = Service) -> FastAPI:
-    """An application that serves this model. `app.state.service`, of this kind, is what works behind it."""
+    """An application that serves this model. `app.state.service` is its service, created by `kind`."""
     service = kind(model, settings)
 
     @asynccontextmanager
@@ -33,9 +33,9 @@ def make_app(model: LookaheadModel, settings: ServeSettings, kind: Callable[...,
         redoc_url=None,
     )
     app.state.service = service
-    pages.web_files()  # read now: a file that is missing shows at once
-    for part in (chat, completions, responses, tokens, pages):  # FastAPI tries one after the other
-        app.include_router(part.router)
+    pages.web_files()  # read now, so that a missing file fails at startup
+    for module in (chat, completions, responses, tokens, pages):  # FastAPI matches routes in this order
+        app.include_router(module.router)
     errors.install(app, service.metrics.refused)
     app.add_middleware(Gate, keys=service.keys, max_body=settings.max_body, refused=service.metrics.refused)
     if settings.cors_origins:

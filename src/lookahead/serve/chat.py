@@ -38,9 +38,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 
 async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Request) -> Reply:
-    """Prepare a chat and hand it to the engine. A grammar takes long to compile, so it never is on the event loop.
+    """Prepare a chat request and submit it to the engine.
 
-    Nor is a schema of a long body turned into one there: one of 2 MB takes a second.
+    Grammars are compiled in a worker thread, as are the schemas of long bodies: one of 2 MB takes a second.
     """
     owner = request.state.owner
     check_trace(body, owner)
@@ -52,11 +52,11 @@ async def open_chat(body: ChatBody, box: Toolbox, service: Service, request: Req
 
 
 def grammar_of(body: ChatBody, box: Toolbox) -> str | None:
-    """The grammar that the reply must follow, if any."""
-    asked = None if body.response_format is None else schema_of(body.response_format)
+    """The grammar that constrains the reply, or None."""
+    schema = None if body.response_format is None else schema_of(body.response_format)
     if box.tools:
-        return box.grammar(asked)
-    return None if asked is None else json_grammar(asked)
+        return box.grammar(schema)
+    return None if schema is None else json_grammar(schema)
 
 
 def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
@@ -67,7 +67,7 @@ def schema_of(format: ResponseFormat) -> dict[str, Any] | None:
 
 
 def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service, owner: Any) -> list[RequestSpec]:
-    """One ask for each of the `n` choices."""
+    """One request for each of the `n` choices."""
     model = service.model
     messages = template_messages(body.messages, box, service.template)
     try:
@@ -78,7 +78,7 @@ def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     ignore_eos, least = bool(body.ignore_eos), body.min_tokens or 0
     rules = rules_of(prompt, most, model, config, ignore_eos and grammar is None, least)
-    if grammar is not None:  # its mask keeps the end away, as long as the grammar can go on
+    if grammar is not None:  # the mask suppresses EOS for as long as the grammar can continue
         rules, least = replace(rules, min_tokens=0), rules.max_tokens if ignore_eos else least
     predicted: list[int] = []
     if body.prediction is not None:
@@ -105,7 +105,7 @@ def specs_of(body: ChatBody, box: Toolbox, grammar: str | None, service: Service
 
 
 class Format(Choices):
-    """The replies to one request, as OpenAI writes them."""
+    """Formats the choices of one chat as OpenAI's objects, streamed or not."""
 
     def __init__(self, service: Service, body: ChatBody, box: Toolbox, reply: Reply) -> None:
         head = {
@@ -117,7 +117,7 @@ class Format(Choices):
         super().__init__(head, body.stream_options, reply)
         self.service, self.body = service, body
         self.readers: list[CallReader] = [box.reader() for _ in reply.states]
-        self._plain: dict[int, Template] = {}  # of choices in whose chunks only the text changes
+        self._plain: dict[int, Template] = {}  # by choice, where chunks differ only in their text
         if body.stream and not (box.tools or body.logprobs or body.streams_steps):
             for state in reply.states:
                 self._plain[state.index] = Template(partial(self._text_chunk, state.index))
@@ -151,7 +151,7 @@ class Format(Choices):
         if plain is not None and piece.finish_reason is None:
             return plain(piece.text) if piece.text else b""
         chunks = [self._chunk(choice) for choice in self._chunks(piece)]
-        if piece.steps:  # a step that gave no text yet is told, too
+        if piece.steps:  # a step that produced no text yet is sent, too
             chunks = chunks or [self._chunk(_chunk(index, {}))]
             chunks[0].update(step_fields(piece, self.service.token_formatter))
         return b"".join([event(chunk) for chunk in chunks])
@@ -160,7 +160,7 @@ class Format(Choices):
         return self._chunk(_chunk(index, {"content": text}))
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of one piece: its text, its calls, and its end."""
+        """The chunks of one piece: its text, its tool calls, and its finish reason."""
         index, reader = piece.state.index, self.readers[self.reply.states.index(piece.state)]
         before = len(reader.calls)
         said, calls = reader.push(piece.text)

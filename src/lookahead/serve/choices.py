@@ -1,4 +1,4 @@
-"""What all replies share: ids, times, what was used, and how a stream of choices ends."""
+"""What all responses share: ids, times, usage, and the end of a stream of choices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def now() -> int:
 
 
 def usage_of(states: Sequence[RequestState]) -> dict[str, Any]:
-    """OpenAI's usage, and under `lookahead` what the guesses gave. Choices of one prompt count it once."""
+    """OpenAI's usage, with speculation statistics under `lookahead`. Choices of one prompt count it once."""
     total = Stats.total(state.sequence.stats for state in states)
     prompts = {id(state.spec.prompt): state for state in states}.values()
     prompt = sum(len(state.spec.prompt) for state in prompts)
@@ -52,7 +52,7 @@ def usage_of(states: Sequence[RequestState]) -> dict[str, Any]:
 
 
 class Choices:
-    """The events that completions and chats write alike (see `stream.Events`). `head` begins every one of them."""
+    """Events that completions and chats share (see `stream.Events`). `head` holds the first fields of each."""
 
     def __init__(self, head: dict[str, Any], options: StreamOptions | None, reply: Reply) -> None:
         self.head, self.reply = head, reply

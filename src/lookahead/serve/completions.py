@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts as text or token ids, continued as they are."""
+"""`/v1/completions`: prompts as text or token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lookahead.serve.stream import EventStream, Template, collect_outputs, event
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 MOST_PROMPTS = 64
 
 
@@ -46,7 +46,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 
 
 def specs_of(body: CompletionBody, service: Service, owner: Any) -> list[RequestSpec]:
-    """`n` asks for each prompt."""
+    """`n` requests for each prompt."""
     model = service.model
     config, stops = config_of(body.lookahead, model), stops_of(body)
     specs = []
@@ -100,14 +100,14 @@ async def score(body: CompletionBody, service: Service, request: Request) -> lis
     prompts = await service.in_worker(lambda: prompts_of(body, service), size)
     owner, count = request.state.owner, body.logprobs or 0
     for prompt in prompts:
-        rules_of(prompt, None, service.model, SCORING)  # a prompt that leaves no room is refused
+        rules_of(prompt, None, service.model, SCORING)  # raises if the prompt leaves no room
     specs = [scoring_spec(prompt, count, owner, service) for prompt in prompts if len(prompt) > 1]
     found = iter(await collect_outputs(await service.open(lambda: specs, size), request) if specs else ())
     return [Scored(prompt, scores_of(next(found)) if len(prompt) > 1 else []) for prompt in prompts]
 
 
 def only_scores(body: CompletionBody, service: Service, scored: Sequence[Scored]) -> dict[str, Any]:
-    """The reply to a request for no new tokens: the prompts with their log-probabilities."""
+    """The response to `max_tokens=0`: the prompts with their log-probabilities."""
     choices = []
     for index in range(len(scored) * (body.n or 1)):
         prompt, found = scored[index // (body.n or 1)]
@@ -127,7 +127,7 @@ def head(service: Service) -> dict[str, Any]:
 
 
 class Format(Choices):
-    """The replies to one request, as OpenAI writes them. `scored` are the prompts, if they are echoed with their
+    """Formats the choices as OpenAI's objects, streamed or not. `scored` holds the prompts if they are echoed with
     log-probabilities."""
 
     def __init__(self, service: Service, body: CompletionBody, reply: Reply, scored: Sequence[Scored] = ()) -> None:

@@ -1,9 +1,8 @@
-"""One connection to a client: uvicorn's faster parser, with limits, and with our kind of error.
+"""One client connection: uvicorn's httptools protocol with limits and OpenAI-style errors.
 
-With httptools a reply takes a quarter less of the event loop's time than with h11. But httptools reads headers of any
-length, and uvicorn puts requests that come before the answer to an earlier one into a queue without an end. This class
-limits the headers. It ends a connection after the answer to the first of several requests, as HTTP allows: clients of a
-model send one at a time.
+With httptools a reply takes a quarter less of the event loop's time than with h11. But httptools accepts headers of any
+length, and uvicorn queues pipelined requests without bound. This class limits the headers, and closes the connection
+after the response to the first of several pipelined requests, as HTTP allows: clients of a model send one at a time.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from lookahead.serve.errors import ApiError, bad_request
 
 MOST_HEADERS = 64 << 10
-"""How many bytes a request's line and headers may have, and what may follow a body in pieces."""
+"""The most bytes of the request line and headers together, and of the trailers after a chunked body."""
 
 
 class Connection(HttpToolsProtocol):
-    """Headers count when they are whole. What came since the last whole thing counts, too: one header may have no end.
+    """Limits both complete headers and unparsed bytes: a single header may never end.
 
-    What cannot be read ends the connection, after the answer to a request before it.
+    Malformed input closes the connection, after the response to an earlier request has been sent.
     """
 
-    _headers = 0  # bytes of the request's line and of its headers, as far as they are whole
-    _unread = 0  # bytes that came since the last headers, piece of a body, or end of a request
-    _trailers = False  # headers that come now stand behind the body
-    _over = False  # nothing more is read
+    _headers = 0  # bytes of the request line and of the complete headers
+    _unread = 0  # bytes received since the last header block, body chunk, or end of a request
+    _trailers = False  # the body has ended: further headers are trailers
+    _over = False  # stop reading
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -40,17 +39,17 @@ class Connection(HttpToolsProtocol):
                 data = self._feed(data)
             if self._unread > MOST_HEADERS and not self._over:
                 self._end(too_many_headers())
-        except HttpParserError as error:  # what one of the methods below has raised is its cause
+        except HttpParserError as error:  # an ApiError raised by a callback below is its context
             cause = error.__context__
             self._end(
                 cause if isinstance(cause, ApiError) else bad_request("this is not HTTP/1.1", code="invalid_http")
             )
 
     def _feed(self, data: bytes) -> bytes:
-        """Let the parser read. Returns what is to be read again: after a request with an `Upgrade` header the parser
-        expects another protocol, so such a request is read once more without that header, and with its body.
+        """Feed the parser. Returns data to parse again: after an `Upgrade` header the parser expects another protocol,
+        so the request is parsed a second time without that header.
 
-        Java's HTTP client sends that header with every first request to a server without TLS.
+        Java's HTTP client sends that header with its first request to any server without TLS.
         """
         try:
             self.parser.feed_data(data)
@@ -61,7 +60,7 @@ class Connection(HttpToolsProtocol):
             return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(headers)) + data[upgrade.args[0] :]
         return b""
 
-    # What the parser calls.
+    # Parser callbacks.
 
     def on_message_begin(self) -> None:
         self._headers, self._trailers = 0, False
@@ -72,7 +71,7 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A trailer is no header: it came past whoever checked or set headers on the way, and changes none of them."""
+        """Trailers are dropped: proxies that check or set headers do not see them."""
         self._count(len(name) + len(value))
         if not self._trailers:
             super().on_header(name, value.rstrip(b" \t"))
@@ -80,7 +79,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._unread, self._trailers = 0, True
         if self._answering:
-            raise bad_request("one request at a time: send the next one after the answer")  # nobody is told this
+            raise bad_request("one request at a time: send the next one after the answer")  # not sent to anyone
         if not self.parser.should_upgrade():
             super().on_headers_complete()
             if self.scope["http_version"] < "1.1":
@@ -104,13 +103,13 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request has not got all of its answer."""
+        """Whether a response is still being sent."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    # The end.
+    # Closing.
 
     def _end(self, error: ApiError) -> None:
-        """Read nothing more. If a whole request waits for its answer, it gets it. Else tell the error."""
+        """Stop reading. A complete request still gets its response; otherwise send the error."""
         self._over = True
         if self._answering and not self.cycle.more_body:
             self.cycle.keep_alive = False
@@ -123,7 +122,7 @@ class Connection(HttpToolsProtocol):
             )
             self.transport.write(head.encode() + content)
         if self._answering:
-            self.cycle.disconnected = True  # uvloop lets nobody write to what is closed
+            self.cycle.disconnected = True  # uvloop raises on writes to a closed transport
         self.transport.close()
 
 
@@ -132,7 +131,7 @@ def too_many_headers() -> ApiError:
 
 
 def send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 knows no chunks: an answer of unknown length ends with the connection."""
+    """HTTP/1.0 has no chunked encoding: a response of unknown length ends with the connection."""
     send, unknown = cycle.send, False
 
     async def send_plainly(message: Any) -> None:

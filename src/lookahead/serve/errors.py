@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: one JSON object on every path, and never a traceback."""
+"""Errors in OpenAI's format: one JSON object on every path, and never a traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 class ApiError(Exception):
-    """An error that a client is told. `param` names the field that has to change, `code` the reason in one word."""
+    """An error sent to the client. `param` names the field to change, `code` the reason in one word."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def internal(error: BaseException) -> ApiError:
-    """What a client is told of an error that is not its own. The details go to the log."""
+    """The client's error for a failure of the server. The details go to the log."""
     log.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError(500, f"the server could not answer ({type(error).__name__}); its log says why", code="internal")
 
@@ -72,7 +72,7 @@ def unavailable(message: str, retry: int | None = None) -> ApiError:
 
 
 def explain(problem: Mapping[str, Any]) -> ApiError:
-    """One of pydantic's errors as a line that names the field and the fix."""
+    """A pydantic error as one line that names the field and the fix."""
     where = field_name(problem["loc"])
     kind, given = problem["type"], problem.get("input")
     if kind == "json_invalid":
@@ -88,8 +88,8 @@ def explain(problem: Mapping[str, Any]) -> ApiError:
 
 
 def most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The problem to tell of. Where several types were tried, the one that fits best has got deepest, and its problem
-    is not the type."""
+    """The problem to report. If several types of a union were tried, the best match is the deepest, and its problem is
+    not the type."""
 
     def rank(problem: Mapping[str, Any]) -> tuple[bool, bool, int]:
         kind = problem["type"]
@@ -99,7 +99,7 @@ def most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def field_name(location: Sequence[Any]) -> str:
-    """('body', 'messages', 0, 'content', 'str') -> 'messages[0].content'. Names of pydantic's own are left out."""
+    """('body', 'messages', 0, 'content', 'str') -> 'messages[0].content'. pydantic's own names are dropped."""
     name = ""
     for part in location[1:] if location and location[0] == "body" else location:
         if isinstance(part, int):
@@ -110,11 +110,11 @@ def field_name(location: Sequence[Any]) -> str:
 
 
 UNION_PARTS = {"str", "int", "float", "bool", "none", "constrained-str", "json_or_python"}
-"""What pydantic puts into the location of an error to tell which type of a union it tried."""
+"""Names of union members that pydantic adds to an error's location."""
 
 
 def install(app: FastAPI, refused: Counter[str]) -> None:
-    """Answer every kind of error with OpenAI's object, and count it by its status."""
+    """Return every kind of error in OpenAI's format, and count it by its status."""
 
     def answer(error: ApiError) -> JSONResponse:
         refused[str(error.status)] += 1

@@ -1,7 +1,7 @@
-"""Structured output: a grammar says which tokens may come next, for every node of a step's tree.
+"""Structured output: a grammar gives the allowed next tokens for every node of a step's tree.
 
-Each node gets the mask of its own path, so guesses and grammar work together: a guess that the grammar forbids is never
-accepted, and the text is the one that plain decoding under the same grammar writes.
+Each node has the mask of its own path: a draft token that the grammar forbids is never accepted, and the output is
+the same as that of plain decoding under the same grammar.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ from lookahead.serve.vocabulary import read_vocabulary
 
 ALL = np.uint32(0xFFFFFFFF)
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is written in one way, with these separators. Free white space would let a small model write it for ever."""
+"""Fixed separators and no free white space, which a small model might generate endlessly."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 KEPT = 64
-"""Compiled grammars that are kept."""
+"""The most compiled grammars in the cache."""
 LIMITS = LLParserLimits(max_grammar_size=30_000, verbose_errors=False)
 """The size bounds the time to compile, which grows with the square of an object's optional properties: 30,000 symbols
 are 3,700 of them and 4 s on a busy core; llguidance's own 500,000 are minutes. 128 tools of 20 properties have 21,000.
 The other limits are llguidance's own. They bound a step: an object may have about 500 optional properties."""
 WAYS, DEPTH = 8, 8
-"""How many first tokens are tried before a grammar is accepted, and how many tokens follow each of them."""
+"""First tokens that are tried before a grammar is accepted, and tokens that follow each of them."""
 
 
 class Grammars:
-    """Compiles grammars for a model's vocabulary, and keeps the last ones.
+    """Compiles grammars for a model's vocabulary, and caches them.
 
-    All sequences of a compiled grammar share its lexer, which grows with their texts until it is full. Then every one
-    of them fails, so the grammar is compiled again: what others write must not end a request.
+    All sequences of a compiled grammar share its lexer, whose state grows with their texts up to a limit. Beyond it all
+    of them fail, so the grammar is compiled again: a request must not fail because of other requests.
     """
 
     def __init__(self, model: LookaheadModel) -> None:
         self._model = model
         self._tokenizer: LLTokenizer | None = None
         self._unreadable = ""  # why the vocabulary cannot be read
-        self._full: Counter[str] = Counter()  # how often a grammar's lexer was full
+        self._full: Counter[str] = Counter()  # how often a grammar's lexer reached its limit
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes about a second. Where that is impossible, the log says why, and all grammars
-        are refused."""
+        """Read the vocabulary, which takes about a second. If that fails, the reason is logged, and all grammars are
+        refused."""
         if self._tokenizer is not None or self._unreadable:
             return
         model = self._model
         try:
             self._tokenizer = read_vocabulary(model.tokenizer, model.backend.vocab_size, model.stop_ids)
-        except Exception as error:  # whatever a tokenizer of an unknown kind raises; the other requests need no grammar
+        except Exception as error:  # unknown tokenizers may raise anything; other requests need no grammar
             self._unreadable = " ".join(str(error).split())[:400] or type(error).__name__
             log.warning("requests for structured output are refused: %s", self._refused())
 
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
-        """A fresh mask for one sequence of at least so many tokens. Raises a 400 if the grammar cannot be compiled."""
+        """A new mask for one sequence of at least `least` tokens. Raises a 400 if the grammar cannot be compiled."""
         renew, size = partial(self._renewed, grammar), self._model.backend.vocab_size
         return GrammarMask(self.newest(grammar), size, self._model.stop_ids, least, renew)
 
     def newest(self, grammar: str) -> LLMatcher:
-        """The compiled grammar, which nobody may change. Raises a 400 if it cannot be compiled."""
+        """The compiled grammar, which is shared: copy it. Raises a 400 if it cannot be compiled."""
         return self._compiled(grammar, self._full[grammar])
 
     def _renewed(self, grammar: str, full: LLMatcher) -> LLMatcher:
-        """The grammar with another lexer than the one that is full."""
+        """The grammar compiled with a new lexer."""
         if self.newest(grammar) is full:
             self._full[grammar] += 1
         return self.newest(grammar)
@@ -88,7 +88,7 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise refusal(matcher.get_error())
-        if not full:  # a grammar whose lexer is renewed has passed
+        if not full:  # already checked if only its lexer is renewed
             check_first_tokens(matcher, self._model.backend.vocab_size, self._model.stop_ids)
         return matcher
 
@@ -97,7 +97,7 @@ class Grammars:
 
 
 def refusal(why: str, what: str = "compiled") -> ApiError:
-    """A 400 with llguidance's reason, without the parser's state that may follow it."""
+    """A 400 with llguidance's reason, without its dump of the parser's state."""
     line = " ".join(re.split(r"<(?:state|backtrace|non-verbose)", why)[0].split())
     reason = REASONS.get(line, line[:300])
     return bad_request(f"the schema cannot be {what}: {reason}", code="invalid_schema")
@@ -105,15 +105,15 @@ def refusal(why: str, what: str = "compiled") -> ApiError:
 
 REASONS = {"NoExtensionBias": "no text fits it"}
 LEXER = "lexer error"
-"""How llguidance names an error of the lexer."""
+"""llguidance's name for lexer errors."""
 
 
 def check_first_tokens(compiled: LLMatcher, vocabulary: int, ends: frozenset[int]) -> None:
     """Raise a 400 if a grammar fails within its first tokens.
 
-    Some compile and then lead to a state that is beyond the limits, or to none: a `$ref` to itself, an endless chain of
-    required properties, thousands of alternatives. The lowest tokens, which are single bytes, are tried: they get
-    through a string or a number, to the next property, soonest.
+    Some compile and then reach a state beyond the limits or a dead end: a `$ref` to itself, an endless chain of
+    required properties, thousands of alternatives. The lowest token ids, which are single bytes, are tried: they finish
+    a string or a number, and reach the next property, soonest.
     """
     row = np.zeros((vocabulary + 31) // 32, dtype="<u4")
 
@@ -133,7 +133,7 @@ def check_first_tokens(compiled: LLMatcher, vocabulary: int, ends: frozenset[int
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of JSON texts that fit a schema."""
+    """The grammar of JSON texts that match a schema."""
     try:
         return LLMatcher.grammar_from_json_schema(closed(schema), overrides=COMPACT)  # type: ignore[arg-type]
     except ValueError as error:
@@ -141,29 +141,29 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 
 def embedded_json(schema: dict[str, Any]) -> str:
-    """A schema as a part of a Lark grammar."""
+    """A schema embedded in a Lark grammar."""
     return "%json " + json.dumps({**closed(schema), "x-guidance": COMPACT})
 
 
 COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "patternProperties", "unevaluatedProperties"}
-"""What may give an object more properties than those that stand beside it."""
+"""Keywords that may add properties to an object besides those listed."""
 
 
 def closed(schema: Any) -> Any:
-    """The schema with objects that have no properties but those they name, where it does not say otherwise.
+    """The schema with `additionalProperties: false` wherever it does not say otherwise.
 
-    What fits it fits the schema as it was. A small model would invent properties until its tokens are spent. A schema
-    with an `allOf` is left as it is, because its parts have to fit the same object.
+    Whatever matches it matches the original schema. Small models would invent properties until they run out of tokens.
+    A schema with `allOf` is left unchanged, because all of its subschemas apply to the same object.
     """
     return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
 
 
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_closed(part) for part in schema]
+        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: _closed_part(name, part) for name, part in schema.items()}
+    found = {name: _closed_keyword(name, value) for name, value in schema.items()}
     names = schema.get("properties")
     if isinstance(names, dict) and names and not COMBINED & schema.keys():
         required = schema.get("required") or ()
@@ -172,17 +172,17 @@ def _closed(schema: Any) -> Any:
     return found
 
 
-def _closed_part(keyword: str, value: Any) -> Any:
-    if keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):  # names and their schemas
-        return {name: _closed(part) for name, part in value.items()}
+def _closed_keyword(keyword: str, value: Any) -> Any:
+    if keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):  # a mapping of names to schemas
+        return {name: _closed(schema) for name, schema in value.items()}
     return value if keyword in ("const", "enum", "default", "examples") else _closed(value)
 
 
 class GrammarMask:
     """A `TokenMask` that follows a grammar along the text.
 
-    Before `least` tokens the text ends only where the grammar allows nothing else. `compiled` stays as it is.
-    `renew` gives another one in place of one whose lexer is full.
+    Before `least` tokens the text ends only where the grammar allows nothing else. `compiled` is not modified.
+    `renew` returns it with a new lexer, once the lexer has reached its limit.
     """
 
     def __init__(
@@ -197,18 +197,18 @@ class GrammarMask:
         self._matcher = compiled.deep_copy()
         self._taken: list[int] = []
         self._words = (vocabulary + 31) // 32
-        self._others = np.full(self._words, ALL, dtype=np.uint32)  # all tokens but the ends
+        self._others = np.full(self._words, ALL, dtype=np.uint32)  # all tokens but EOS
         for token in ends:
             self._others[token >> 5] &= ~np.uint32(1 << (token & 31))
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
         """The allowed tokens after the root and after every guess that is allowed itself.
 
-        A guess after which the grammar is beyond its limits does not end the request: only if the text itself comes to
-        that state does it, as in plain decoding. Whatever would follow the guess is then refused by `accept`.
+        A guess that takes the grammar beyond its limits does not fail the request: only the text itself does, as in
+        plain decoding. If such a guess is accepted, `accept` raises.
         """
         failed: set[int] = set()
-        first = len(sequence.tokens) - sequence.prompt_tokens  # the place of the root's target in the output
+        first = len(sequence.tokens) - sequence.prompt_tokens  # index of the root's target in the output
         renewed = False
         while True:
             rows = np.full((len(tree.needed), self._words), ALL, dtype=np.uint32)
@@ -224,7 +224,7 @@ class GrammarMask:
                 self._restart()
 
     def _walk(self, tree: TokenTree, first: int, rows: npt.NDArray[np.uint32], skipped: set[int]) -> int | None:
-        """Fill the rows of the root and the guesses. Returns the node after which the grammar has failed, if one."""
+        """Fill the rows of the root and the guesses. Returns the node after which the grammar failed, or None."""
         self._fill(rows[0], first)
         if self._matcher.is_error():
             return 0
@@ -257,14 +257,14 @@ class GrammarMask:
             raise self._refusal()
 
     def _replace_lexer(self) -> bool:
-        """After an error of the lexer: go on with another. False if that is no help."""
+        """After a lexer error, continue with a new lexer. Returns False if the error persists."""
         if LEXER in self._matcher.get_error():
             self._compiled = self._renew(self._compiled)
             self._restart()
         return not self._matcher.is_error()
 
     def _restart(self) -> None:
-        """Bring another matcher to where the text is: one that has failed never works again."""
+        """Replay the text in a new matcher: a failed one cannot be reused."""
         self._matcher = self._compiled.deep_copy()
         self._matcher.consume_tokens(self._taken)
 

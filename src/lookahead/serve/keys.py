@@ -1,10 +1,10 @@
-"""Who asks: API keys, what each key may do, and what it has of its own.
+"""API keys: authentication, rights, and the caches that belong to each key.
 
 A key is written as `KEY [name=NAME] [rights=RIGHT+RIGHT]`, one per line of a file, or with commas between them in the
-environment. Every key may ask for answers. The rights name what a key may see beyond its own requests:
+environment. Every key may generate text. The rights grant more than that:
 
     metrics    `/metrics`, which counts the requests of all keys
-    trace      how the steps of its own requests went, guess by guess
+    trace      the token trees of its own requests' steps
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True)
 class Key:
-    """One line of a key file. `rights` is None where the line names none."""
+    """One line of a key file. `rights` is None if the line has none."""
 
     secret: str = field(repr=False)
     name: str | None = None
@@ -35,7 +35,7 @@ class Key:
 
     @classmethod
     def parse(cls, line: str) -> Key:
-        """Raises ValueError with what is wrong. It never shows the line, which is a secret."""
+        """Raises ValueError without quoting the line, which is a secret."""
         secret, *words = line.split()
         if len(secret) < 8 or not secret.isascii():
             raise ValueError("must have at least 8 ASCII characters and no spaces")
@@ -43,7 +43,7 @@ class Key:
         for word in words:
             what, equals, value = word.partition("=")
             if not equals or what not in ("name", "rights") or what in given:
-                raise ValueError("must have no spaces; after it may stand name=NAME and rights=metrics+trace")
+                raise ValueError("must have no spaces, and only name=NAME and rights=metrics+trace may follow it")
             given[what] = value
         name = given.get("name")
         if name is not None and not NAME.fullmatch(name):
@@ -56,9 +56,9 @@ class Key:
 
 @dataclass(eq=False)
 class Owner:
-    """One key's part of the server. Requests share K/V and recycled successors only with those of the same owner.
+    """The caches and rights of one key. Requests share K/V and recycled successors only within an owner.
 
-    `name` is safe to log. `file` names the owner's memory on disk. `rights` are those of its key.
+    `name` is safe to log. `file` names the owner's memory file. `rights` are those of its key.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Owner:
     rights: frozenset[str] = frozenset()
 
     def require_right(self, right: str, what: str, param: str | None = None) -> None:
-        """Raise a 403 unless the owner has this right, which `what` needs. `param` is the field that asked for it."""
+        """Raise a 403 unless the owner has the right that `what` needs. `param` is the request field in question."""
         if right not in self.rights:
             raise ApiError(
                 403,
@@ -80,14 +80,14 @@ class Owner:
 
 
 class KeyRing:
-    """The keys that may ask, each as a line of a key file. Without any, everybody may, and all are one owner.
+    """The accepted keys, each as a line of a key file. Without keys every client is accepted as one common owner.
 
-    A key that is alone has all rights, unless its line names some: there is nobody to be kept apart from. Without keys
-    everybody has all rights; but on a `public` server nobody may trace, because the guesses in a tree come from what
-    strangers have asked. With `share` all owners have the same memory and salt.
+    A single key has all rights unless its line lists some: there are no other owners to protect. Without keys all
+    clients have all rights, except that `trace` is refused on a `public` server, because the draft tokens in a tree
+    come from other clients' prompts. With `share` all owners use the same memory and salt.
 
-    Only hashes of the keys are kept. A key is compared with all of them, each in constant time, so that the time of the
-    answer tells nothing about them.
+    Only hashes of the keys are stored. A key is compared with all of them in constant time, so that response times leak
+    nothing.
     """
 
     def __init__(self, lines: Sequence[str], memory: SharedMemory, share: bool = False, public: bool = False) -> None:
@@ -106,7 +106,7 @@ class KeyRing:
             self.owners.append(owner)
 
     def owner(self, authorization: str | None) -> Owner:
-        """The owner of an Authorization header's key. Raises a 401 if there is none."""
+        """The owner of the key in an Authorization header. Raises a 401 if the key is missing or unknown."""
         if not self._hashes:
             return self.owners[0]
         scheme, _, key = (authorization or "").partition(" ")
@@ -123,7 +123,7 @@ class KeyRing:
 
 
 def read_keys(path: Path | None, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The lines of a file that have a key, with # for comments, or those of the variable, with commas between them."""
+    """The key lines of a file (# starts a comment) or of the environment variable (separated by commas)."""
     if path is not None:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -144,10 +144,10 @@ def read_keys(path: Path | None, env: Mapping[str, str]) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"key {number} of {where} {error}") from None
     if len({key.secret for key in keys}) < len(keys):
-        raise ValueError(f"{where} has a key twice; each may stand there once")
+        raise ValueError(f"{where} has a duplicate key; remove one")
     names = [key.name for key in keys if key.name is not None]
     if len(set(names)) < len(names):
-        raise ValueError(f"{where} has a name twice; give each key another one")
+        raise ValueError(f"{where} has a duplicate name; give each key its own")
     return tuple(lines)
 
 

@@ -1,4 +1,4 @@
-"""The server's life: the ready line, draining after the first signal, and the end at the second."""
+"""Runs the server: the ready line, draining at the first signal, exit at the second."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lookahead.serve.settings import ServeSettings
 from lookahead.serve.sockets import allow_port_reuse, bind, cannot_listen
 
 SWITCH_SECONDS = 0.0005
-"""How long the event loop may keep the interpreter while the engine's thread wants it. Python's own 5 ms are as long as
+"""How long the event loop may hold the GIL while the engine's thread waits for it. Python's own 5 ms are as long as
 a step on a GPU. Not tuned: between 0.1 and 2 ms no difference was seen with steps of 5 ms on two busy cores."""
 YOUNG_OBJECTS = 20_000
-"""After so many new objects the collector looks for cycles among them. Python's own 700 are about ten requests: with 32
+"""New objects before a collection of the youngest generation. Python's default of 700 is about ten requests: with 32
 streams, 30 collections a second took 2 to 3% of the time."""
 FLUSH_SECONDS = 0.5
-"""Seconds that clients get to read the error that ends their reply."""
+"""Seconds for clients to read the error that ends their stream."""
 POLL = 0.02
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, with a drain: after the first signal nothing new is taken, and what runs may finish.
+    """Uvicorn with draining: after the first signal no new requests are accepted, and running ones may finish.
 
-    `sockets` hold the address (see `listen`). The service starts before they listen, and an error of its start is
-    raised as it is: uvicorn's own way, an application's lifespan, would hide it behind an exit code.
+    `sockets` are bound already (see `sockets`). The service starts before they listen, and its startup errors are
+    raised: an application lifespan, uvicorn's own way, would hide them behind an exit code.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Bind the address, unless that was done before, and serve."""
+        """Serve, after binding the address unless that is done."""
         host, port = self.service.settings.host, self.service.settings.port
         await super().serve(sockets or self._sockets or bind(host, port))
 
@@ -85,13 +85,13 @@ class Server(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends the process at once."""
+        """The first signal drains, the second exits at once."""
         if self.service.draining:
             os._exit(128 + sig)
         self.begin_drain()
 
     def begin_drain(self) -> None:
-        """Take nothing new from now on. May be called in any thread."""
+        """Stop accepting requests. May be called from any thread."""
         self.service.draining = True
         if self._loop is None:
             self.should_exit = True
@@ -111,10 +111,10 @@ class Server(uvicorn.Server):
             await asyncio.sleep(POLL)
         if service.replies:
             self.say(f"ending {len(service.replies)} requests that were not finished in time")
-        await self._end_all("the server has shut down before the reply was finished; ask another one")
+        await self._end_all("the server has shut down before the reply was finished; try another server")
 
     async def _end_all(self, reason: str) -> None:
-        """End what still runs with an error, which clients may read for a moment, and then the server."""
+        """End running requests with an error, give clients a moment to read it, and stop the server."""
         service, loop = self.service, asyncio.get_running_loop()
         service.fail_all(unavailable(reason))
         end = loop.time() + FLUSH_SECONDS
@@ -140,7 +140,7 @@ def make_server(
     kind: Callable[..., Service] = Service,
     sockets: Sequence[socket.socket] = (),
 ) -> Server:
-    """A server that is ready to `run`. Without `sockets` it binds its address then."""
+    """A server, ready to `run`. Without `sockets` it binds its address in `run`."""
     app = make_app(model, settings, kind)
     options: dict[str, Any] = {
         "lifespan": "off",  # `Server` starts and closes the service
@@ -161,10 +161,10 @@ def serve(
     kind: Callable[..., Service] = Service,
     sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serve until a signal comes. `say` gets lines for the person who started it. `kind` is the service behind it.
+    """Serve until a signal. `say` prints messages for the user; `kind` creates the service.
 
-    `sockets` hold its address (see `listen`). Raises ValueError if the server cannot start, and DeviceError after it
-    has ended because its device is lost.
+    `sockets` are bound already (see `sockets`). Raises ValueError if the server cannot start, and DeviceError if it
+    stopped because its device was lost.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
@@ -172,8 +172,8 @@ def serve(
     threshold = gc.get_threshold()
     try:
         server = make_server(model, settings, say, kind, sockets)
-        # The collector leaves alone what was imported and loaded: a full collection of these 440,000 objects takes 0.2
-        # to 0.3 s, in which no step runs.
+        # Exclude imported and loaded objects from collection: a full collection of these 440,000 objects takes 0.2 to
+        # 0.3 s, during which no step runs.
         gc.collect()
         gc.freeze()
         gc.set_threshold(YOUNG_OBJECTS, *threshold[1:])
@@ -182,4 +182,4 @@ def serve(
             raise server.service.lost
     finally:
         gc.set_threshold(*threshold)
-        gc.unfreeze()  # so that it all goes when Python ends: triton complains of what stays
+        gc.unfreeze()  # so that all is freed at exit: triton complains otherwise

@@ -1,4 +1,4 @@
-"""How a model's tokens are spelled, one by one, and their log-probabilities as OpenAI writes them."""
+"""The text and bytes of single tokens, and log-probabilities in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lookahead.engine.request import TokenLogprobs
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 LEAST = -9999.0
-"""Stands for a log-probability of minus infinity, which JSON cannot write."""
+"""Replaces a log-probability of minus infinity, which JSON cannot represent."""
 
 
 class TokenFormatter:
-    """How a model's tokens are spelled, one by one."""
+    """Formats single tokens of a model, and their log-probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.text_and_bytes = lru_cache(1 << 16)(self._text_and_bytes)
 
     def _text_and_bytes(self, token: int) -> tuple[str, list[int]]:
-        """A token's text and its bytes. A token that is a part of a character has a text of U+FFFD, but true bytes."""
+        """A token's text and its bytes. For a part of a character the text is U+FFFD, and the bytes are exact."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return "", []
@@ -39,7 +39,7 @@ class TokenFormatter:
         return raw.decode("utf-8", "replace"), list(raw)
 
     def chat_logprobs(self, tokens: Sequence[int], found: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        """Log-probabilities as chats have them."""
+        """Log-probabilities in the format of chat completions."""
         return [
             {**self._entry(token, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top]}
             for token, one in zip(tokens, found, strict=True)
@@ -55,8 +55,8 @@ class TokenFormatter:
     def completion_logprobs(
         self, tokens: Sequence[int], found: Sequence[TokenLogprobs | None], offset: int
     ) -> dict[str, Any]:
-        """Log-probabilities as completions have them. `offset` is where the text of the first token begins. None
-        stands for those of a prompt's first token, which follows nothing."""
+        """Log-probabilities in the format of completions. `offset` is where the first token's text begins. A prompt's
+        first token has None."""
         texts = [self.text_and_bytes(token)[0] for token in tokens]
         offsets = []
         for text in texts:

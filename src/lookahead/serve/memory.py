@@ -1,7 +1,7 @@
-"""Warm memory: what guesses are made from outlives the server. One file per key, for one model and one tokenizer.
+"""Drafting state that survives restarts: one file per key, model and tokenizer.
 
-A file can only change how fast a text is written, never the text. It holds likely continuations of what its key has
-asked before, so it is readable by its user alone.
+A file changes only the speed, never the output. It holds likely continuations of its key's earlier prompts, so only the
+user can read it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = logging.getLogger("lookahead.serve")
 
 VERSION = 1
 PUT_OFF = 4
-"""How often saving is put off while the server is busy."""
+"""How often a save may be postponed while the server is busy."""
 WIDTH = 3 + 1 + 2 * KEPT_TOKENS
-"""Numbers per key: its three tokens, how many numbers follow, and its successors with their levels."""
+"""Columns per key: its three tokens, the count of numbers that follow, and successors with their levels."""
 NO_TOKEN = -(1 << 31)
-"""Fills up keys of fewer than three tokens."""
+"""Pads keys of fewer than three tokens."""
 MOST_BROKEN = 10
-"""Files that are set aside before the first of them is replaced."""
+"""The most unreadable files kept under other names; then the first is overwritten."""
 R = TypeVar("R")
 Arrays = dict[str, npt.NDArray[Any]]
 
 
 def folder_of(model: LookaheadModel, base: Path) -> Path:
-    """Where the memory of this model and tokenizer lies. Another model or tokenizer has another folder."""
+    """The folder for this model and tokenizer."""
     facts = model.model.config.to_dict()
     shape = {name: value for name, value in facts.items() if isinstance(value, (int, float, str))}
     shape.pop("_name_or_path", None)
@@ -56,7 +56,7 @@ def folder_of(model: LookaheadModel, base: Path) -> Path:
 
 
 def to_arrays(memory: SharedMemory, most: int) -> Arrays:
-    """A copy of a memory: the newest `most` keys, and the calibration. Call it where the engine does not run."""
+    """Copy the newest `most` keys and the calibration. Call it between steps of the engine."""
     items = list(memory.successors.items())[-most:]
     keys = np.full((len(items), WIDTH), NO_TOKEN, dtype=np.int32)
     for row, (key, successors) in zip(keys, items, strict=True):
@@ -67,7 +67,7 @@ def to_arrays(memory: SharedMemory, most: int) -> Arrays:
 
 
 def fill_from_arrays(memory: SharedMemory, arrays: Arrays) -> None:
-    """Fill a memory from a copy. Raises ValueError if it does not fit."""
+    """Fill a memory from a copy. Raises ValueError if the arrays are malformed."""
     check_version(int(arrays["version"]) if "version" in arrays else None, VERSION)
     keys = arrays["keys"]
     if keys.ndim != 2 or keys.shape[1] != WIDTH or keys.dtype != np.int32:
@@ -82,7 +82,7 @@ def fill_from_arrays(memory: SharedMemory, arrays: Arrays) -> None:
 
 
 def check_numbers(keys: npt.NDArray[np.int32]) -> None:
-    """Raise ValueError if a key or its successors cannot be tokens, or a level is none: levels index other tables."""
+    """Raise ValueError if tokens or levels are out of range: levels index other tables."""
     key, count, numbers = keys[:, :3], keys[:, 3:4], keys[:, 4:]
     column = np.arange(2 * KEPT_TOKENS)
     tokens, levels = numbers[column < count // 2], numbers[(column >= count // 2) & (column < count)]
@@ -93,7 +93,7 @@ def check_numbers(keys: npt.NDArray[np.int32]) -> None:
 
 
 def write(path: Path, arrays: Arrays) -> None:
-    """Write a file so that a reader finds all of it or the one before, whatever happens meanwhile."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as part:
         try:
@@ -107,20 +107,20 @@ def write(path: Path, arrays: Arrays) -> None:
 
 
 def read(path: Path, memory: SharedMemory) -> bool:
-    """Fill a memory from a file, if there is one. A file that cannot be read is set aside, with a warning."""
+    """Fill a memory from a file. Returns False if it is missing, or unreadable: then it is renamed with a warning."""
     remove_parts(path)
     try:
         fill_from_arrays(memory, load(path))
     except FileNotFoundError:
         return False
-    except Exception as error:  # damage can raise anything: zlib, zipfile and NumPy each have errors of their own
+    except Exception as error:  # zlib, zipfile and NumPy each raise their own errors on damage
         set_aside(path, f"{type(error).__name__}: {error}")
         return False
     return True
 
 
 def load(path: Path) -> Arrays:
-    """The arrays of a file. All checksums are compared before any of its content is believed."""
+    """The arrays of a file, after verifying all checksums."""
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
@@ -130,7 +130,7 @@ def load(path: Path) -> Arrays:
 
 
 def remove_parts(path: Path) -> None:
-    """Remove what a server left that was killed while it wrote."""
+    """Remove unfinished files of a server that was killed while writing."""
     try:
         for part in path.parent.glob(f"{path.stem}*.part"):
             part.unlink(missing_ok=True)
@@ -139,22 +139,22 @@ def remove_parts(path: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> None:
-    """Rename what cannot be read, so that it is neither read again nor written over."""
+    """Rename an unreadable file, so that it is neither read again nor overwritten."""
     names = [path.with_suffix(".broken"), *(path.with_suffix(f".broken-{number}") for number in range(2, MOST_BROKEN))]
     aside = next((name for name in names if not os.path.lexists(name)), names[0])
     try:
         os.replace(path, aside)
     except OSError as error:
-        log.warning("the memory %s cannot be read (%s), and not be set aside as %s: %s", path, why, aside, error)
+        log.warning("the memory %s cannot be read (%s) nor renamed to %s: %s", path, why, aside, error)
     else:
         log.warning("the memory %s cannot be read (%s); it is set aside as %s", path, why, aside)
 
 
 class MemorySaver:
-    """Reads every owner's memory at the start, and writes it now and then and at the end.
+    """Loads every owner's memory at startup, and saves it periodically and at shutdown.
 
-    `in_worker` runs a function in a thread that may wait. `busy` tells whether somebody waits for the engine, which
-    stands still while a memory is copied.
+    `in_worker` runs a function in a thread that may block. `busy` is true while requests are running: copying a memory
+    pauses the engine.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class MemorySaver:
         return self.folder / f"{owner.file}.npz"
 
     async def save(self) -> None:
-        """Write every owner's memory. It is copied between two steps of the engine."""
+        """Save every owner's memory. Each is copied between two steps of the engine."""
         for owner in self.owners:
             copy = partial(to_arrays, owner.memory, self.settings.memory_keys)
             try:

@@ -1,7 +1,7 @@
-"""What `/metrics` shows. The names are vLLM's under the prefix `lookahead:`, and on request under `vllm:`, too.
+"""Prometheus metrics. The names are vLLM's under the prefix `lookahead:`, and optionally under `vllm:`, too.
 
-Counting must cost little, because it happens for every stream in every step: plain numbers, which are turned into
-Prometheus' text only when somebody asks. `step` is called in the engine's thread, everything else in the event loop's.
+Counting happens for every stream in every step, so it must be cheap: plain numbers, formatted only when `/metrics` is
+scraped. `observe_step` is called in the engine's thread, everything else in the event loop's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ONLY_OURS = {
     "requests_refused",
     "server_info",
 }
-"""What vLLM has no name for."""
+"""Metrics that vLLM does not have."""
 
 
 class Histogram:
@@ -46,7 +46,7 @@ class Histogram:
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Prometheus' cumulative buckets."""
+        """Cumulative buckets, as Prometheus expects."""
         found, total = [], 0
         for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
             total += count
@@ -77,11 +77,11 @@ class Metrics:
     # Counting.
 
     def observe_step(self, rows: int, seconds: float) -> None:
-        """One pass of so many rows has run."""
+        """Count a forward pass by its number of rows."""
         self.step_times[ROWS[min(bisect_left(ROWS, rows), len(ROWS) - 1)]].observe(seconds)
 
     def observe_tokens(self, state: RequestState, now: float) -> None:
-        """A step gave this job tokens."""
+        """Count the tokens that a request got since the last call."""
         stats = state.sequence.stats
         new = stats.generated_tokens - state.counted
         if new < 1:
@@ -96,8 +96,8 @@ class Metrics:
         state.last_token_time = now
 
     def observe_end(self, state: RequestState, now: float) -> None:
-        """A job has ended, or was cancelled."""
-        self.observe_tokens(state, now)  # what the engine told after the reply had been read to its end
+        """Count a request that has ended or was cancelled."""
+        self.observe_tokens(state, now)  # tokens that arrived after the reply was read
         stats, totals = state.sequence.stats, self.totals
         self.success[state.sequence.finish_reason or "abort"] += 1
         guessed = stats.steps - 1
@@ -116,7 +116,7 @@ class Metrics:
             self.times["request_prefill_time_seconds"].observe(max(0.0, first - stats.queue_seconds))
             self.times["request_decode_time_seconds"].observe(max(0.0, stats.seconds - first))
 
-    # Showing.
+    # Formatting.
 
     def text(self, model: LookaheadModel, vllm: bool = False) -> bytes:
         """All metrics in Prometheus' text format, with `vllm` also under vLLM's names."""
@@ -132,38 +132,40 @@ class Metrics:
         cache = model.backend.cache_use()
         waiting = engine.waiting
         gauges = {
-            "num_requests_running": ("Sequences that run.", max(0, len(engine.running) - waiting)),
-            "num_requests_waiting": ("Sequences in the queue.", waiting),
-            "kv_cache_usage_perc": ("Part of the K/V pages in use, 0 to 1.", cache.used),
+            "num_requests_running": ("Running sequences.", max(0, len(engine.running) - waiting)),
+            "num_requests_waiting": ("Waiting sequences.", waiting),
+            "kv_cache_usage_perc": ("Fraction of the K/V pages in use, 0 to 1.", cache.used),
             "compression": ("S: generated tokens per step.", _ratio(totals["generation_tokens"], totals["steps"])),
         }
         for name, (what, value) in gauges.items():
             yield self._one(GaugeMetricFamily, prefix, name, what, value)
         yield self._info(prefix, model)
         counters = {
-            "num_preemptions": ("Sequences that had to make room.", engine.preemptions),
+            "num_preemptions": ("Preempted sequences.", engine.preemptions),
             "prompt_tokens": ("Prompt tokens of requests that ran.", totals["prompt_tokens"]),
             "generation_tokens": ("Generated tokens.", totals["generation_tokens"]),
             "steps": ("Decoding steps of finished requests.", totals["steps"]),
-            "captures": ("Parts of steps that were compiled and captured.", model.backend.captures),
-            "prefix_cache_queries": ("Prompt tokens looked up.", cache.query_tokens),
-            "prefix_cache_hits": ("Prompt tokens found.", cache.hit_tokens),
-            "spec_decode_num_drafts": ("Steps with guesses.", totals["spec_decode_num_drafts"]),
-            "spec_decode_num_draft_tokens": ("Guesses tried.", totals["spec_decode_num_draft_tokens"]),
-            "spec_decode_num_accepted_tokens": ("Guesses accepted.", totals["spec_decode_num_accepted_tokens"]),
+            "captures": ("Step segments that were compiled and captured.", model.backend.captures),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", cache.query_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", cache.hit_tokens),
+            "spec_decode_num_drafts": ("Steps with draft tokens.", totals["spec_decode_num_drafts"]),
+            "spec_decode_num_draft_tokens": ("Draft tokens verified.", totals["spec_decode_num_draft_tokens"]),
+            "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", totals["spec_decode_num_accepted_tokens"]),
         }
         for name, (what, value) in counters.items():
             yield self._one(CounterMetricFamily, prefix, name, what, value)
-        yield self._many(prefix, "request_success", "Requests by how they ended.", "finished_reason", self.success)
+        yield self._many(prefix, "request_success", "Requests by finish reason.", "finished_reason", self.success)
         per_pos = "spec_decode_num_accepted_tokens_per_pos"
-        yield self._many(prefix, per_pos, "Accepted guesses by depth.", "position", self.by_depth)
+        yield self._many(prefix, per_pos, "Accepted draft tokens by depth.", "position", self.by_depth)
         by_source = "accepted_tokens_by_source"
-        yield self._many(prefix, by_source, "Accepted guesses by source.", "source", self.by_source)
+        yield self._many(prefix, by_source, "Accepted draft tokens by source.", "source", self.by_source)
         yield self._many(prefix, "requests_refused", "Refused requests by status.", "status", self.refused)
         for name, histogram in self.times.items():
             yield self._histogram(prefix, name, "Seconds.", [((), histogram)])
         by_rows = [((str(rows),), one) for rows, one in self.step_times.items() if any(one.counts)]
-        yield self._histogram(prefix, "step_time_seconds", "A pass's seconds, by its rows.", by_rows, ("rows",))
+        yield self._histogram(
+            prefix, "step_time_seconds", "Seconds of a forward pass, by its number of rows.", by_rows, ("rows",)
+        )
 
     def _one(self, kind: type[Any], prefix: str, name: str, what: str, value: float) -> Metric:
         family = kind(f"{prefix}:{name}", what, labels=["model_name"])
@@ -171,9 +173,9 @@ class Metrics:
         return family
 
     def _info(self, prefix: str, model: LookaheadModel) -> Metric:
-        """What is served and on what, as the labels of a metric that is always 1."""
+        """Model and device as labels of a metric that is always 1."""
         facts = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
-        family = GaugeMetricFamily(f"{prefix}:server_info", "What is served.", labels=["model_name", *facts])
+        family = GaugeMetricFamily(f"{prefix}:server_info", "Model, device and dtype.", labels=["model_name", *facts])
         family.add_metric([self.model, *facts.values()], 1)
         return family
 
@@ -188,17 +190,17 @@ class Metrics:
         prefix: str,
         name: str,
         what: str,
-        parts: Sequence[tuple[tuple[str, ...], Histogram]],
+        series: Sequence[tuple[tuple[str, ...], Histogram]],
         labels: tuple[str, ...] = (),
     ) -> Metric:
         family = HistogramMetricFamily(f"{prefix}:{name}", what, labels=["model_name", *labels])
-        for values, histogram in parts:
+        for values, histogram in series:
             family.add_metric([self.model, *values], histogram.buckets(), histogram.sum)
         return family
 
 
 class Collector:
-    """Hands families that are ready to a registry."""
+    """Wraps finished metric families for a registry."""
 
     def __init__(self, found: list[Metric]) -> None:
         self.found = found
@@ -207,5 +209,5 @@ class Collector:
         return self.found
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(count: float, total: float) -> float:
+    return count / total if total else 0.0

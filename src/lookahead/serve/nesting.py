@@ -1,4 +1,4 @@
-"""How deeply JSON may be nested: Python's parser, its writer and chat templates give up somewhere."""
+"""Limit of JSON nesting: Python's parser and encoder and chat templates fail beyond some depth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def too_deep(text: str) -> bool:
 
 
 def deepest(text: str) -> int:
-    """How deeply a JSON text is nested. Brackets inside of strings do not count."""
+    """How deeply a JSON text is nested. Brackets inside strings do not count."""
     depth = most = 0
     for found in STRING_OR_BRACKET.finditer(text):
         if found[0] in "[{":

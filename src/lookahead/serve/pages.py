@@ -1,7 +1,7 @@
-"""The web page at `/`: static files that hold no secret, so they need no key. The page itself asks for one.
+"""The web page at `/`: static files without secrets, so they need no key. The page itself prompts for one.
 
-The files are read once, when the server starts. Its headers let the page load nothing but these files, speak to nobody
-but this server, and run no script that stands in a text.
+The files are read once at startup. The headers restrict the page to these files and this server, and forbid inline
+scripts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""The Content-Security-Policy. The last two lines make browsers that know them refuse to turn any text into markup."""
+"""The Content-Security-Policy. With the last two directives, supporting browsers refuse to parse text as markup."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -76,7 +76,7 @@ async def home(request: Request) -> Response:
 
 
 @router.get(OPEN_FOLDER + "{name}")
-async def part(name: str, request: Request) -> Response:
+async def web_file(name: str, request: Request) -> Response:
     """A file of the page."""
     return _answer(name, request)
 

@@ -1,4 +1,4 @@
-"""From a body's fields to what the engine takes: sampling, stop rules, the config of the guesses."""
+"""A request body's fields as engine parameters: sampling, stop rules and the lookahead config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = 1 << 64
 
 
 def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> LookaheadConfig:
-    """The config that a request asks for: false is plain decoding, and options change the model's default."""
+    """The config of a request: false means plain decoding, and options override the model's default."""
     if wanted is None or wanted is True:
         return model.default_config
     if wanted is False:
@@ -41,8 +41,8 @@ def config_of(wanted: bool | LookaheadOptions | None, model: LookaheadModel) -> 
 
 
 def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -> list[SamplingParams]:
-    """The sampling of each of the `n` choices. Choice i has the seed plus i. Without a repetition penalty it is the one
-    of the model's generation config."""
+    """Sampling parameters of each of the `n` choices. Choice i uses seed + i. The repetition penalty defaults to the
+    model's generation config."""
     bias = biases(body.logit_bias or {}, model.backend.vocab_size)
     seed = new_seed() if body.seed is None else body.seed
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -67,7 +67,7 @@ def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -
 
 
 def biases(given: Mapping[str, float], vocabulary: int) -> dict[int, float]:
-    """OpenAI's `logit_bias`, whose keys are token ids as text."""
+    """OpenAI's `logit_bias`, whose keys are token ids as strings."""
     found = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and int(key) < vocabulary):
@@ -90,7 +90,7 @@ def rules_of(
     ignore_eos: bool = False,
     min_tokens: int = 0,
 ) -> StopRules:
-    """When to end. Without `most` tokens the context is the limit. A prompt that leaves no room is refused."""
+    """The stop rules. `most` defaults to the rest of the context. Raises a 400 if the prompt leaves no room."""
     limit, holds = model.backend.max_length, model.backend.holds()
     if holds is not None:
         limit = holds - config.budget if limit is None else min(limit, holds - config.budget)

@@ -1,5 +1,4 @@
-"""The bodies that clients send. An unknown field is refused by its name, and so is a value that asks for something that
-this server cannot do. A field that is null is as if it were not there."""
+"""Request bodies. Unknown fields and unsupported values are refused by name. A null field counts as absent."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "suffix": ("",),
 }
-"""Fields of OpenAI's that are accepted only at the values that ask for nothing."""
+"""OpenAI fields that are accepted only with values that have no effect."""
 
 
 class Body(BaseModel):
-    """The base of all bodies. Types are strict: "5" is no number."""
+    """Base of all bodies. Types are strict: "5" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -57,14 +56,14 @@ class LookaheadOptions(Body):
 
 
 class StreamedLookahead(LookaheadOptions):
-    """Besides, what a stream tells of each step: facts with `steps`, and with `trace` also its token tree."""
+    """Adds per-step details to a stream: statistics with `steps`, and the token tree with `trace`."""
 
     steps: bool | None = None
     trace: bool | None = None
 
 
 class TextPart(Body):
-    """A part of a content that is text. Pictures, sounds and files are not supported."""
+    """A text part of a message's content. Images, audio and files are not supported."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -76,7 +75,7 @@ Content = str | list[TextPart]
 
 
 class Generation(Body):
-    """What completions and chats share."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -118,12 +117,12 @@ class Generation(Body):
 
     @property
     def streams_steps(self) -> bool:
-        """Whether the stream tells of each step."""
+        """Whether the stream has per-step details."""
         return isinstance(self.lookahead, StreamedLookahead) and bool(self.lookahead.steps or self.lookahead.trace)
 
     @property
     def traced(self) -> bool:
-        """Whether it also shows the steps' token trees."""
+        """Whether they include the token trees."""
         return isinstance(self.lookahead, StreamedLookahead) and bool(self.lookahead.trace)
 
 
@@ -138,7 +137,7 @@ class CompletionBody(Generation):
     suffix: str | None = None
 
     @model_validator(mode="after")
-    def _something(self) -> CompletionBody:
+    def _max_tokens(self) -> CompletionBody:
         if self.max_tokens == 0 and (self.stream or not self.echo or self.logprobs is None):
             raise ValueError("max_tokens=0 is for echo with logprobs, not streamed; otherwise give at least 1")
         return self
@@ -157,7 +156,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a chat. `developer` means `system`."""
+    """A chat message. `developer` is treated as `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -210,7 +209,7 @@ class ResponseFormat(Body):
 
 
 class Prediction(Body):
-    """Text that the reply is expected to resemble."""
+    """Text that the output is expected to resemble."""
 
     type: Literal["content"]
     content: Content
@@ -231,7 +230,7 @@ class ChatBody(Generation):
     modalities: list[str] | None = None
 
     @model_validator(mode="after")
-    def _together(self) -> ChatBody:
+    def _compatible(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -247,7 +246,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeBody:
+    def _prompt_or_messages(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

@@ -1,4 +1,4 @@
-"""A server whose engine is a group of ranks: rank 0 serves, and the others make the same steps."""
+"""A server whose engine is a group of ranks: rank 0 serves HTTP, and the others run the same steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lookahead.serve.settings import ServeSettings
 
 
 class LeadingService(Service):
-    """The service of rank 0. Its requests carry recipes for the other ranks.
+    """The service of rank 0, which broadcasts its requests to the other ranks.
 
-    It keeps no memory over restarts: all ranks must begin with the same one, which is empty.
+    It does not save drafting state across restarts: all ranks must start with the same, which is empty.
     """
 
     def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
@@ -37,8 +37,8 @@ class LeadingService(Service):
         return state
 
 
-def follow(model: ParallelModel, settings: ServeSettings) -> None:
-    """What the other ranks do for as long as rank 0 serves with the same settings."""
+def run_follower(model: ParallelModel, settings: ServeSettings) -> None:
+    """Run the requests of rank 0 until it stops serving. `settings` must be the same as there."""
     owners = KeyRing(settings.keys, model.memory, settings.share_memory, settings.public).owners
     grammars, tokenizer = Grammars(model), SharedTokenizer(model.tokenizer)
     model.engine.limit(settings.max_concurrency)

@@ -1,4 +1,4 @@
-"""The jobs of one HTTP request together: their pieces come as the engine's steps give them."""
+"""The output of all engine requests of one HTTP request, as the engine's steps produce it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from lookahead.serve.requests import Piece, RequestState
 
 
 class Reply:
-    """The jobs of one HTTP request. Ask for the `next` pieces; leaving the `async with` cancels what has not ended.
+    """Collects the output of all engine requests of one HTTP request.
 
-    It may take `timeout` seconds. `leave` is called with it when it is over, which may be more than once.
+    Await the `next` pieces; leaving the `async with` cancels unfinished requests. It fails after `timeout` seconds.
+    `leave` is called with the reply when it is over, possibly more than once.
     """
 
     def __init__(self, states: list[RequestState], timeout: float, leave: Callable[[Reply], None]) -> None:
         self.states, self.timeout, self.leave = states, timeout, leave
         self.begin = perf_counter()
-        self.failure: ApiError | None = None  # of the server; a reply that has ended does not mind
-        self._broken: ApiError | None = None  # what ends the reply once its last pieces were given
+        self.failure: ApiError | None = None  # set by the server; ignored by a finished reply
+        self._broken: ApiError | None = None  # raised after the last pieces have been returned
         self._running = len(states)
         self._fresh: dict[RequestState, None] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.Handle | None = None
-        self._due = 0.0  # when the timer goes off; not each of uvloop's timers can tell
-        self._patience = 0.0  # until when `_wait_for_output` waits, in the event loop's time
+        self._due = 0.0  # when the timer fires; not all of uvloop's timers know
+        self._patience = 0.0  # until when `_wait_for_output` waits, in event loop time
         self._deadline: asyncio.Handle | None = None
 
     async def __aenter__(self) -> Reply:
@@ -42,15 +43,15 @@ class Reply:
         self.leave(self)
 
     def _end_late(self) -> None:
-        """The reply's time is over. It is left at once: if its client does not read, nobody may ever ask for `next`."""
+        """Fail at the deadline. `leave` is called here: if the client stops reading, `next` may never be awaited."""
         self.fail(ApiError(504, f"no answer within {self.timeout:g} s", code="timeout"))
         self.leave(self)
 
     async def next(self, keep_alive: float | None = None) -> list[Piece] | None:
-        """The pieces that have come since the last call. It waits for some, and gives none after `keep_alive` seconds
-        without any. After the end of all jobs it gives None.
+        """Wait for new pieces. Returns an empty list after `keep_alive` seconds without any, and None once all requests
+        have ended.
 
-        Raises an ApiError if the server or the engine fails, or when the request's time is over.
+        Raises an ApiError if the server or the engine fails, or at the deadline.
         """
         while self._broken is None and self._running:
             if not self._fresh and self.failure is None:
@@ -67,7 +68,7 @@ class Reply:
         return None
 
     def _read_fresh(self) -> list[Piece]:
-        """The pieces of the jobs that have something."""
+        """The pieces of the requests with new events."""
         fresh, self._fresh = self._fresh, {}
         pieces = []
         try:
@@ -75,12 +76,12 @@ class Reply:
                 piece = self._read(state)
                 if piece is not None:
                     pieces.append(piece)
-        except ApiError as error:  # it is raised after these pieces were given
+        except ApiError as error:  # raised after these pieces have been returned
             self._broken = error
         return pieces
 
     async def finish(self) -> list[list[Piece]]:
-        """All pieces of every job, after their ends."""
+        """All pieces of every request, once all have ended."""
         found: list[list[Piece]] = [[] for _ in self.states]
         while (pieces := await self.next()) is not None:
             for piece in pieces:
@@ -88,12 +89,12 @@ class Reply:
         return found
 
     def fail(self, error: ApiError) -> None:
-        """Called in the event loop: what has not ended ends with this error."""
+        """Called in the event loop: end all unfinished requests with this error."""
         self.failure = error
         self.wake()
 
     def wake(self, state: RequestState | None = None) -> None:
-        """Called in the event loop: this job has something, or the reply has failed."""
+        """Called in the event loop: this request has new events, or the reply has failed."""
         if state is not None:
             self._fresh[state] = None
         if self._waiter is not None and not self._waiter.done():
@@ -103,10 +104,10 @@ class Reply:
         ticket = state.ticket
         if ticket is None or state.over:
             return None
-        done = ticket.done  # asked before the events are taken: after the end come no more
+        done = ticket.done  # read before the events: none come after the end
         events = ticket.take()
         error = ticket.error if done else None
-        if events and events[-1].finish_reason is not None:  # the last event comes a moment before `done`
+        if events and events[-1].finish_reason is not None:  # the last event arrives before `done` is set
             done, error = True, events[-1].error
         elif done and error is None:
             error = self.failure or unavailable("the request was cancelled")
@@ -118,9 +119,9 @@ class Reply:
         return state.read(events) if events else None
 
     async def _wait_for_output(self, seconds: float | None) -> None:
-        """Wait until there is something, at most so many seconds.
+        """Wait for new events, at most `seconds`.
 
-        One timer serves many waits: making one for each would take a tenth of the time of a chunk.
+        One timer serves many waits: creating one per wait would take a tenth of a chunk's time.
         """
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
@@ -140,7 +141,7 @@ class Reply:
         self._timer = loop.call_at(self._due, self._time_is_up, loop)
 
     def _time_is_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The timer has gone off. If the reply has waited anew since it was set, it is set again."""
+        """The timer has fired. Restart it if a later wait has extended the time."""
         self._timer = None
         if self._waiter is not None and loop.time() < self._patience:
             self._set_timer(loop)

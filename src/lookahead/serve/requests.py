@@ -1,4 +1,4 @@
-"""One sequence of a reply: what is asked for, and what has come of it so far."""
+"""One engine request of an HTTP request: its parameters, and its state while it runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from lookahead.serve.keys import Owner
 
 @dataclass
 class RequestSpec:
-    """One sequence that is asked for: a prompt, and how to continue it. `prediction` is text that it may resemble. The
-    text of the first `unsearched` tokens is not searched for stop strings. `output` is the beginning of the answer, if
-    another engine has generated it already. Asks of the same `conversation` share a long beginning: see `ray`.
+    """The parameters of one engine request: a prompt, and how to continue it.
 
-    With `streams_steps` its pieces say what each step did, and the first `trees` steps show their tree.
+    `prediction` is text that the output may resemble. The text of the first `unsearched` tokens is not searched for
+    stop strings. `output` holds tokens that another engine has already generated. Requests of the same `conversation`
+    share a long prefix: see `ray`. With `streams_steps` its pieces carry per-step details, and the first `trees` steps
+    include their token tree.
     """
 
     prompt: list[int]
@@ -41,7 +42,7 @@ class RequestSpec:
 
 @dataclass
 class Step:
-    """One step of a job that tells its steps: the text that became ready with it, and what the engine said."""
+    """One step of a request with `streams_steps`: the text it completed, and the engine's event."""
 
     number: int
     text: str
@@ -50,7 +51,7 @@ class Step:
 
 @dataclass
 class Piece:
-    """What a job gave since the piece before: text, tokens, and why it ended, if it did."""
+    """The output of a request since its last piece: text, tokens, and the finish reason once it has ended."""
 
     state: RequestState
     text: str
@@ -61,7 +62,7 @@ class Piece:
 
 
 class RequestState:
-    """One sequence on its way. `index` is its place in the reply."""
+    """A request in flight. `index` is its choice index in the response."""
 
     def __init__(self, model: LookaheadModel, tokenizer: SharedTokenizer, spec: RequestSpec, index: int) -> None:
         self.spec, self.index = spec, index
@@ -71,16 +72,16 @@ class RequestState:
         self.text = TextStream(tokenizer, spec.stops, spec.unsearched)
         self.ticket: Ticket | None = None
         self.begin = perf_counter()
-        self.last_token_time = 0.0  # when the last token came
-        self.counted = 0  # tokens that the metrics have counted
+        self.last_token_time = 0.0  # time of the last token
+        self.counted = 0  # tokens already counted by the metrics
         self.tried = 0
         self.steps_sent = 0
         self.over = False
 
     def _request(self, model: LookaheadModel, tokenizer: SharedTokenizer) -> Request:
-        """What the engine gets. The output that there is already counts as output for everything that follows it."""
+        """The engine's request. Output that exists already counts as output, not as prompt."""
         spec, ends = self.spec, None
-        if spec.stops.stops:  # the engine's thread looks for stop strings in a text of its own
+        if spec.stops.stops:  # the engine's thread searches its own copy of the text
             searched = TextStream(tokenizer, spec.stops, spec.unsearched)
             searched.push_tokens(spec.output)
             ends = searched.push_token
@@ -99,7 +100,7 @@ class RequestState:
         return Request(sequence, model.verifier(sequence), mask=spec.mask, salt=spec.owner.salt)
 
     def read(self, events: Sequence[Event]) -> Piece:
-        """Take what steps have given, in the event loop's thread. An EOS is no text."""
+        """Turn events into a piece, in the event loop's thread. EOS tokens are dropped."""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         steps: list[Step] = []
@@ -120,9 +121,9 @@ class RequestState:
         return Piece(self, text, tokens, logprobs, REASONS.get(reason) if reason else None, steps)
 
     def _take(self, reason: str | None) -> str:
-        """The text that is ready, or all that is left if there is a reason to end."""
+        """The text that is ready, or all that is left if the request has ended."""
         return self.text.take() if reason is None else self.text.finish()
 
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
-"""Why a sequence ended, in OpenAI's words."""
+"""OpenAI's finish reason for each of the engine's."""

@@ -1,6 +1,6 @@
 """`/v1/responses`: text in, text out, with its own events when streamed. Nothing is stored between requests.
 
-A request becomes a chat, and its reply is written in the other format.
+The body is converted to a chat, and the output is formatted as a response.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
 
 
 class Format:
-    """One response: its items as they grow, and the events that tell of them."""
+    """One response: its output items as they grow, and their events."""
 
     def __init__(self, service: Service, body: ResponsesBody, box: Toolbox, reply: Reply) -> None:
         self.service, self.body, self.reply, self.reader = service, body, reply, box.reader()
@@ -76,10 +76,10 @@ class Format:
         self.error: dict[str, Any] | None = None
         self._sent = 0
 
-    # The response as it stands.
+    # The response object.
 
     def text(self, more: str) -> tuple[str, list[Call]]:
-        """More of the model's text. Returns what of it is said, and the calls that it completes."""
+        """Add text of the model. Returns the message text in it, and the tool calls that it completes."""
         said, calls = self.reader.push(more)
         self.said += said
         return said, calls
@@ -171,7 +171,8 @@ class Format:
         return self._event("response.failed", response=self.record())
 
     def _delta_events(self, said: str, begun: bool, calls: list[Call], called: int) -> list[bytes]:
-        """The events of what is new: text of the message, which has begun or not, and calls after those before."""
+        """The events of new message text and new calls. `begun`: the message has text already; `called`: earlier
+        calls."""
         found = []
         where = {"item_id": self.message_id, "output_index": 0, "content_index": 0}
         if said and not begun:

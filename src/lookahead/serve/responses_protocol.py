@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`: items of a conversation, functions, and the format of the text."""
+"""The request body of `/v1/responses`: input items, functions, and the text format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InputItem(Body):
     output: Content | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> InputItem:
+    def _required_fields(self) -> InputItem:
         needed = {
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
@@ -34,7 +34,7 @@ class InputItem(Body):
         return self
 
     def as_messages(self) -> list[dict[str, Any]]:
-        """The same as messages of a chat."""
+        """The item as chat messages."""
         if self.type == "function_call":
             function = {"name": self.name, "arguments": self.arguments}
             call = {"id": self.call_id, "type": "function", "function": function}
@@ -45,7 +45,7 @@ class InputItem(Body):
 
 
 class FlatFunction(Body):
-    """A function, whose fields stand beside its type."""
+    """A function whose fields are siblings of its type."""
 
     type: Literal["function"]
     name: str
@@ -111,7 +111,7 @@ class ResponsesBody(Body):
     background: bool | None = None
 
     def chat_choice(self) -> Any:
-        """`tool_choice` as chats have it."""
+        """`tool_choice` in the chat format."""
         if isinstance(self.tool_choice, FlatName):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         return self.tool_choice

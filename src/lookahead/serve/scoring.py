@@ -1,8 +1,8 @@
 """Log-probabilities of a prompt, for `echo` with `logprobs`.
 
-The prompt is decoded like an answer to its own first token: a mask allows nothing but the prompt's next token, and the
-prompt is its own prediction, so that a step scores many tokens. The log-probabilities of a step are the model's own, as
-they are before masks. So the engine needs no other way through a prompt for this.
+The prompt is decoded as a continuation of its first token: a mask allows only the prompt's next token, and the prompt
+is its own prediction, so that a step scores many tokens. Log-probabilities are computed before masking. So the engine
+needs no separate scoring pass.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lookahead.serve.requests import Piece, RequestSpec
 from lookahead.serve.service import Service
 
 SCORING = LookaheadConfig(window=0, guesses=0, budget=17, sources=("suffix",), recycle_scope="request")
-"""16 guesses per step: as deep as half-precision steps on a GPU are exact. They come from the prediction."""
+"""16 draft tokens per step, the depth to which half-precision steps on a GPU are exact, taken from the prediction."""
 
 
 class ForcedText:
-    """A `TokenMask` that allows one text alone."""
+    """A `TokenMask` that allows exactly one text."""
 
     def __init__(self, text: Sequence[int], vocabulary: int) -> None:
         self._text, self._words = text, (vocabulary + 31) // 32
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32]:
-        """After a node of depth d only the text's d-th token from here is allowed; behind its end, all are."""
+        """After a node of depth d only the text's d-th token from here is allowed; past its end, all are."""
         rows = np.zeros((len(tree.needed), self._words), dtype=np.uint32)
         done = len(sequence.tokens) - sequence.prompt_tokens
         for row, node in zip(rows, tree.needed, strict=True):
@@ -49,8 +49,8 @@ class ForcedText:
 
 
 def scoring_spec(prompt: Sequence[int], count: int, owner: Owner, service: Service) -> RequestSpec:
-    """An ask whose pieces have the log-probabilities of all tokens of the prompt but the first, each with the `count`
-    likeliest. The prompt must have two tokens or more."""
+    """A request whose output has the log-probabilities of all prompt tokens but the first, with the top `count` of
+    each. The prompt must have two tokens or more."""
     backend, rest = service.model.backend, list(prompt[1:])
     return RequestSpec(
         list(prompt[:1]),

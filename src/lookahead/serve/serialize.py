@@ -1,6 +1,6 @@
-"""An ask as plain data, from which another process makes the same request: on ranks, and on replicas.
+"""A request spec as plain data, from which a rank or a replica builds the same request.
 
-A mask is compiled where its sequence runs, so the text of its grammar stands in its place until then.
+A mask is compiled in the process that runs the sequence. Until then its grammar is passed as text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lookahead.serve.requests import RequestSpec
 
 @dataclass(frozen=True)
 class GrammarText:
-    """A grammar that is compiled where the sequence runs. It stands in place of a mask until then."""
+    """A grammar to be compiled in the process that runs the sequence; used instead of a mask until then."""
 
     grammar: str
     least: int
@@ -29,7 +29,7 @@ class GrammarText:
 
 
 class GrammarTexts(Grammars):
-    """Checks grammars, and gives their text in place of a mask."""
+    """Validates grammars, and returns their text instead of a mask."""
 
     def mask(self, grammar: str, least: int = 0) -> GrammarMask:
         self.newest(grammar)
@@ -40,15 +40,15 @@ class GrammarTexts(Grammars):
 
 
 def check_for_ranks(spec: RequestSpec) -> None:
-    """Raise ValueError if several ranks cannot generate this sequence together."""
+    """Raise ValueError if a group of ranks cannot run this request."""
     if spec.sampling.logprobs is not None:
         raise ValueError("logprobs: the ranks of this server exchange tokens, not log-probabilities; leave it out")
     if spec.mask is not None and not isinstance(spec.mask, GrammarText):
-        raise ValueError("only masks of grammars can be handed to other ranks")
+        raise ValueError("only masks of grammars can be sent to other ranks")
 
 
 def spec_to_dict(spec: RequestSpec, owner: int) -> dict[str, Any]:
-    """The ask as JSON knows it. `owner` is the place of its key in the list of keys."""
+    """The spec as JSON-compatible data. `owner` is the index of its key."""
     check_for_ranks(spec)
     return {
         "owner": owner,
@@ -65,7 +65,7 @@ def spec_to_dict(spec: RequestSpec, owner: int) -> dict[str, Any]:
 
 
 def spec_from_dict(data: dict[str, Any], owners: Sequence[Owner], grammars: Grammars) -> RequestSpec:
-    """The ask, with an owner and a mask of this process."""
+    """The spec, with an owner and a mask of this process."""
     rules, grammar = data["rules"], data["grammar"]
     return RequestSpec(
         data["prompt"],

@@ -34,11 +34,11 @@ from lookahead.serve.settings import ServeSettings
 R = TypeVar("R")
 
 SMALL = 4096
-"""Bytes of a body up to which it is prepared on the event loop: a longer one would hold up the other streams."""
+"""Largest body in bytes that is prepared on the event loop: longer ones would delay the other streams."""
 
 
 class Service:
-    """The model, its engine, and the replies that are on their way."""
+    """The model, its engine, and the replies in progress."""
 
     def __init__(self, model: LookaheadModel, settings: ServeSettings) -> None:
         self.model, self.settings = model, settings
@@ -49,7 +49,7 @@ class Service:
         self.grammars = Grammars(model)
         self.tokenizer = SharedTokenizer(model.tokenizer)
         self.token_formatter = TokenFormatter(model.tokenizer)
-        template = getattr(model.tokenizer, "chat_template", None) or ""  # some have several, by name
+        template = getattr(model.tokenizer, "chat_template", None) or ""  # some tokenizers have several, by name
         self.template = template if isinstance(template, str) else "\n".join(template.values())
         self.created = int(time())
         self.draining = False
@@ -63,11 +63,11 @@ class Service:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
             self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: bool(self.replies))
         model.engine.limit(settings.max_concurrency)
-        model.prepare(settings.max_concurrency, log.info)  # before anybody may ask
+        model.prepare(settings.max_concurrency, log.info)  # before the first request
         model.engine.watch = self.metrics.observe_step
 
     async def start(self) -> None:
-        """Called in the event loop that serves."""
+        """Called in the server's event loop."""
         self._loop = asyncio.get_running_loop()
         await self.in_worker(self.grammars.prepare)
         if self.memory_saver is not None:
@@ -85,7 +85,7 @@ class Service:
             )
 
     async def in_worker(self, function: Callable[[], R], size: int = SMALL + 1) -> R:
-        """Run a function that takes long in a thread of its own. One for a small body runs at once."""
+        """Run a slow function in a worker thread; for a small body, run it at once."""
         if size <= SMALL:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._worker, function)
@@ -94,9 +94,9 @@ class Service:
         return RequestState(self.model, self.tokenizer, spec, index)
 
     async def open(self, prepare: Callable[[], list[RequestSpec]], size: int) -> Reply:
-        """Prepare the asks of one HTTP request, and hand them to the engine. Raises an ApiError if it cannot be."""
+        """Prepare the engine requests of one HTTP request, and submit them. Raises an ApiError on failure."""
         self.check_open()
-        self.queue.check_room(1)  # before any work is done for it
+        self.queue.check_room(1)  # before doing any work
 
         def states() -> list[RequestState]:
             try:
@@ -124,7 +124,7 @@ class Service:
         return reply
 
     def leave(self, reply: Reply) -> None:
-        """A reply is over: what still runs of it is cancelled, and its places become free."""
+        """End a reply: cancel its unfinished requests, and release its room in the queue."""
         if reply not in self.replies:
             return
         del self.replies[reply]
@@ -139,10 +139,10 @@ class Service:
             self.queue.leave(perf_counter() - state.begin if finished else None)
             self.metrics.observe_end(state, perf_counter())
 
-    # What the engine tells.
+    # Events from the engine.
 
     def _on_step(self, tickets: Sequence[Ticket]) -> None:
-        """In the engine's thread, once per step."""
+        """Called in the engine's thread, once per step."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with suppress(RuntimeError):  # closed in between
@@ -156,14 +156,14 @@ class Service:
                 self.metrics.observe_tokens(state, now)
                 reply.wake(state)
 
-    # Life.
+    # Lifecycle.
 
     async def metrics_text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return self.metrics.text(self.model, self.settings.vllm_metrics)
 
     def check_open(self) -> None:
-        """Raise an ApiError if no request can be taken now."""
+        """Raise an ApiError if no request can be accepted now."""
         self.check_ready()
 
     @property
@@ -177,23 +177,23 @@ class Service:
         if self.lost is not None:
             raise unavailable(str(self.lost))
         if self.draining:
-            raise unavailable("the server is shutting down; ask another one", retry=5)
+            raise unavailable("the server is shutting down; try another server", retry=5)
         if self.model.front.failure is not None:
             self.probe()
             raise unavailable(f"the engine has failed ({type(self.model.front.failure).__name__})", retry=5)
 
     def probe(self) -> None:
-        """After a failed step: let the engine make one token. If it can, the failure is forgotten."""
+        """After a failed step: let the engine generate one token. Success clears the failure."""
         if self._probing is not None and not self._probing.done:
             return
         sequence = DecodingSequence([0], LookaheadConfig.autoregressive(), rules=StopRules(1))
         try:
             self._probing = self.model.front.submit(Request(sequence, salt="probe"))
-        except (RuntimeError, ValueError):  # its thread is gone: it cannot
+        except (RuntimeError, ValueError):  # its thread is gone
             self._probing = None
 
     def fail_all(self, error: ApiError) -> None:
-        """Tell every reply that is still on its way that it ends with this error."""
+        """End every reply in progress with this error."""
         for reply in list(self.replies):
             reply.fail(error)
 

@@ -13,13 +13,13 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What `lookahead serve` can be told.
+    """Settings of `lookahead serve`.
 
-    At most `max_concurrency` sequences run at once, and `max_queue` more may wait; then clients get 429. `max_body` is
-    in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent before
-    it carries a comment. `share_memory` lets all keys share the prefix cache and the recycled successors.
-    `memory_folder` keeps these successors over restarts; None keeps nothing. `public` allows an address that others can
-    reach without any key. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log.
+    At most `max_concurrency` sequences run at once, and `max_queue` more may wait; then clients get a 429. `max_body`
+    is in bytes. `request_timeout` and `drain_seconds` are seconds. `keep_alive` is how long a stream may be silent
+    before a comment is sent. `share_memory` lets all keys share the prefix cache and the recycled successors.
+    `memory_folder` saves these successors across restarts; None saves nothing. `public` allows serving on a reachable
+    address without keys. `keys` are lines of a key file (see `keys`). `log_prompts` writes prompts to the log.
     """
 
     host: str = "127.0.0.1"
@@ -53,11 +53,13 @@ class ServeSettings:
                 raise ValueError(f"{name}={value} must be a number of seconds above 0")
         for origin in self.cors_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ValueError(f"cors_origins has {origin!r}, which is no origin; write it as https://page.example")
+                raise ValueError(
+                    f"cors_origins has {origin!r}, which is not an origin; write it as https://page.example"
+                )
         if not self.keys and not self.public and not is_loopback(self.host):
             raise ValueError(
-                f"host={self.host!r} can be reached by others, and there is no API key; give --api-key-file, or "
-                "--allow-public to serve everybody"
+                f"host={self.host!r} is reachable from other machines, and there is no API key; give "
+                "--api-key-file, or --allow-public to accept all clients"
             )
 
 

@@ -1,6 +1,6 @@
-"""The address that the server listens on. It is taken before the model is loaded, so that a port in use shows at once.
+"""Binds the server's address before the model is loaded, so that a port in use shows at once.
 
-Until the server is ready the sockets are bound, but do not listen: clients are refused, as before the start.
+Until the server is ready the sockets are bound but do not listen: connections are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""A name may stand for addresses of which this machine has only some, such as those of IPv4."""
+"""Errors of a host name that resolves to addresses this machine lacks, such as IPv6 ones."""
 REASONS = {
     errno.EADDRINUSE: "the port is in use; stop what uses it, or give another --port (0 for any free one)",
     errno.EACCES: "there is no permission to; give a --port from 1024 up",
@@ -22,7 +22,7 @@ REASONS = {
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets that hold the address for as long as the context lasts. Raises ValueError if that cannot be."""
+    """Sockets bound to the address, closed at the end of the context. Raises ValueError if binding fails."""
     sockets = bind(host, port)
     try:
         yield sockets
@@ -32,7 +32,7 @@ def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address that the host's name stands for; of a free port (0), for the first."""
+    """One socket per address of the host name; for port 0, only one for the first address."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -66,8 +66,8 @@ def _bind(family: socket.AddressFamily, address: Any) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            # With SO_REUSEADDR, connections of an earlier server that have not quite ended are no obstacle. Two sockets
-            # that both have it may share a port until one listens, so it is not there while another way is.
+            # SO_REUSEADDR ignores an earlier server's connections in TIME_WAIT. Two sockets that both have it may
+            # share a port until one listens, so it is set only if binding without it has failed.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(address)
     except BaseException:
@@ -77,13 +77,13 @@ def _bind(family: socket.AddressFamily, address: Any) -> socket.socket:
 
 
 def allow_port_reuse(sockets: Sequence[socket.socket]) -> None:
-    """Call this just before they listen: a later server must not be kept from the port by this one's connections."""
+    """Call this just before listening, so that this server's connections do not block a later one."""
     for one in sockets:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ValueError:
-    """The line for the person who starts the server."""
+    """The error message for whoever starts the server."""
     why = REASONS.get(error.errno or 0) or error.strerror or str(error)
     return ValueError(f"cannot listen on {host_port(host, port)}: {why}")
 

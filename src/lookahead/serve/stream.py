@@ -1,4 +1,4 @@
-"""A reply on its way to the client: as server-sent events, or whole. A client that has gone cancels its jobs."""
+"""Sends a reply, as server-sent events or at once. A client that disconnects cancels its requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lookahead.serve.requests import Piece
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
-"""Sent while nothing happens, so that nobody in between closes the connection."""
+"""Keep-alive, so that proxies do not close an idle connection."""
 
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""One encoder for all events: `json.dumps` would make a new one for each."""
+"""One encoder for all events: `json.dumps` would create one per call."""
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -34,10 +34,10 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 class Events(Protocol):
-    """How one endpoint writes a reply as events. Each method gives the bytes of none, one or several events."""
+    """An endpoint's stream format. Each method returns the bytes of zero or more events."""
 
     def first(self) -> bytes:
-        """Before anything has come."""
+        """Before any output."""
         ...
 
     def delta(self, piece: Piece) -> bytes:
@@ -49,15 +49,15 @@ class Events(Protocol):
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """In place of `last`, if the reply fails. The status was sent already, so only an event can tell."""
+        """Instead of `last` if the reply fails: the status has been sent already, so the error is an event."""
         ...
 
 
 class EventStream(Response):
-    """Streams a reply's events. However it ends, the reply's jobs end with it.
+    """Streams a reply's events, and cancels its requests however the stream ends.
 
-    A chunk passes nothing but `Reply.next`, `Events.delta` and the server's own `send`, because thousands of them are
-    sent every second.
+    A chunk passes only through `Reply.next`, `Events.delta` and the server's own `send`, because thousands are sent
+    every second.
     """
 
     media_type = "text/event-stream"
@@ -93,7 +93,7 @@ class EventStream(Response):
         await send(_body(end, more=False))
 
     async def _watch(self, receive: Receive) -> None:
-        """End the reply when its client goes away."""
+        """Fail the reply when its client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.reply.fail(client_gone())
@@ -108,7 +108,7 @@ def client_gone() -> ApiError:
 
 
 class Template:
-    """An event of which only one text changes from chunk to chunk: the rest is written once.
+    """An event of which only one string changes from chunk to chunk: the rest is encoded once.
 
     `make(text)` is the event's data. The bytes are those of `event(make(text))`.
     """
@@ -122,7 +122,7 @@ class Template:
 
 
 async def collect_outputs(reply: Reply, request: Request) -> list[list[Piece]]:
-    """All pieces of a reply that is not streamed. If the client goes away, its jobs are cancelled."""
+    """All pieces of a reply that is not streamed. Its requests are cancelled if the client disconnects."""
     async with reply:
         finish = asyncio.ensure_future(reply.finish())
         gone = asyncio.ensure_future(_gone(request))

@@ -1,6 +1,6 @@
-r"""Lone surrogates: JSON can write half of a character, such as "\ud83d", which no text can hold.
+r"""Lone surrogates: a JSON escape can encode half a character, such as "\ud83d", which is not valid Unicode.
 
-Tokenizers, templates and replies all fail on one, each in its own way. So a body that has one anywhere is refused.
+Tokenizers, templates and encoders all fail on them, each in its own way. So bodies with one are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST_NAME = 200
 
 
 class LoneSurrogate(NamedTuple):
-    """A string of a body that has a lone surrogate. `field` is the name of the string, or of what it is a key of."""
+    """A lone surrogate in a body. `field` names the string, or the object if the surrogate is in one of its keys."""
 
     field: str
     surrogate: str
@@ -33,39 +33,39 @@ class LoneSurrogate(NamedTuple):
 
 
 def check_surrogates(body: bytes) -> None:
-    """Raise a 400 that names the string of a JSON body which has a lone surrogate. The body is valid UTF-8."""
+    """Raise a 400 that names the string with a lone surrogate in a JSON body, which must be valid UTF-8."""
     if not may_have_lone(body):
         return
     try:
         found = find(json.loads(body))
-    except ValueError:  # no JSON: whoever parses the body says so
+    except ValueError:  # not JSON: reported when the body is parsed
         return
     if found is not None:
         raise found.error()
 
 
 def may_have_lone(body: bytes) -> bool:
-    """Whether half a pair is written somewhere in a JSON text. It takes as long as looking for a few bytes: most bodies
-    have no such escape, and in the others whole pairs are taken out first."""
+    """Whether a JSON text may contain half a surrogate pair. Fast: most bodies have no such escape, and in the others
+    complete pairs are removed first."""
     if b"\\u" not in body or not ESCAPED.search(body):
         return False
-    text = body.replace(b"\\\\", b"  ")  # an escaped backslash begins no escape
+    text = body.replace(b"\\\\", b"  ")  # an escaped backslash starts no escape
     return ESCAPED.search(PAIR.sub(b"", text)) is not None
 
 
 def find(value: Any, name: str = "") -> LoneSurrogate | None:
-    """The first string with a lone surrogate, of a value whose name is known."""
+    """The first lone surrogate in a value called `name`."""
     if isinstance(value, str):
         lone = LONE.search(value)
         return None if lone is None else LoneSurrogate(name, lone[0], False)
     if isinstance(value, list):
-        return next(filter(None, (find(part, f"{name}[{index}]") for index, part in enumerate(value))), None)
+        return next(filter(None, (find(item, f"{name}[{index}]") for index, item in enumerate(value))), None)
     if not isinstance(value, dict):
         return None
-    for key, part in value.items():
+    for key, item in value.items():
         if lone := LONE.search(key):
             return LoneSurrogate(name, lone[0], True)
-        if found := find(part, f"{name}.{key}" if name else key):
+        if found := find(item, f"{name}.{key}" if name else key):
             return found
     return None
 

@@ -1,4 +1,4 @@
-"""The small endpoints: the model's name, its tokens, and whether the server is well."""
+"""The small endpoints: models, tokenize and detokenize, health and metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
-    """A text's token ids, or those of a chat as the model would read it."""
+    """The token ids of a text, or of a chat after the chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
 
@@ -91,8 +91,8 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """All counters, for Prometheus. They sum over all keys, so that a key needs the right to see them: a prefix cache
-    hit, a page in use or a short first step would tell of somebody else's prompt."""
+    """All metrics, for Prometheus. They cover all keys, so a key needs the right to see them: a prefix cache hit, a
+    page in use or a short first step would reveal another key's prompt."""
     request.state.owner.require_right("metrics", "/metrics")
     service: Service = request.app.state.service
     text = await service.metrics_text()

@@ -1,8 +1,8 @@
-"""Tools: how a model is told of functions, how it writes a call, and how calls are read back from its text.
+"""Tool calling: how functions are described to a model, and how its calls are parsed.
 
-Two ways to write calls are known. A chat template that knows tools shows which is its own: `hermes` (Hermes, Qwen and
-many others: JSON between <tool_call> tags) or `llama` (Llama 3: the whole answer is JSON). Where the template knows no
-tools, such as that of the embedded model, a system message of ours lists them and asks for `hermes` calls.
+Two call formats are supported, inferred from a chat template with tools: `hermes` (Hermes, Qwen and many others: JSON
+between <tool_call> tags) or `llama` (Llama 3: the entire answer is JSON). If the template has no tools, as in the
+embedded model, a system message lists them and requests `hermes` calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of one request. `must` means that the model has to call; `single` that it may call only once."""
+    """The tools of one request. `knows`: the chat template supports tools; `must`: a call is required; `single`: at
+    most one call is allowed."""
 
     tools: tuple[Tool, ...] = ()
     style: str = "hermes"
@@ -53,14 +54,14 @@ class Toolbox:
         return {tool.function.name for tool in self.tools}
 
     def described(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them."""
+        """The tools in the format of chat templates."""
         return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
     def grammar(self, answer: dict[str, Any] | None = None) -> str | None:
-        """The grammar of the reply: None where any text will do. `answer` is the schema of a reply that calls nothing.
+        """The grammar of the reply, or None if any text is allowed. `answer` is the schema of a reply without calls.
 
-        A tool that is `strict` holds the model to its schema, once it has begun a call. Where the reply must be a call,
-        or an answer that follows a schema, all tools do.
+        A `strict` tool enforces its schema once a call has started. If the reply must be a call, or an answer with a
+        schema, all tools do.
         """
         strict = any(tool.function.strict for tool in self.tools)
         bound = self.must or answer is not None
@@ -70,9 +71,9 @@ class Toolbox:
         rules.append("body: " + " | ".join(f"call_{number}" for number in range(len(self.tools))))
         start = "start: calls"
         if answer is not None and not self.must:
-            if self.style == "llama":  # both are JSON objects, between which a grammar's lexer cannot choose late
+            if self.style == "llama":  # both are JSON objects, which the lexer cannot tell apart early
                 raise bad_request(
-                    "response_format and tools do not go together here, as the calls of this model have no tags; drop "
+                    "response_format and tools cannot be combined for this model, whose calls have no tags; drop "
                     "one, or set tool_choice to 'none' or 'required'",
                     "response_format",
                 )
@@ -98,11 +99,11 @@ class Toolbox:
 
 
 def toolbox(body: ChatBody, template: str) -> Toolbox:
-    """The tools that a request offers, as `tool_choice` narrows them down."""
+    """The tools of a request, filtered by `tool_choice`."""
     choice, tools = body.tool_choice, tuple(body.tools or ())
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice asks for a call, and there are no tools; give tools", "tool_choice")
+            raise bad_request("tool_choice requires a call, and there are no tools; give tools", "tool_choice")
         return Toolbox()
     if choice == "none":
         return Toolbox()
@@ -119,7 +120,7 @@ def toolbox(body: ChatBody, template: str) -> Toolbox:
 
 
 def style_of(template: str) -> tuple[str, bool]:
-    """How a chat template writes calls, and whether it knows tools at all."""
+    """The call format of a chat template, and whether it supports tools at all."""
     if not re.search(r"\btools\b", template):
         return "hermes", False
     if BEGIN not in template and ("ipython" in template or PYTHON_TAG in template):
@@ -128,7 +129,7 @@ def style_of(template: str) -> tuple[str, bool]:
 
 
 def template_messages(messages: Sequence[Message], box: Toolbox, template: str) -> list[dict[str, Any]]:
-    """Messages as chat templates take them. Where a template knows no tools, calls and results become text."""
+    """Messages in the format of chat templates. If the template has no tools, calls and results become text."""
     knows = style_of(template)[1]
     found = [_template_message(message, knows) for message in messages]
     if box.tools and not knows:
@@ -153,12 +154,12 @@ def _template_message(message: Message, knows: bool) -> dict[str, Any]:
             found["tool_call_id"] = message.tool_call_id
         return found
     written = [f"{BEGIN}\n{_written(call.function.name, call.function.arguments)}\n{END}" for call in calls]
-    found["content"] = "\n".join(part for part in (found["content"], *written) if part)
+    found["content"] = "\n".join(text for text in (found["content"], *written) if text)
     return found
 
 
 def _as_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves, so they take them as an object, if they are one."""
+    """Templates encode the arguments themselves, so they are passed as an object if they parse as JSON."""
     arguments = call["function"]["arguments"]
     if too_deep(arguments):
         where = "messages[].tool_calls[].function.arguments"
@@ -175,9 +176,9 @@ def _written(name: str, arguments: str) -> str:
 
 
 def instruction(box: Toolbox) -> str:
-    """The system message for models whose template knows no tools."""
+    """The system message for models whose template has no tools."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in box.described())
-    example = _written("NAME", "{...}")  # small models copy whatever arguments stand here
+    example = _written("NAME", "{...}")  # small models copy the arguments of an example
     return (
         f"You can call these functions, each given as JSON:\n{lines}\n\n"
         f"To call one, write its name and its arguments as JSON between tags:\n{BEGIN}\n{example}\n{END}"
@@ -185,29 +186,29 @@ def instruction(box: Toolbox) -> str:
 
 
 class CallReader:
-    """Splits a text that comes in pieces into what is said and what is called.
+    """Splits streamed text into message text and tool calls.
 
-    Text that may turn out to be a call is held back until that is clear.
+    Text that may turn out to be a call is held back until that is decided.
     """
 
     def __init__(self, box: Toolbox) -> None:
         self.box = box
         self.calls: list[Call] = []
         self._held = ""
-        self._called = False  # the last thing was a call
-        self._said = False  # something was said already: then no `llama` call can come
+        self._called = False  # the last output was a call
+        self._said = False  # text was emitted already: no `llama` call can follow
 
     def push(self, text: str) -> tuple[str, list[Call]]:
-        """More text. Returns what is said, and the calls that are complete."""
+        """Add text. Returns the message text, and the calls that are complete."""
         self._held += text
-        if self._called:  # line breaks after a call belong to nobody
+        if self._called:  # drop line breaks after a call
             self._held = self._held.lstrip("\n")
         if not self.box.tools:
             return self._release(len(self._held)), []
         return self._push_llama() if self.box.style == "llama" else self._push_hermes()
 
     def finish(self) -> tuple[str, list[Call]]:
-        """The text has ended. What was held back is a call, or was none."""
+        """The text has ended: what was held back is either a call or text."""
         calls = []
         if self.box.tools and self._held.strip():
             body = self._held.strip().removeprefix(PYTHON_TAG) if self.box.style == "llama" else ""
@@ -240,7 +241,7 @@ class CallReader:
                 calls += found
                 self._held = self._held[end + len(END) :].lstrip("\n")
                 self._called = True
-            else:  # tags around something that is no call
+            else:  # tags around something that is not a call
                 said += self._release(end + len(END))
 
     def _keep(self, calls: list[Call]) -> list[Call]:
@@ -256,7 +257,7 @@ class CallReader:
         return text
 
     def _parse(self, body: str) -> list[Call]:
-        """The calls of a JSON object, or of a list of them. None if it is anything else."""
+        """The calls in a JSON object or a list of objects; empty if it is anything else."""
         try:
             found = None if too_deep(body) else json.loads(body)
         except ValueError:
@@ -273,7 +274,7 @@ class CallReader:
 
 
 def _as_text(arguments: Any) -> str:
-    """Arguments as a client gets them. Half a character, which a model can write as an escape, stays an escape."""
+    """Arguments as sent to the client. A lone surrogate, which a model can write as an escape, stays an escape."""
     if isinstance(arguments, str):
         return arguments.encode("utf-8", "replace").decode()
     return json.dumps(arguments, ensure_ascii=not is_text(arguments))

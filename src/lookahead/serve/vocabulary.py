@@ -1,7 +1,7 @@
-"""A model's vocabulary as llguidance reads it, and the check that it reads the bytes which the tokenizer writes.
+"""A model's vocabulary for llguidance, with a check that both agree on the bytes of each token.
 
-llguidance looks at the tokenizer's decoder to tell how tokens are spelled. If it takes the decoder for another one, its
-masks forbid tokens that the grammar needs and allow others. So a sample of tokens is compared with `decode`.
+llguidance infers token bytes from the tokenizer's decoder. If it misreads the decoder, its masks forbid tokens that the
+grammar needs and allow others. So a sample of tokens is compared with `decode`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from llguidance import LLTokenizer
 from lookahead.loading.decoder import mend_decoder
 
 SPREAD, EACH = 256, 64
-"""About how many tokens are compared: from all over the vocabulary, and of each kind in `KINDS`."""
+"""About how many tokens are compared: across the vocabulary, and of each kind in `KINDS`."""
 SPACES = ("\u0120", "\u2581", " ")
-"""How vocabularies spell a space: byte-level ones, SentencePiece, and as it is."""
+"""A space in byte-level vocabularies, in SentencePiece, and verbatim."""
 UNKNOWN = re.compile("\ufffd+")
 KINDS = (
     lambda piece: piece.startswith(SPACES),
-    lambda piece: not piece.lstrip("".join(SPACES)).isascii(),  # characters of several bytes, and parts of them
+    lambda piece: not piece.lstrip("".join(SPACES)).isascii(),  # multi-byte characters, and parts of them
     lambda piece: all(mark in string.punctuation for mark in piece),
 )
 
 
 def read_vocabulary(tokenizer: Any, size: int, stop_ids: Collection[int]) -> LLTokenizer:
-    """The tokenizer for llguidance. Raises ValueError, which says what is wrong, where it cannot read the tokens."""
+    """The tokenizer for llguidance. Raises ValueError if the tokens cannot be read."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         raise ValueError(f"it is a {type(tokenizer).__name__}, which has no tokenizer.json")
@@ -43,9 +43,9 @@ def read_vocabulary(tokenizer: Any, size: int, stop_ids: Collection[int]) -> LLT
 
 
 def check_bytes(tokenizer: Any, read: LLTokenizer, size: int) -> None:
-    """Raise ValueError if a token of the sample has other bytes for llguidance than in the tokenizer's texts.
+    """Raise ValueError if llguidance and the tokenizer disagree on the bytes of a sampled token.
 
-    Special and added tokens are not compared: their spelling says nothing of the others'.
+    Special and added tokens are not compared: they are stored verbatim.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     others = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
@@ -54,7 +54,7 @@ def check_bytes(tokenizer: Any, read: LLTokenizer, size: int) -> None:
         for piece, token in sorted(vocabulary.items(), key=lambda item: item[1])
         if token < size and token not in others and not read.is_special_token(token)  # as is the byte FF
     }
-    # SentencePiece's decoders drop the space at the beginning of a text, so every token is decoded behind another one.
+    # SentencePiece's decoders drop a leading space, so every token is decoded after another one.
     before = next((vocabulary[letter] for letter in string.ascii_letters if vocabulary.get(letter) in ordinary), None)
     begin = [] if before is None else [before]
 
@@ -73,7 +73,7 @@ def check_bytes(tokenizer: Any, read: LLTokenizer, size: int) -> None:
 
 
 def sample(ordinary: dict[int, str]) -> list[int]:
-    """The tokens to compare, the same in every run: some of each kind, and some from all over the vocabulary."""
+    """The tokens to compare, deterministically: some of each kind, and some across the vocabulary."""
     tokens = list(ordinary)
     found = dict.fromkeys(tokens[:: max(1, len(tokens) // SPREAD)])
     for is_kind in KINDS:
@@ -83,5 +83,5 @@ def sample(ordinary: dict[int, str]) -> list[int]:
 
 
 def _same(text: str, raw: bytes) -> bool:
-    """Whether these bytes make this text. Decoders differ in how many U+FFFD they write for a part of a character."""
+    """Whether these bytes decode to this text. Decoders differ in how many U+FFFD a partial character gives."""
     return UNKNOWN.sub("\ufffd", text) == UNKNOWN.sub("\ufffd", raw.decode(errors="replace"))

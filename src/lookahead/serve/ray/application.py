@@ -1,7 +1,7 @@
-"""The application: three deployments of Ray Serve, made from settings.
+"""The application: three deployments of Ray Serve, built from settings.
 
-board     one process, which the others tell about themselves
-replicas  engines; Ray starts, watches, replaces and scales them
+reports   one process, to which the others report their status
+replicas  engines; Ray starts, monitors, replaces and scales them
 ingress   HTTP
 """
 
@@ -23,11 +23,11 @@ from lookahead.serve.ray.settings import RaySettings
 
 NAME = "lookahead"
 HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 30.0
-"""Seconds: how soon the death of a process is noticed, and how long a busy one may take to answer."""
+"""Seconds: how soon a dead process is noticed, and how long a busy one may take to answer."""
 MANY = 100_000
-"""More requests than there can be: an ingress has limits of its own, which tell clients what to do."""
+"""Effectively unlimited: an ingress has its own limits, with better error messages."""
 QUICK = 0.2
-"""Seconds between two looks at whether a process has drained."""
+"""Seconds between checks whether a process has drained."""
 
 
 def build(settings: RaySettings) -> serve.Application:
@@ -36,7 +36,7 @@ def build(settings: RaySettings) -> serve.Application:
     reports = deployed(ReportStore, num_replicas=1, max_ongoing_requests=MANY, ray_actor_options=light).bind()
     replicas = deployed(
         Replica,
-        max_ongoing_requests=own.max_concurrency + settings.ingresses,  # each ingress may have a channel
+        max_ongoing_requests=own.max_concurrency + settings.ingresses,  # and a channel per ingress
         max_queued_requests=max(1, own.max_queue),
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         graceful_shutdown_timeout_s=own.drain_seconds,
@@ -48,13 +48,13 @@ def build(settings: RaySettings) -> serve.Application:
         num_replicas=settings.ingresses,
         max_ongoing_requests=MANY,
         ray_actor_options=light,
-        # A redeployed ingress may finish all requests that it has taken.
+        # A redeployed ingress may finish all of its requests.
         graceful_shutdown_timeout_s=max(own.drain_seconds, own.request_timeout),
     ).bind(settings, replicas, reports)
 
 
 def deployed(kind: type[Any], **options: Any) -> serve.Deployment:
-    """A class as a deployment of its own name."""
+    """A class as a deployment with the class's name."""
     found: serve.Deployment = serve.deployment(
         name=kind.__name__,
         health_check_period_s=HEALTH_PERIOD,
@@ -66,12 +66,12 @@ def deployed(kind: type[Any], **options: Any) -> serve.Deployment:
 
 
 def settings_for_replicas(settings: RaySettings) -> RaySettings:
-    """The settings without what only an ingress may know."""
+    """The settings without the secrets of an ingress."""
     return replace(settings, serve=settings.for_replicas())
 
 
 def _count(settings: RaySettings) -> dict[str, Any]:
-    """How many replicas: a fixed number, or one that follows the load."""
+    """A fixed number of replicas, or autoscaling."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     return {
@@ -86,7 +86,7 @@ def _count(settings: RaySettings) -> dict[str, Any]:
 
 
 def _placement(settings: RaySettings) -> dict[str, Any]:
-    """Where the ranks of a replica are: on one machine, all of them or none."""
+    """The ranks of a replica are placed together on one machine."""
     if settings.ranks == 1:
         return {}
     given = {name: value for name, value in (("CPU", settings.cpus), ("GPU", settings.gpus)) if value}
@@ -94,10 +94,10 @@ def _placement(settings: RaySettings) -> dict[str, Any]:
 
 
 def app(options: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`: the application with the settings that stand under `args` in its file.
+    """For `serve deploy`: the application with the settings under `args` in the config file.
 
     The keys come from the file that `api_key_file` names on the head node, or from LOOKAHEAD_API_KEYS there. Ray's
-    `http_options` say where the proxies listen, so without keys `public: true` has to allow every address.
+    `http_options` set where the proxies listen, so without keys `public: true` is required.
     """
     options = dict(options)
     path = options.pop("api_key_file", None)

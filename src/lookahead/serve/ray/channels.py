@@ -1,12 +1,12 @@
-"""Channels: one stream from a replica to an ingress carries the chunks of all sequences that run between the two.
+"""Channels: one stream from a replica to an ingress that multiplexes the chunks of all their sequences.
 
-A call of `Replica.decode` is a stream of its own, and every item of such a stream costs both processes about a
-millisecond, however small it is. So the first and the last chunk of a sequence come by its own stream, and those in
-between by the channel, many sequences' together. A channel opens when there is more than one sequence, and closes when
-none has sent anything for a moment. While there is none, chunks take the sequence's own stream.
+A call of `Replica.decode` is a stream of its own, and every message of a stream costs both processes about a
+millisecond, however small it is. So the first and the last chunk of a sequence are sent on its own stream, and those in
+between on the channel, batched across sequences. A channel opens when there is more than one sequence, and closes when
+it is idle. Without a channel, all chunks use the sequence's own stream.
 
-The two ways may overtake each other. Every chunk says where in the output it belongs, and an `Inbox` gives them in
-that order, none twice.
+The two streams may overtake each other. Every chunk has its offset in the output, and an `Inbox` returns them in order,
+without duplicates.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("ray.serve")
 BATCH_SECONDS = 0.005
 """Seconds between two messages of a channel: it carries at most 200 a second. Not tuned."""
 IDLE = 0.5
-"""Seconds without a chunk after which a channel closes. A replica that drains waits for that."""
+"""Seconds without a chunk after which a channel closes. A draining replica waits for that."""
 AGAIN = 1.0
-"""Seconds before a channel that could not be opened, or has ended, is tried again."""
+"""Seconds before a failed or closed channel is reopened."""
 MISSING = 5.0
-"""Seconds that chunks may come later than the end of their sequence. After that they count as lost."""
+"""Seconds that chunks may arrive after the end of their sequence's own stream. Then they count as lost."""
 
 Numbered = tuple[int, Chunk]
 
 
 class Outbox:
-    """In a replica: chunks that wait for the next message of a channel."""
+    """In a replica: chunks queued for the next message of a channel."""
 
     def __init__(self) -> None:
         self._chunks: list[Numbered] = []
@@ -50,7 +50,7 @@ class Outbox:
         self._filled.set()
 
     async def batches(self) -> AsyncGenerator[list[Numbered], None]:
-        """All messages of the channel, until there is nothing to send for a while."""
+        """All messages of the channel, until it is idle."""
         while True:
             try:
                 await asyncio.wait_for(self._filled.wait(), IDLE)
@@ -64,9 +64,9 @@ class Outbox:
 
 
 class Inbox:
-    """In an ingress: the chunks of a sequence that one replica generates, given in their order.
+    """In an ingress: the chunks of a sequence from one replica, returned in order.
 
-    The output has `at` tokens already. `ended` is set when the sequence's own stream has ended.
+    The output has `at` tokens already. `ended` is set at the end of the sequence's own stream.
     """
 
     def __init__(self, at: int) -> None:
@@ -106,7 +106,7 @@ class Inbox:
 
 
 class Channels:
-    """The channels of an ingress. `name` is its name for the replicas."""
+    """The channels of an ingress, which replicas know by `name`."""
 
     def __init__(self, replicas: DeploymentHandle[Any]) -> None:
         self.name = uuid4().hex
@@ -118,7 +118,7 @@ class Channels:
 
     @contextmanager
     def numbered(self, inbox: Inbox) -> Iterator[int]:
-        """A number for an inbox. What a channel brings for a number that is no longer used is dropped."""
+        """A number for an inbox. Chunks with a number that is no longer in use are dropped."""
         number = next(self._numbers)
         self._inboxes[number] = inbox
         try:
@@ -127,7 +127,7 @@ class Channels:
             del self._inboxes[number]
 
     def use(self, replica: str) -> None:
-        """Open a channel to a replica that generates a sequence, if it pays and there is none."""
+        """Open a channel to a replica that runs a sequence, unless one is open or there is only one sequence."""
         if len(self._inboxes) < 2 or replica in self._open:
             return
         now = monotonic()
@@ -137,7 +137,7 @@ class Channels:
         self._open[replica] = asyncio.get_running_loop().create_task(self._listen(replica))
 
     async def _listen(self, replica: str) -> None:
-        """Read a channel to its end. If it breaks, the sequences' own streams tell why."""
+        """Read a channel to its end. If it breaks, the sequences' own streams raise the error."""
         handle = self._replicas.options(stream=True, multiplexed_model_id=replica)
         stream = cast("DeploymentResponseGenerator[list[Numbered]]", handle.listen.remote(self.name, replica))
         try:

@@ -1,7 +1,7 @@
-"""Which requests belong to one conversation, so that they can go where the K/V pages of their beginning are.
+"""Routes requests of one conversation to the replica that has their prefix in its K/V cache.
 
-A conversation has the name of a session that its client gives, or one that is found here. Its first request goes to the
-replica with the least to do, and that becomes its home.
+A conversation is named by the client's session id, or recognised here by its prompt. Its first request goes to the
+least loaded replica, which becomes its home.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK = 16
-"""Tokens per step of the search for a known beginning."""
+"""Tokens per block of the search for a known prefix."""
 TAIL = 8
-"""Tokens at the end of a prompt that may not be in the next one, such as the beginning of the assistant's turn."""
+"""Trailing tokens of a prompt that the next prompt may lack, such as the start of the assistant's turn."""
 KEPT = 1 << 16
-"""Prompts, and conversations, that are remembered."""
+"""The most prompts, and the most conversations, remembered."""
 
 
 class Conversations:
-    """Finds the conversation of a prompt: the one with the longest earlier prompt that it begins with.
+    """Finds the conversation of a prompt: that of the longest earlier prompt which is its prefix.
 
-    Only whole prompts count. Conversations that share nothing but a long system prompt are different ones, so that they
-    may be on different replicas.
+    Only complete prompts count. Conversations that share only a system prompt stay separate, so that they can run on
+    different replicas.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -31,7 +31,7 @@ class Conversations:
         self._names: OrderedDict[bytes, str] = OrderedDict()
 
     def name(self, owner: str, prompt: Sequence[int]) -> str:
-        """The name of the prompt's conversation, or nothing for one that is too short to matter."""
+        """The name of the prompt's conversation, or "" for one too short to matter."""
         count = (len(prompt) - TAIL) // BLOCK
         if count < 1:
             return ""
@@ -51,14 +51,14 @@ class Conversations:
 
 
 class Homes:
-    """Where conversations are at home: conversation -> the replica that has answered it last."""
+    """Conversation -> the replica that answered it last."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._homes: OrderedDict[str, str] = OrderedDict()
 
     def find(self, conversation: str) -> str:
-        """Its home, or nothing."""
+        """Its replica, or ""."""
         return self._homes.get(conversation, "")
 
     def assign(self, conversation: str, replica: str) -> None:
@@ -69,5 +69,5 @@ class Homes:
                 self._homes.popitem(last=False)
 
     def forget(self, conversation: str) -> None:
-        """Its home is gone."""
+        """Its replica is gone."""
         self._homes.pop(conversation, None)

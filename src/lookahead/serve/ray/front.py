@@ -1,7 +1,7 @@
-"""The ingress' door to the replicas. A sequence whose replica dies is continued by another one, bit for bit.
+"""Submits an ingress' requests to the replicas. A sequence whose replica dies is resumed by another one, bit for bit.
 
-The tokens that were sent are kept here, with the seed. Another replica gets them as the beginning of the output: it
-draws with the uniforms of the positions behind them, so its text is the one that the first would have written.
+The tokens sent so far are stored here, with the seed. Another replica gets them as existing output and samples with the
+uniforms of the following positions, so its text is what the first replica would have generated.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lookahead.serve.ray.remote import RemoteSequence
 from lookahead.serve.ray.wire import Chunk, DecodeRequest
 
 log = logging.getLogger("ray.serve")
-"""Ray's own log, whose lines carry the id of the request, in every process that it passes."""
+"""Ray's logger, which adds the request id in every process."""
 
 MOST_LOSSES = 2
-"""A request is given up when so many replicas were lost while they answered it: it may be what kills them."""
+"""A request fails after this many lost replicas: it may be what kills them."""
 PAUSE = 0.2
-"""Seconds before a sequence that has begun asks again for a place, if all queues are full."""
+"""Seconds before a started sequence is submitted again if all queues are full."""
 
 
 class ReplicaLostError(Exception):
-    """A replica has died, or its engine has failed. `told` is the error that it sent, if it could."""
+    """A replica has died, or its engine has failed. `reported` is the error that it sent before, or None."""
 
     def __init__(self, why: str, reported: ApiError | None = None) -> None:
         super().__init__(why)
@@ -43,10 +43,9 @@ class ReplicaLostError(Exception):
 
 
 class RemoteFront:
-    """Has the interface of `engine.front.Front`, as far as the server uses it. All calls come from the event loop.
+    """The part of `engine.front.Front`'s interface that the server uses. All calls come from the event loop.
 
-    `owner_of` is the place of a sequence's key. `counts` counts the replicas that were lost, and the sequences that
-    were given up.
+    `owner_of` gives the index of a sequence's key. `counts` counts lost replicas and dropped sequences.
     """
 
     failure: BaseException | None = None
@@ -67,13 +66,13 @@ class RemoteFront:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a sequence early. Its replica is told."""
+        """End a sequence early, and cancel it on its replica."""
         task = self._tasks.get(ticket)
         if task is not None:
             task.cancel()
 
     async def _run(self, ticket: Ticket) -> None:
-        """Generate one sequence, on as many replicas as it takes."""
+        """Generate one sequence, on several replicas if some are lost."""
         try:
             await self._generate(ticket)
             error: BaseException | None = None
@@ -106,11 +105,11 @@ class RemoteFront:
             except BackPressureError as full:
                 if not sequence.output and not losses:
                     raise queue_full() from full
-                await asyncio.sleep(PAUSE)  # it was accepted before, so it may wait
+                await asyncio.sleep(PAUSE)  # it was admitted before, so it may wait
 
     async def _chunks(self, sequence: RemoteSequence, by_channel: bool) -> AsyncGenerator[Chunk, None]:
-        """What one replica sends of a sequence, of which a part may have been sent already. After a loss it comes by
-        the sequence's own stream alone: the channel may have been what was lost."""
+        """The chunks of one replica, after the output so far. After a loss only the sequence's own stream is used: the
+        channel may have been what was lost."""
         spec, inbox = sequence.spec, Inbox(len(sequence.output))
         replicas = self._replicas.options(stream=True, multiplexed_model_id=self._homes.find(spec.conversation))
         with self._channels.numbered(inbox) as number:
@@ -128,7 +127,7 @@ class RemoteFront:
                         assigned = True
                     self._channels.use(chunk.replica)
                     yield chunk
-            except RayTaskError:  # a mistake in the replica's code, not its death
+            except RayTaskError:  # a bug in the replica's code, not its death
                 raise
             except BackPressureError:
                 raise
@@ -155,7 +154,7 @@ async def read_into(inbox: Inbox, stream: DeploymentResponseGenerator[Chunk]) ->
 
 
 def refusal(error: ApiError) -> Exception:
-    """What a replica's error means: its engine's failure is a loss, and everything else is the request's own."""
+    """The exception for a replica's error: an engine failure is a loss, everything else is the request's own."""
     if error.code in ("internal", "unavailable"):
         return ReplicaLostError(error.message, error)
     return error
@@ -164,12 +163,12 @@ def refusal(error: ApiError) -> Exception:
 def too_many_losses(lost: ReplicaLostError) -> ApiError:
     if lost.reported is not None:
         return lost.reported
-    message = f"{MOST_LOSSES} replicas were lost while they answered this request; it is given up"
+    message = f"{MOST_LOSSES} replicas were lost while they answered this request"
     return ApiError(502, message, code="replicas_lost")
 
 
 def queue_full() -> ApiError:
     headers = {"Retry-After": "1"}
     return ApiError(
-        429, "all replicas are busy, and their queue is full; ask again", code="queue_full", headers=headers
+        429, "all replicas are busy, and their queue is full; try again", code="queue_full", headers=headers
     )

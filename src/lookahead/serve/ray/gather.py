@@ -1,4 +1,4 @@
-"""The metrics of all replicas as one text, each sample with the name of its replica."""
+"""Merges the metrics of all replicas, each sample with a label for its replica."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookahead.serve.ray.reports import Report
 
 
 def merge_metrics(reports: Iterable[Report]) -> bytes:
-    """One text of all posts. Families of the same name become one, as Prometheus demands."""
+    """One text of all reports. Families of the same name are merged, as Prometheus requires."""
     families: dict[str, Metric] = {}
     for report in sorted(reports):
         for family in text_string_to_metric_families(report.text.decode()):
@@ -26,7 +26,7 @@ def merge_metrics(reports: Iterable[Report]) -> bytes:
 
 
 def ingress_text(model: str, waiting: int, refused: Counter[str], counts: Counter[str]) -> bytes:
-    """What an ingress counts by itself. What a request takes is counted by its replica."""
+    """The metrics of an ingress. Those of a request's generation are counted by its replica."""
     queue = GaugeMetricFamily(f"{OURS}:num_requests_waiting", "Sequences in the queue.", labels=["model_name"])
     queue.add_metric([model], waiting)
     refusals = CounterMetricFamily(

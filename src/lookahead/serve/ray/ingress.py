@@ -1,4 +1,4 @@
-"""An ingress: speaks HTTP as one process would, and passes sequences on to the replicas."""
+"""An ingress: serves HTTP as a single process would, and forwards sequences to the replicas."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from lookahead.serve.settings import ServeSettings
 SESSION_HEADER = b"x-session-id"
 LONGEST_NAME = 256
 session: ContextVar[str] = ContextVar("session", default="")
-"""The session that the client of the request at hand names."""
+"""The client's session id of the current request."""
 POLL = 0.02
 
 
 class IngressService(Service):
-    """The service of an ingress: jobs go to replicas, and its queue grows with their number.
+    """The service of an ingress: requests go to replicas, and its queue grows with their number.
 
-    `process` is this ingress' name on the board. A replica is a group of so many `ranks`.
+    `process` is this ingress' name in reports. A replica has `ranks` ranks.
     """
 
     model: RemoteModel
@@ -57,11 +57,11 @@ class IngressService(Service):
         super().__init__(model, settings)
         self._reports, self._process, self._ranks = reports, process, ranks
         self._watching: asyncio.Task[None] | None = None
-        self.grammars = GrammarTexts(model)  # the replicas follow them
+        self.grammars = GrammarTexts(model)  # compiled by the replicas
         self.conversations = Conversations()
         self.front = cast(RemoteFront, model.front)
         self.front.owner_of = self.keys.owners.index
-        self.live = 1  # this ingress has got the model's facts from one
+        self.live = 1  # the one that sent the model's facts
 
     def make_state(self, spec: RequestSpec, index: int) -> RequestState:
         if self._ranks > 1:
@@ -81,27 +81,27 @@ class IngressService(Service):
         return await super().open(specs, size)
 
     def check_open(self) -> None:
-        """Requests are taken even while no replica is there: they wait for the next one."""
+        """Requests are accepted even without replicas: they wait for the next one."""
         if self.draining:
             self.check_ready()
 
     def check_ready(self) -> None:
         if self.draining:
-            raise unavailable("the server is shutting down; ask another one", retry=5)
+            raise unavailable("the server is shutting down; try another server", retry=5)
         if not self.live:
             raise unavailable("no replica is ready", retry=5)
 
     @property
     def waiting(self) -> int:
-        """About how many sequences wait here, because all replicas have as many as they take."""
+        """About how many sequences wait here because all replicas are full."""
         return max(0, self.queue.taken - self.settings.max_concurrency * self.live)
 
     def count_replicas(self, live: int) -> None:
-        """Let as many sequences in as so many replicas can run, and the queue besides."""
+        """Resize the queue for `live` replicas."""
         self.live = live
         self.queue.resize(self.settings.max_concurrency * max(1, live), self.settings.max_queue)
 
-    # The board.
+    # Reports.
 
     async def start(self) -> None:
         await super().start()
@@ -122,7 +122,7 @@ class IngressService(Service):
         return Report("ingress", self._process, text)
 
     async def _watch(self) -> None:
-        """Tell the board about this ingress, and read how many replicas there are."""
+        """Report this ingress, and read the number of replicas."""
         while True:
             with suppress(RayError, RayServeException):
                 await self._reports.post.remote(*self._report())
@@ -132,7 +132,7 @@ class IngressService(Service):
 
 
 class Sessions:
-    """Middleware that notes the session which a client names."""
+    """Middleware that stores the client's session id."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -145,7 +145,7 @@ class Sessions:
 
 
 class Ingress:
-    """The deployment that speaks HTTP. It has no weights: the first replica tells it what it has to know."""
+    """The HTTP deployment. It has no weights, and gets the model's facts from a replica."""
 
     async def __init__(  # type: ignore[misc]
         self, settings: RaySettings, replicas: DeploymentHandle[Any], reports: DeploymentHandle[Any]
@@ -163,12 +163,12 @@ class Ingress:
         return Sessions(cast(App, self.app_))
 
     async def drain(self, seconds: float) -> int:
-        """Take nothing new from now on, and wait for what runs. Returns how many requests were not finished in time."""
+        """Accept no new requests, and wait for the running ones. Returns how many were not finished in time."""
         service, loop = self.service, asyncio.get_running_loop()
         service.draining = True
         end = loop.time() + seconds
         while service.replies and loop.time() < end:
             await asyncio.sleep(POLL)
         left = len(service.replies)
-        service.fail_all(unavailable("the server has shut down before the reply was finished; ask another one"))
+        service.fail_all(unavailable("the server has shut down before the reply was finished; try another server"))
         return left

@@ -1,4 +1,4 @@
-"""`lookahead serve --replicas`: a cluster of this machine alone, for as long as the command runs."""
+"""`lookahead serve --replicas`: a single-machine cluster for as long as the command runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lookahead.serve.ray.settings import RaySettings
 from lookahead.serve.sockets import bound, host_port
 
 QUICK_HOPS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-"""Ray's switches for fewer threads on the way of a chunk, set in `deploy/ray.yaml`, too. With 16 streams on two busy
+"""Ray settings for fewer threads per chunk, also in `deploy/ray.yaml`. With 16 streams on two busy
 cores, 430 tokens per second became 590 with them."""
 FLUSH_SECONDS = 1.0
-"""Seconds that the proxy gets to pass on what the ingress has written last, before everything is stopped."""
+"""Seconds for the proxy to forward the last output of the ingress before everything is stopped."""
 LONGEST_STOP = 30.0
 """Seconds that Ray may take to stop, after the requests have ended."""
 
 
 def check_machine(settings: RaySettings, gpus: int) -> None:
-    """Raise ValueError if this machine, which has so many GPUs, cannot hold the replicas."""
+    """Raise ValueError if the replicas do not fit on this machine's GPUs."""
     if settings.device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {settings.device} names one GPU, and Ray deals them out; use --device cuda")
     if not settings.gpus:
@@ -49,9 +49,9 @@ def check_machine(settings: RaySettings, gpus: int) -> None:
 
 @contextmanager
 def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = "WARNING") -> Iterator[str]:
-    """Run the application on this machine. Gives the address that it listens at."""
+    """Run the application on this machine. Yields its URL."""
     own = settings.serve
-    with bound(own.host, own.port) as sockets:  # whether it can be: Ray's proxy binds the address itself
+    with bound(own.host, own.port) as sockets:  # only a check: Ray's proxy binds the address itself
         port: int = sockets[0].getsockname()[1]
     logging.getLogger("ray").setLevel(logging.ERROR)
     where = host_port(own.host, port)
@@ -81,7 +81,7 @@ def cluster(settings: RaySettings, say: Callable[[str], None], log_level: str = 
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Make one line of an error of Ray's, whose texts are tracebacks that end with the reason."""
+    """Turn an error of Ray's into one line: its messages are tracebacks that end with the reason."""
     try:
         yield
     except Exception as error:
@@ -91,8 +91,8 @@ def named(what: str) -> Iterator[None]:
 
 @contextmanager
 def variables(wanted: dict[str, str]) -> Iterator[None]:
-    """Set variables that are not set yet, for a while. A program that this one starts later must not inherit them: a
-    process that commands a cluster, as this one does, cannot shut it down with Ray's router in its own thread."""
+    """Set environment variables within the context, unless they are set. Later child processes must not inherit them: a
+    process that controls a cluster, like this one, cannot shut it down with Ray's router in its own thread."""
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -116,19 +116,19 @@ def cause() -> str:
 def run(settings: RaySettings, say: Callable[[str], None] = print) -> None:
     """Serve until a signal comes. The first one drains, the second ends the process at once."""
     signals: list[int] = []
-    asked = threading.Event()
+    stopped = threading.Event()
 
     def stop(number: int, frame: Any) -> None:
         if signals:
             os._exit(128 + number)
         signals.append(number)
-        asked.set()
+        stopped.set()
 
     with cluster(settings, say) as address:
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set handlers of its own
             signal.signal(number, stop)
         say(f"serving {counted(settings.replicas)} at {address}/v1")
-        asked.wait()
+        stopped.wait()
         drain(settings.serve.drain_seconds, say)
 
 
@@ -137,8 +137,8 @@ def counted(replicas: int) -> str:
 
 
 def drain(seconds: float, say: Callable[[str], None]) -> None:
-    """Let the ingress finish what it has taken."""
-    say(f"finishing what runs, at most {seconds:g} s")
+    """Let the ingress finish its requests."""
+    say(f"finishing running requests, at most {seconds:g} s")
     ingress: Any = serve.get_deployment_handle("Ingress", NAME)
     left = ingress.drain.remote(seconds).result(timeout_s=seconds + LONGEST_STOP)
     if left:

@@ -1,7 +1,7 @@
-"""The ranks of a replica: the replica's own process is rank 0, and an actor of Ray's is each of the others.
+"""The ranks of a replica: the replica's own process is rank 0, and each of the others is a Ray actor.
 
-Ray has placed them together (see `application`). They live and die as one: the actors are the replica's own, so Ray
-ends them with it, and the replica ends itself when it loses one. Then it is replaced like any replica that has died.
+Ray places them together (see `application`). They live and die together: Ray ends the actors with the replica that owns
+them, and the replica exits when it loses one. Then Ray replaces it like any dead replica.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import lookahead.parallel
 from lookahead.parallel.launch import free_port, rank_variables
 from lookahead.parallel.model import ParallelModel
 from lookahead.parallel.place import Place
-from lookahead.serve.ranks import follow
+from lookahead.serve.ranks import run_follower
 from lookahead.serve.ray.settings import RaySettings
 
 log = logging.getLogger("ray.serve")
@@ -29,7 +29,7 @@ FAILED = 1
 
 
 class Ranks:
-    """The group as its rank 0 sees it. The other ranks start at once."""
+    """The group as seen by rank 0. Starts the other ranks."""
 
     def __init__(self, settings: RaySettings) -> None:
         self._port = free_port()
@@ -43,29 +43,29 @@ class Ranks:
             self._ends.append(actor.follow.remote(settings, rank_info(settings, rank, self._port)))
 
     def load(self, settings: RaySettings) -> ParallelModel:
-        """Load the model together with the other ranks, and lead them."""
+        """Load the model together with the other ranks, and lead the group."""
         model = load_rank(settings, rank_info(settings, 0, self._port))
         model.lead()
         return model
 
     async def exit_with_ranks(self) -> None:
-        """Wait for the end of a rank, and end this process with it."""
+        """Exit this process when any rank exits."""
         ends = [asyncio.ensure_future(_outcome(end)) for end in self._ends]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        log.error("a rank of this replica has ended (%s); the replica ends, too", done.pop().result())
+        log.error("a rank of this replica has ended (%s); the replica exits, too", done.pop().result())
         os._exit(FAILED)
 
 
 class Rank:
-    """An actor that is one of the other ranks."""
+    """An actor that is one of the follower ranks."""
 
     def follow(self, settings: RaySettings, place: Place) -> None:
         model = load_rank(settings, place)
-        follow(model, settings.for_replicas())
+        run_follower(model, settings.for_replicas())
 
 
 def rank_info(settings: RaySettings, rank: int, port: int) -> Place:
-    """Where a rank stands. One that has whole GPUs sees no others, so that its first GPU is its own."""
+    """The rank's identity in the group. A rank with GPUs of its own sees no others, so its local rank is 0."""
     sees_own = settings.gpus >= 1
     local, count = (0, 1) if sees_own else (rank, settings.ranks)
     return Place(rank, settings.ranks, local, count, "127.0.0.1", port)
@@ -86,7 +86,7 @@ def load_rank(settings: RaySettings, place: Place) -> ParallelModel:
 
 
 async def _outcome(end: Any) -> str:
-    """How a rank has ended, in one line."""
+    """How a rank ended, in one line."""
     try:
         await end
         return "it left"

@@ -1,4 +1,4 @@
-"""A replica: one engine in a process of its own, behind Ray Serve's router. It speaks no HTTP."""
+"""A replica: one engine in its own process, behind Ray Serve's router, without HTTP."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ from lookahead.serve.serialize import GrammarText
 from lookahead.serve.service import Service
 
 CHUNK_SECONDS = 0.001
-"""What a chunk takes of an ingress' time. With n sequences each sends a chunk every n times that at most, of as many
-steps as there were, and less often where several replicas share an ingress: beside an H200 one ingress passed on 600 to
-900 chunks a second, and more piled up in front of it. On two busy cores a chunk takes 2 ms of proxy, ingress and
-replica together."""
+"""Seconds of an ingress' time per chunk. With n sequences each sends at most one chunk per n times that, with all steps
+since the last, and fewer if several replicas share an ingress: beside an H200 one ingress forwarded 600 to 900 chunks a
+second, and further ones piled up. On two busy cores a chunk takes 2 ms of proxy, ingress and replica together."""
 TOKEN_BYTES = 4
-"""A prompt's tokens count as so many bytes of a body, when it is decided which thread prepares it."""
+"""Bytes per prompt token, to decide by size which thread prepares a request."""
 
 
 @dataclass
 class Events(Piece):
-    """A piece that is not read as text here: the ingress does that."""
+    """A piece with raw events: the ingress turns them into text."""
 
     events: Sequence[Event] = ()
 
 
 class ReplicaRequestState(RequestState):
-    """A job whose events are handed on as they are."""
+    """A request whose events are forwarded unchanged."""
 
     def read(self, events: Sequence[Event]) -> Piece:
         self.tried += sum(event.tried for event in events)
@@ -56,7 +55,7 @@ class ReplicaRequestState(RequestState):
 
 
 class ReplicaService(Service):
-    """The service of a replica: the same engine, metrics and memories as in one process, without texts."""
+    """The service of a replica: the engine, metrics and memories of a single process, without text."""
 
     def make_state(self, spec: RequestSpec, index: int) -> RequestState:
         return ReplicaRequestState(self.model, self.tokenizer, spec, index)
@@ -80,7 +79,7 @@ class Replica:
         self._outboxes: dict[str, Outbox] = {}  # by ingress
         self._chunk_seconds = CHUNK_SECONDS * settings.most / settings.ingresses
         ranks = Ranks(settings) if settings.ranks > 1 else None
-        # In a thread: Ray asks meanwhile whether the process is alive.
+        # In a thread: Ray checks meanwhile whether the process is alive.
         model = await asyncio.to_thread(load if ranks is None else ranks.load, settings)
         kind: Callable[..., ReplicaService] = ReplicaService
         if ranks is not None:
@@ -96,21 +95,21 @@ class Replica:
         self._reporting = asyncio.ensure_future(self._report_periodically())
 
     async def facts(self) -> Facts:
-        """What an ingress has to know of the model."""
+        """What an ingress needs to know about the model."""
         return Facts.of(self.service.model, self.version)
 
     @serve.multiplexed(max_num_models_per_replica=1)  # type: ignore[untyped-decorator]
     async def introduce(self, name: str) -> str:
-        """Tell Ray's router this replica's name, as if it were that of a model which only this replica has. Then the
-        router sends requests for it here, and elsewhere if this replica is full or gone."""
+        """Register this replica's name with Ray's router as if it were a model only this replica has. The router then
+        sends requests for it here, and elsewhere if this replica is full or gone."""
         return name
 
     async def decode(self, call: DecodeRequest) -> AsyncIterator[Chunk]:
-        """Generate a sequence, or what is left of it. One chunk per step, or fewer if there are many sequences."""
+        """Generate a sequence, or the rest of it: one chunk per step, or fewer if there are many sequences."""
         first = at = len(call.spec.output)
         try:
             if call.version != self.version:
-                raise unavailable("the model was replaced while it answered; ask again")
+                raise unavailable("the model was replaced while it answered; try again")
             if isinstance(mask := call.spec.mask, GrammarText):  # compiled here, not on the event loop
                 await self.service.in_worker(lambda: mask.mask(self.service.grammars))
             reply = await self.service.open(lambda: [self._spec(call)], TOKEN_BYTES * len(call.spec.prompt))
@@ -144,16 +143,16 @@ class Replica:
             del self._outboxes[ingress]
 
     def _spec(self, call: DecodeRequest) -> RequestSpec:
-        """The sequence with an owner and a mask of this process."""
+        """The spec with an owner and a mask of this process."""
         spec, owners = call.spec, self.service.keys.owners
         if call.owner >= len(owners):
-            raise bad_request("the replica does not know this key; deploy it anew")
+            raise bad_request("the replica does not know this key; deploy it again")
         mask = spec.mask.mask(self.service.grammars) if isinstance(spec.mask, GrammarText) else spec.mask
         return replace(spec, owner=owners[call.owner], mask=mask)
 
     def _chunk(self, at: int, state: RequestState, events: Sequence[Event]) -> Chunk:
-        nobody = cast(Request, None)  # the ingress puts its own request in
-        chunk = Chunk(at, [replace(event, request=nobody) for event in events], self.name)
+        unset = cast(Request, None)  # the ingress fills in its own request
+        chunk = Chunk(at, [replace(event, request=unset) for event in events], self.name)
         if events[-1].finish_reason is not None:
             prediction = state.sequence.prediction
             chunk.cached, chunk.stats = state.request.cached, state.sequence.stats
@@ -161,7 +160,7 @@ class Replica:
         return chunk
 
     async def check_health(self) -> None:
-        """Ray asks this now and then, and replaces a replica that fails several times."""
+        """Polled by Ray, which replaces a replica after several failures."""
         self.service.check_ready()
 
     async def _report_periodically(self) -> None:
@@ -192,5 +191,5 @@ def load(settings: RaySettings) -> LookaheadModel:
 
 
 def version_of(model: LookaheadModel, settings: RaySettings) -> str:
-    """Tells models apart: another name, tokenizer, shape or number format is another version."""
+    """Identifies the model: it changes with the name, tokenizer, shape and number format."""
     return f"{folder_of(model, Path()).name}-{model.dtype}-{settings.dtype}"

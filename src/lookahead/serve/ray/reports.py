@@ -1,6 +1,6 @@
-"""The board: what every replica last said of itself. An ingress reads from it all metrics, and how many replicas live.
+"""The latest status report of every process. An ingress reads all metrics and the number of live replicas from it.
 
-Ray Serve's router sends a call to one replica of its choice, so nobody can ask all of them. Each posts its state here.
+Ray Serve's router sends a call to one replica of its choice, so replicas cannot be polled. Instead each posts reports.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from time import monotonic
 from typing import NamedTuple
 
 PERIOD = 1.0
-"""Seconds between two posts of a replica."""
+"""Seconds between two reports of a replica."""
 STALE = 5.0
-"""Seconds after which a post no longer counts: its replica has gone."""
+"""Seconds after which a report expires: its replica is gone."""
 
 
 class Report(NamedTuple):
-    """What a process said of itself: its kind (replica or ingress), its name, and its metrics in Prometheus' text."""
+    """A process's kind (replica or ingress), name, and metrics in Prometheus' text format."""
 
     kind: str
     name: str
@@ -23,7 +23,7 @@ class Report(NamedTuple):
 
 
 class ReportStore:
-    """A deployment of one process. If it dies, the posts are back within a second."""
+    """A deployment of one process. If it dies, all reports are renewed within a second."""
 
     def __init__(self) -> None:
         self._reports: dict[tuple[str, str], tuple[Report, float]] = {}
@@ -32,7 +32,7 @@ class ReportStore:
         self._reports[kind, name] = Report(kind, name, text), monotonic()
 
     async def read(self) -> list[Report]:
-        """The posts that still count."""
+        """The reports that have not expired."""
         now = monotonic()
         self._reports = {key: (report, when) for key, (report, when) in self._reports.items() if now - when < STALE}
         return [report for report, _ in self._reports.values()]

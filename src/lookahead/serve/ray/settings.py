@@ -16,16 +16,15 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What the replicas of a server can be told, besides the server's own settings (`serve`).
+    """Settings of the replicas, besides the server's own (`serve`).
 
     `model`, `dtype`, `device`, `backend` and `config` are those of `lookahead.load`, which every replica calls.
-    `replicas` is how many there are; with `max_replicas` there are between `replicas` and `max_replicas`, so many
-    that each has about `target_ongoing` sequences. Their number grows when the load has asked for that for
-    `upscale_seconds` on end, and shrinks after `downscale_seconds`; Ray looks every few seconds. A replica may be a
-    group of several `ranks` on one machine, which share every step (see `lookahead.parallel`); it ends when a rank has
-    not answered for `rank_timeout` seconds. `gpus` and `cpus` are
-    what a replica, or each of its ranks, is given of a machine's. A part of a GPU is allowed, then several share one.
-    `ingresses` is how many processes speak HTTP.
+    `replicas` is their number; with `max_replicas` it is autoscaled between the two, for about `target_ongoing`
+    sequences each. Ray scales up after `upscale_seconds` of sustained load, and down after `downscale_seconds`; it
+    checks every few seconds. A replica may be a group of several `ranks` on one machine, which share every step (see
+    `lookahead.parallel`); it exits when a rank has not answered for `rank_timeout` seconds. `gpus` and `cpus` are the
+    resources of a replica, or of each of its ranks. A fraction of a GPU is allowed: then several share one. `ingresses`
+    is the number of HTTP processes.
 
     `serve.max_concurrency` counts the sequences of one replica. `serve.max_queue` counts those that wait at one
     ingress.
@@ -78,17 +77,17 @@ class RaySettings:
 
     @property
     def most(self) -> int:
-        """The most replicas that there can be."""
+        """The largest number of replicas."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def target(self) -> float:
-        """How many sequences of a replica are enough: without a setting, three quarters of what it takes at most."""
+        """Target number of sequences per replica; three quarters of its maximum by default."""
         return self.target_ongoing or max(1.0, 0.75 * self.serve.max_concurrency)
 
     @classmethod
     def from_options(cls, options: dict[str, Any], keys: tuple[str, ...] = ()) -> RaySettings:
-        """The settings of a file for `serve deploy`: one flat mapping of the fields of both classes."""
+        """The settings in a `serve deploy` file: a flat mapping of the fields of both classes."""
         own = {name for name in cls.__dataclass_fields__ if name not in ("serve", "config")}
         others = {name for name in ServeSettings.__dataclass_fields__ if name not in ("host", "port", "keys")}
         for name in options:
@@ -102,8 +101,8 @@ class RaySettings:
         return cls(**{name: options[name] for name in own & options.keys()}, serve=ServeSettings(**given, keys=keys))
 
     def for_replicas(self) -> ServeSettings:
-        """The server's settings as a replica gets them. It is told how many keys there are, but none of them. The
-        ingress keeps the time of a request and its queue."""
+        """The server's settings for a replica. It gets the number of keys but not the keys. Timeouts and queueing are
+        the ingress' task."""
         owners = tuple(f"owner-number-{number}" for number in range(len(self.serve.keys)))
         longest = 2 * self.serve.request_timeout + 3600
         return replace(self.serve, host="127.0.0.1", keys=owners, request_timeout=longest, cors_origins=())

@@ -1,4 +1,4 @@
-"""What goes from an ingress to a replica, and what comes back. All of it can be pickled."""
+"""Messages between ingress and replica. All of them can be pickled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lookahead.stats import Stats
 
 @dataclass
 class Facts:
-    """What an ingress has to know of the model: its tokenizer and its limits, but no weights.
+    """What an ingress needs to know about the model: its tokenizer and limits, but no weights.
 
-    `version` tells models apart. A stream is continued only by the model that has begun it.
+    `version` identifies the model. Only the model that started a stream may resume it.
     """
 
     name: str
@@ -56,10 +56,9 @@ class Facts:
 
 @dataclass
 class DecodeRequest:
-    """A sequence that a replica is asked for. `spec.output` is what other replicas have generated of it.
+    """A sequence for a replica to generate. `spec.output` is what other replicas have generated already.
 
-    `owner` is the place of its key in the list of keys. `ingress` is who asks, and `number` the errand's own there: see
-    `channels`.
+    `owner` is the index of its key. `ingress` names the sender, and `number` the request there: see `channels`.
     """
 
     spec: RequestSpec
@@ -72,16 +71,16 @@ class DecodeRequest:
     def of(
         cls, spec: RequestSpec, owner: int, version: str, output: Sequence[int], ingress: str = "", number: int = 0
     ) -> DecodeRequest:
-        without: Any = None  # an owner has memories, which stay where they are
+        without: Any = None  # an owner has memories, which are not sent
         return cls(replace(spec, owner=without, output=list(output)), owner, version, ingress, number)
 
 
 @dataclass
 class Chunk:
-    """What a sequence got since the chunk before it: the events of one step, or of several if reading was slow.
+    """New output of a sequence: the events of one step, or of several if the reader was slow.
 
-    `at` is how long the output was before, and `replica` who generated it. The last chunk of a sequence has `stats` or
-    an `error`.
+    `at` is the length of the output before it, and `replica` the name of its replica. The last chunk of a sequence has
+    `stats` or an `error`.
     """
 
     at: int
@@ -94,7 +93,7 @@ class Chunk:
 
 
 def as_fields(error: ApiError) -> dict[str, Any]:
-    """An error in a form that can be pickled; `ApiError(**fields)` makes it again."""
+    """A picklable form of an error; `ApiError(**fields)` restores it."""
     return {
         "status": error.status,
         "message": error.message,
