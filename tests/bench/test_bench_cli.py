@@ -149,12 +149,12 @@ def test_a_second_run_goes_on_where_the_first_stopped(
     monkeypatch.setattr(Runner, "record", counting)
     first = run(*args)
     assert first.exit_code == 130
-    assert "interrupted, 5 of 8 answers to go: the same command goes on from here" in first.stderr
+    assert "interrupted, 5 of 8 answers to go: the same command resumes from here" in first.stderr
     assert "3 of 8 answers. Not finished. Each is timed 2 times." in first.stdout
     monkeypatch.setattr(Runner, "record", lambda self, job, longest=0: ran.append(job.key) or row(self, job, longest))
     second = run(*args)
     assert second.exit_code == 0, second.output
-    assert "3 of 8 answers are there already" in second.stderr
+    assert "3 of 8 answers exist already" in second.stderr
     assert len(ran) == len(set(ran)) == 8
     assert {line[SAME] for line in table(second.stdout, "Methods")} == {"2/2"}
     third = run(*args)
@@ -292,7 +292,7 @@ def test_a_cost_from_elsewhere(run: Callable[..., Any], data_dir: Path, tmp_path
         (("--preset", "configs", "--sets", "builtin", "--ranks", "2"), "measured on one rank"),
         (("--preset", "gpu-report", "--json"), "--json is not for presets of a GPU; leave it out"),
         (("--preset", "gpu-step", "--sets", "builtin"), "--sets is not for presets of a GPU; leave it out"),
-        (("--preset", "overhead,gpu-step"), "--preset gpu-step cannot stand beside overhead"),
+        (("--preset", "overhead,gpu-step"), "--preset gpu-step cannot be combined with overhead"),
         (("--preset", "gpu-stp"), "--preset does not know 'gpu-stp': did you mean 'gpu-step'"),
     ],
 )
@@ -377,7 +377,7 @@ def test_several_presets_on_one_model(
     assert "speed: 2 answers, at most 12 new tokens" in result.stderr
     assert "overhead: 9 answers, at most 54 new tokens" in result.stderr
     assert "configs: 8 answers, at most 48 new tokens" in result.stderr
-    assert "3 of 8 answers are there already" in result.stderr, "greedy's, autoregressive's and (5,15,15)'s"
+    assert "3 of 8 answers exist already" in result.stderr, "greedy's, autoregressive's and (5,15,15)'s"
 
 
 @pytest.mark.slow
@@ -396,7 +396,7 @@ def test_all_presets_that_the_device_can_run(
     [
         (("--preset", "overhead,ablatoin"), "--preset does not know 'ablatoin': did you mean 'ablation'"),
         (("--preset", "overhead,"), "--preset does not know ''"),
-        (("--preset", "overhead,list"), "--preset list stands by itself"),
+        (("--preset", "overhead,list"), "--preset list must be used alone"),
         (("--preset", "overhead,flash", "--device", "cpu"), "'flash' compares GPU kernels and needs a CUDA device"),
         (("--preset", "overhead,end-to-end", "--data-dir", "{half}"), "set 'humaneval' needs"),
         (("--preset", "overhead,configs", "--ranks", "2"), "preset 'configs' is measured on one rank"),
@@ -435,7 +435,7 @@ def test_an_interrupt_ends_all_presets(
     monkeypatch.setattr(Runner, "record", row)
     second = run(*where)
     assert second.exit_code == 0, second.output
-    assert "3 of 8 answers are there already" in second.stderr
+    assert "3 of 8 answers exist already" in second.stderr
     assert (tmp_path / "out" / "configs.html").exists()
 
 

@@ -48,7 +48,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from lookahead.serve import life, listen
+    from lookahead.serve import life, sockets
 
     keys = tmp_path / "keys"
     keys.write_text("a-long-secret\n")
@@ -60,7 +60,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         bound.append(address)
         yield []
 
-    monkeypatch.setattr(listen, "bound", no_sockets)
+    monkeypatch.setattr(sockets, "bound", no_sockets)
     monkeypatch.setattr(life, "serve", lambda model, settings, say, sockets: found.append((model, settings)))
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
     options = ("--host", "0.0.0.0", "--port", "81", "--api-key-file", str(keys), "--max-queue", "3", "--no-memory")

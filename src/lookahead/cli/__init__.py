@@ -1,7 +1,7 @@
 """The `lookahead` command: one file per verb.
 
-The verbs' files import typer and rich only. A verb imports torch and transformers when it needs them, so that help and
-mistakes in the options are answered at once.
+Modules import only typer and rich. A verb imports torch and transformers when it needs them, so that help and option
+errors appear at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ app.command("pull")(pull.pull)
 app.command("env")(env.env)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(value: bool) -> None:
+    if value:
         typer.echo(f"lookahead {package_version('lookahead-decoding') or 'unknown'}")
         raise typer.Exit
 
@@ -55,7 +55,7 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The entry point. `args` are the command line's unless given."""
+    """The entry point. `args` defaults to the command line's."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # do not fail on a character that the terminal cannot show
             stream.reconfigure(errors="replace")

@@ -36,13 +36,13 @@ def legend(host: Host) -> None:
 
 
 def paint(piece: str, token_ids: Sequence[int]) -> str:
-    """A piece of text, in the colour for the number of tokens that its step accepted."""
+    """A piece of text, coloured by the number of tokens its step accepted."""
     code = next(code for least, _, _, code in COLOURS if len(token_ids) >= least)
     return f"{code}{piece}{RESET}" if code and piece else piece
 
 
 def answer(host: Host, stream: Stream, *, show: bool = True) -> Completion:
-    """Show a stream until it ends or the user presses Ctrl-C, and end the line. Returns what was generated."""
+    """Print a stream until it ends or the user presses Ctrl-C. Returns its completion."""
     colours = show and coloured(host)
     try:
         for piece in stream:

@@ -28,12 +28,12 @@ GPU_PRESETS = {
     "gpu-batch": "1 to 64 sequences at once on a CUDA GPU",
     "gpu-bound": "Token by token against what reading the weights and the K/V takes, on a CUDA GPU",
     "gpu-context": "A step by context, and memory, on a CUDA GPU",
-    "gpu-report": "The page of what the others left in --out",
+    "gpu-report": "The report of the other GPU presets' results in --out",
 }
-"""Parts of `python -m lookahead.bench.gpu`, which has two more options."""
+"""Presets of `python -m lookahead.bench.gpu`, which has two more options."""
 GPU_TAKES = ("preset", "model", "dtype", "device", "data_dir", "out", "limit", "max_tokens")
-"""The options that these take."""
-EVERY = 15.0  # seconds between lines of progress where there is no terminal to draw a bar on
+"""The options of these presets."""
+EVERY = 15.0  # seconds between progress lines if stderr is not a terminal
 
 
 def bench(
@@ -53,7 +53,7 @@ def bench(
         Path | None, typer.Option("--data-dir", help="Folder with the sets' files; else the hub.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", help="Folder of results and reports; an earlier run there goes on.")
+        Path, typer.Option("--out", help="Folder of results and reports; an earlier run is resumed.")
     ] = Path("lookahead-bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Few prompts, short answers: minutes on a CPU.")] = False,
     limit: Annotated[int | None, typer.Option("--limit", help="Prompts of each set, evenly spaced.", min=1)] = None,
@@ -90,7 +90,7 @@ def bench(
 ) -> None:
     """Measure lookahead on this machine, and check its output, against transformers' own decoding.
 
-    Answers are kept in OUT as they come: the same command goes on where an earlier one stopped.
+    Answers are saved to OUT as they finish: the same command resumes an interrupted run.
     """
     from lookahead.bench.paper.options import BenchOptions
     from lookahead.bench.paper.presets import PRESETS
@@ -106,9 +106,9 @@ def bench(
         host.write(_gpu(host, preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
         return
     settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
-    settings.check()
+    settings.validate()
     several = Ranks(ranks, rank_timeout, False)
-    asked = [
+    runs = [
         BenchOptions(
             name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
             repeats=repeats, temperatures=temperature, seed=seed, warm=warm, step_cost=step_cost,
@@ -120,11 +120,11 @@ def bench(
     if several.together and not several.started:
         raise typer.Exit(several.launch(host, None))
     with several.watched(host):
-        _bench(host, settings, several, asked, out, as_json)
+        _bench(host, settings, several, runs, out, as_json)
 
 
 def _refuse_others(ctx: typer.Context, taken: Sequence[str]) -> None:
-    """Raise ValueError for an option that was given and is none of those taken."""
+    """Raise ValueError if an option was given that is not in `taken`."""
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(str(parameter.name))
         if source is not None and source.name == "COMMANDLINE" and parameter.name not in taken:
@@ -132,30 +132,32 @@ def _refuse_others(ctx: typer.Context, taken: Sequence[str]) -> None:
 
 
 def _gpu(host: Host, preset: str, given: dict[str, Any]) -> str:
-    """Run parts of `lookahead.bench.gpu`; returns their short table. Options that nobody gave keep its defaults."""
+    """Run presets of `lookahead.bench.gpu`; returns their summary table. Options not given keep its defaults."""
     from lookahead.bench.gpu.bench import GpuOptions
     from lookahead.bench.gpu.command import run
 
-    parts = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
+    presets = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
     options = {name: value for name, value in given.items() if value not in (None, "auto")}
-    return run(parts, GpuOptions(**options), host.load)
+    return run(presets, GpuOptions(**options), host.load)
 
 
 def _named(preset: str | None, device: str) -> list[str | None]:
-    """The presets that were asked for; `all` are those that the device can run. None is the default run."""
+    """The presets to run; `all` means those that the device supports. None is the default run."""
     from lookahead.bench.paper.presets import PRESETS
 
     if preset is None:
         return [None]
     names = [name.strip() for name in preset.split(",")]
     if of_gpu := [name for name in names if name in GPU_PRESETS]:
-        raise ValueError(f"--preset {of_gpu[0]} cannot stand beside {names[0]}: run the presets of a GPU by themselves")
+        raise ValueError(
+            f"--preset {of_gpu[0]} cannot be combined with {names[0]}: run the presets of a GPU by themselves"
+        )
     for name in names:
         choice("--preset", name, (*PRESETS, *GPU_PRESETS, "all", "list"))
     if "list" in names:
-        raise ValueError("--preset list stands by itself: name presets, or all of them with `all`")
+        raise ValueError("--preset list must be used alone: name presets, or all of them with `all`")
     chosen = dict.fromkeys(one for name in names for one in (PRESETS if name == "all" else [name]))
-    for name in [name for name in chosen if PRESETS[name].cuda]:  # asked before a model is loaded for nothing
+    for name in [name for name in chosen if PRESETS[name].cuda]:  # checked before a model is loaded
         from lookahead.loading.load import pick_device
 
         kind = pick_device(device).type
@@ -167,16 +169,16 @@ def _named(preset: str | None, device: str) -> list[str | None]:
 
 
 def _bench(
-    host: Host, settings: Settings, several: Ranks, asked: Sequence[BenchOptions], out: Path, as_json: bool
+    host: Host, settings: Settings, several: Ranks, runs: Sequence[BenchOptions], out: Path, as_json: bool
 ) -> None:
-    """Run what was asked for, one preset after another, on one loaded model and into one file of results."""
+    """Run the presets one after another, on one loaded model and into one results file."""
     from lookahead.bench.run.about import about, versions
     from lookahead.bench.run.results import Results
     from lookahead.bench.run.runner import Runner
 
     results = None if several.follows else Results(out / "results.jsonl")
     if results is not None:
-        results.check(versions())  # before a model is loaded for nothing
+        results.check(versions())  # before a model is loaded
     if results is not None and results.dropped:
         host.say(f"note: the last line of {results.path} was cut off and is measured again")
 
@@ -186,56 +188,56 @@ def _bench(
     lm: Any = several.load(host, settings) if several.together else load()
     if results is not None:
         results.begin(about(lm))
-    models = asked[0].models(lm, load, host.say)
-    jobs = [options.jobs(lm.device.type) for options in asked]
+    models = runs[0].models(lm, load, host.say)
+    jobs = [options.jobs(lm.device.type) for options in runs]
     if results is not None:
-        _announce(host, asked, jobs)
-    for options, own in zip(asked, jobs, strict=True):
+        _announce(host, runs, jobs)
+    for options, own in zip(runs, jobs, strict=True):
         runner = Runner(models, results, warm=options.starts_warm)
-        if results is None:  # a rank that follows
+        if results is None:  # a follower rank
             for _ in runner.run(runner.agreed(own)):
                 pass
         elif not _measured(host, options, own, runner, out, as_json):
             left = {job.key for one in jobs for job in runner.missing(one)}
             total = {job.key for one in jobs for job in one}
             what = f", {len(left)} of {len(total)} answers to go" if left else ""
-            host.say(f"interrupted{what}: the same command goes on from here")
+            host.say(f"interrupted{what}: the same command resumes from here")
             raise typer.Exit(INTERRUPTED)
 
 
 def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner, out: Path, as_json: bool) -> bool:
-    """Run one preset and report, also when Ctrl-C cuts it short; whether it came to its end."""
+    """Run one preset and report, even if interrupted by Ctrl-C. Returns whether it finished."""
     from lookahead.bench.paper.options import report
 
     run, todo = options.run_of(jobs, runner, host.say), runner.agreed(jobs)
-    whole = True
+    finished = True
     try:
         _run(host, runner, run, todo)
         if options.preset.more is not None:
             options.preset.more(run)
     except KeyboardInterrupt:
-        whole = False
+        finished = False
     files = report(options, run, out)
     if as_json:
         host.write(json.dumps({**options.record(run), "files": {k: str(v) for k, v in files.items()}}) + "\n")
     else:
         host.write(files["markdown"].read_text(encoding="utf-8"))
     host.say(f"results in {run.results.path}, report in {files['html']}")
-    return whole
+    return finished
 
 
-def _announce(host: Host, asked: Sequence[BenchOptions], jobs: Sequence[Sequence[Job]]) -> None:
-    """What is to come, to plan by: presets share answers that they have in common, and none is made twice."""
-    for options, own in zip(asked, jobs, strict=True):
+def _announce(host: Host, runs: Sequence[BenchOptions], jobs: Sequence[Sequence[Job]]) -> None:
+    """Print the amount of work of each preset. Presets share common answers, which are generated once."""
+    for options, own in zip(runs, jobs, strict=True):
         answers, tokens = options.work(own)
         host.say(f"{options.preset.name}: {answers:,} answers, at most {tokens:,} new tokens")
 
 
 def _run(host: Host, runner: Runner, run: BenchRun, todo: Sequence[Job]) -> None:
-    """The jobs, with a bar and the time left; lines instead where stderr is no terminal."""
+    """Run the jobs with a progress bar, or progress lines if stderr is not a terminal."""
     done = len(run.jobs) - len(todo)
     if done:
-        host.say(f"{done} of {len(run.jobs)} answers are there already")
+        host.say(f"{done} of {len(run.jobs)} answers exist already")
     left, ran = TimeRemainingColumn(), TimeElapsedColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), ran, TextColumn("left"), left)
     begin = said = monotonic()

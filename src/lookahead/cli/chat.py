@@ -47,7 +47,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and totals over all answers, which a reset keeps."""
+    """The messages so far, and totals over all answers, which survive a reset."""
 
     def __init__(self, host: Host, model: Model, request: dict[str, Any], system: str | None = None) -> None:
         self._host = host
@@ -60,9 +60,9 @@ class Conversation:
 
     def turn(self, text: str) -> None:
         """Answer one question. If a person types, an error or Ctrl-C ends this turn; otherwise it ends the command."""
-        asked = [*self._messages, {"role": "user", "content": text}]
+        messages = [*self._messages, {"role": "user", "content": text}]
         try:
-            completion = answer(self._host, self._model.stream(asked, **self._request))
+            completion = answer(self._host, self._model.stream(messages, **self._request))
         except (ModelError, ValueError) as error:
             if not self._host.person or self._host.debug:
                 raise
@@ -71,12 +71,12 @@ class Conversation:
         self._count(completion.stats)
         self._host.say(summary(completion.stats, completion.finish_reason))
         if completion.text:
-            self._messages = [*asked, {"role": "assistant", "content": completion.text}]
+            self._messages = [*messages, {"role": "assistant", "content": completion.text}]
         if interrupted(completion) and not self._host.person:
             raise typer.Exit(INTERRUPTED)
 
     def command(self, name: str) -> None:
-        """Do what a line such as /stats asks for."""
+        """Run a command such as /stats."""
         try:
             choice("chat", name, tuple(COMMANDS))
         except ValueError as error:
@@ -84,7 +84,7 @@ class Conversation:
             return
         if name == "/reset":
             self._messages = list(self._system)
-            self._host.say("the conversation starts anew")
+            self._host.say("the conversation was reset")
         elif name == "/stats":
             noun = "answer" if self._answers == 1 else "answers"
             self._host.say(f"{self._answers} {noun}: {summary(self._totals)}")
@@ -98,7 +98,7 @@ class Conversation:
 
 
 def lines(host: Host) -> Iterator[str]:
-    """The lines that were typed or piped in, stripped, without blank ones."""
+    """The lines typed or piped in, stripped, without blank ones."""
     for line in typed(host) if host.person else piped():
         if stripped := line.strip():
             yield stripped
@@ -109,8 +109,8 @@ def piped() -> Iterator[str]:
 
 
 def typed(host: Host) -> Iterator[str]:
-    """Ask for lines with a prompt symbol until Ctrl-D. Ctrl-C discards the line."""
-    with contextlib.suppress(ImportError):  # Windows has none. Once imported, input() has editing and a history
+    """Prompt for lines until Ctrl-D. Ctrl-C discards the line."""
+    with contextlib.suppress(ImportError):  # not on Windows. Once imported, input() has editing and a history
         import readline  # noqa: F401
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What the verbs share: the host they run on, the model as they see it, and how errors are shown."""
+"""Shared by all verbs: the host they run on, the model's interface, and error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 class Model(Protocol):
-    """What `lookahead.load` returns, as far as the command line uses it."""
+    """The part of `lookahead.load`'s result that the command line uses."""
 
     name: str
     dtype: Any
@@ -61,7 +61,7 @@ def load_model(
     log: Callable[[str], None],
     config: LookaheadConfig | None = None,
 ) -> Model:
-    """Call `lookahead.load`. It needs torch and transformers, which are imported only now."""
+    """Call `lookahead.load`, which imports torch and transformers."""
     import lookahead
 
     model: Any = lookahead.load(name, dtype=dtype, device=device, backend=backend, log=log, config=config)
@@ -70,10 +70,10 @@ def load_model(
 
 @dataclass
 class Host:
-    """Where a verb runs: the model loader and the two consoles. Tests pass one of their own as typer's `obj`.
+    """The environment of a verb: the model loader and the two consoles. Tests pass their own as typer's `obj`.
 
-    Results go to `out`, everything else to `err`. `interactive` says whether a person types; None means that stdin
-    decides. `arguments` are those of the command line, with which `--ranks` starts every rank.
+    Results go to `out`, everything else to `err`. `interactive` overrides the check whether stdin is a terminal.
+    `arguments` are those of the command line, with which `--ranks` starts every rank.
     """
 
     load: Callable[..., Model] = load_model
@@ -86,13 +86,13 @@ class Host:
 
     @property
     def person(self) -> bool:
-        """Whether a person types at stdin."""
+        """Whether stdin is interactive."""
         if self.interactive is None:
             return sys.stdin is not None and sys.stdin.isatty()
         return self.interactive
 
     def write(self, text: str) -> None:
-        """Write text to stdout at once and as it is, without markup or wrapping."""
+        """Write text to stdout unchanged and flush it, without markup or wrapping."""
         self.out.file.write(text)
         self.out.file.flush()
 
@@ -106,10 +106,10 @@ class Host:
 
 
 class Verbs(TyperGroup):
-    """Runs a verb. An error that the user can correct is shown as one line on stderr, with exit code 2, and the loss of
-    the device with exit code 70.
+    """Runs a verb. A user error is shown as one line on stderr, with exit code 2, and a lost device with exit code
+    70.
 
-    typer itself ends the command quietly if stdout is a pipe that broke.
+    typer itself exits quietly if stdout is a broken pipe.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -143,7 +143,7 @@ class Verbs(TyperGroup):
 
 
 def choice(option: str, value: str, known: Sequence[str]) -> str:
-    """Return `value` if it is one of `known`; else raise a ValueError that names the nearest one and all of them."""
+    """Return `value` if it is one of `known`; otherwise raise a ValueError that suggests the nearest and lists all."""
     if value in known:
         return value
     near = get_close_matches(value, known, n=1)

@@ -1,5 +1,4 @@
-"""Compare a method with plain autoregressive decoding, and with transformers' own `generate`: are the tokens the same,
-and which is faster?"""
+"""Compare tokens and speed of a method with plain autoregressive decoding and with transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class StockAnswer:
 class Comparison:
     """A method's completion and the baseline's. `equal_tokens` counts the tokens before the first that differs.
 
-    `stock` is transformers' answer, if it was asked for. The table's ratios are then to its speed.
+    `stock` is transformers' answer for `--compare-stock`. The table's ratios are then relative to its speed.
     """
 
     completion: Completion
@@ -54,14 +53,14 @@ class Comparison:
 
     def speed(self) -> str:
         word = "even" if abs(self.ratio - 1) <= EVEN else "faster" if self.ratio > 1 else "slower"
-        told = f"{self.completion.method} is {self.ratio:.2f}x: {word} here"
+        text = f"{self.completion.method} is {self.ratio:.2f}x: {word} here"
         if self.stock is None:
-            return told
+            return text
         times = self.completion.stats.tokens_per_second / max(1e-9, self.stock.stats.tokens_per_second)
-        return f"{told}, and {times:.2f}x {STOCK}"
+        return f"{text}, and {times:.2f}x {STOCK}"
 
     def stock_difference(self) -> str | None:
-        """A sentence about transformers' tokens, if they differ from the baseline's: other kernels round otherwise."""
+        """A note if transformers' tokens differ from the baseline's, because its kernels round differently."""
         if self.stock is None or self.stock.token_ids == list(self.baseline.token_ids):
             return None
         pairs = zip(self.stock.token_ids, self.baseline.token_ids, strict=False)
@@ -81,11 +80,11 @@ class Comparison:
         table = Table("method")
         for name in ("tokens", "steps", "S", "seconds", "tok/s", "ratio"):
             table.add_column(name, justify="right")
-        lines = [(one.method, one.stats) for one in (self.baseline, self.completion)]
+        rows = [(one.method, one.stats) for one in (self.baseline, self.completion)]
         if self.stock is not None:
-            lines.insert(0, (STOCK, self.stock.stats))
-        base = lines[0][1].tokens_per_second
-        for name, stats in lines:
+            rows.insert(0, (STOCK, self.stock.stats))
+        base = rows[0][1].tokens_per_second
+        for name, stats in rows:
             ratio = stats.tokens_per_second / base if base else 0.0
             table.add_row(
                 name,
@@ -117,9 +116,9 @@ class Comparison:
 
 
 def warm_up(host: Host, model: Model, prompt: str | None, request: dict[str, Any]) -> bool:
-    """Run both methods briefly, so that neither timed run pays for what happens only once. False if interrupted.
+    """Run both methods briefly, to exclude one-time costs from the timings. Returns False if interrupted.
 
-    `recycle_scope="request"` keeps the warm-up's tokens from the timed run, which would otherwise know its own text.
+    `recycle_scope="request"` hides the warm-up's tokens from the timed run, which would otherwise draft from them.
     """
     config = request["config"]
     ours = {**request, "config": config and replace(config, recycle_scope="request")}

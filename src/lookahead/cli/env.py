@@ -18,7 +18,7 @@ def env(
     ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Print versions, devices and where models are kept: what a bug report needs."""
+    """Print versions, devices and the cache folder, for bug reports."""
     host = ctx.ensure_object(Host)
     found = collect()
     host.write(json.dumps(found, indent=2) + "\n" if as_json else lines(found))
@@ -41,9 +41,9 @@ def collect() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> str:
-    """The same as lines of text."""
+    """The collected facts as text."""
     model = found["embedded_model"]
-    entries = [
+    rows = [
         *((name, version or "not installed") for name, version in found["versions"].items()),
         ("platform", found["platform"]),
         ("cores", str(found["cores"])),
@@ -54,7 +54,7 @@ def lines(found: dict[str, Any]) -> str:
             f"{model['name']}, {'present' if model['present'] else 'absent: `lookahead pull` fetches it'}",
         ),
     ]
-    return "".join(f"{name:<14}{value}\n" for name, value in entries)
+    return "".join(f"{name:<14}{value}\n" for name, value in rows)
 
 
 def devices() -> list[dict[str, str]]:

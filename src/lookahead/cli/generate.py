@@ -14,7 +14,7 @@ from lookahead.cli.compare import BASELINE, Comparison, baseline_request, stock_
 from lookahead.cli.ranks import Ranks
 from lookahead.cli.settings import Settings, takes_settings
 
-EXACT = ("float32", "float64", "int8")  # dtypes in which a method must give the baseline's tokens
+EXACT = ("float32", "float64", "int8")  # dtypes in which a method must produce the baseline's tokens
 
 
 @takes_settings
@@ -62,7 +62,7 @@ def generate(
     if compare_stock and several.together:
         raise ValueError("--compare-stock runs in one process; leave out --ranks, or use --compare")
     if several.together and not several.started:
-        settings.check()
+        settings.validate()
         text = read_prompt(host, prompt)
         raise typer.Exit(several.launch(host, None if prompt not in (None, "-") else text))
     with several.watched(host):
@@ -79,12 +79,12 @@ def _generate(
     compare: bool,
     compare_stock: bool,
 ) -> None:
-    """Generate in this process. If it is a rank other than 0, it takes rank 0's prompt and shows nothing."""
+    """Generate in this process. A rank other than 0 takes rank 0's prompt and prints nothing."""
     text = read_prompt(host, prompt) if not several.follows else None
     model: Any = several.load(host, settings)
     request = {**settings.request(model), "raw": raw}
     if several.follows:
-        _follow(host, model, request, compare)
+        _follow_rank_zero(host, model, request, compare)
         return
 
     if compare and not warm_up(host, model, text, request):
@@ -113,12 +113,12 @@ def _generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _follow(host: Host, model: Any, request: dict[str, Any], compare: bool) -> None:
-    """Make the same calls as rank 0, in the same order: ranks decode together."""
-    asked = [request, baseline_request(request)] if compare else [request]
+def _follow_rank_zero(host: Host, model: Any, request: dict[str, Any], compare: bool) -> None:
+    """Make the same calls as rank 0, in the same order."""
+    requests = [request, baseline_request(request)] if compare else [request]
     if compare:
         warm_up(host, model, None, request)
-    for one in asked:
+    for one in requests:
         answer(host, model.stream(None, **one), show=False)
 
 
@@ -166,7 +166,7 @@ def record(model: Model, completion: Completion) -> dict[str, Any]:
 
 
 def report(host: Host, model: Model, comparison: Comparison) -> None:
-    """Show the comparison on stderr. If tokens differ, that is a fault in float32, and rounding in half precision."""
+    """Print the comparison to stderr. A difference is an error in float32, and rounding in half precision."""
     dtype = str(model.dtype).removeprefix("torch.")
     host.err.print(comparison.table())
     if (other := comparison.stock_difference()) is not None:
@@ -181,5 +181,5 @@ def report(host: Host, model: Model, comparison: Comparison) -> None:
         host.say(comparison.speed(), style="")
         host.say(
             f"note: {comparison.difference()}. {dtype} rounds a step of several tokens differently from a "
-            "step of one, so two nearly equal logits can change places; --dtype float32 tells it from a fault"
+            "step of one, so two nearly equal logits can swap ranks; --dtype float32 rules that out"
         )

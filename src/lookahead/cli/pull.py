@@ -1,4 +1,4 @@
-"""`lookahead pull`: fetch the embedded model before it is needed."""
+"""`lookahead pull`: fetch the embedded model in advance."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def pull(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(help="The embedded model to fetch.")] = models.EMBEDDED,
 ) -> None:
-    """Fetch the embedded model and print its folder; at once when it is there already."""
+    """Fetch the embedded model unless it is cached, and print its folder."""
     host = ctx.ensure_object(Host)
     host.write(f"{models.pull(name, log=host.say)}\n")

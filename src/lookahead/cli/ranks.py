@@ -1,4 +1,4 @@
-"""`--ranks`: run a verb on several ranks. The first process starts them and waits; each of them decodes."""
+"""`--ranks`: run a verb on several ranks. The first process launches them and waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookahead.cli.settings import Settings
 
 @dataclass(frozen=True)
 class Ranks:
-    """The options about ranks, and whether this process is itself a rank, as torchrun's variables tell."""
+    """The rank options, and whether torchrun's variables make this process a rank."""
 
     count: int | None
     timeout: float
@@ -39,12 +39,12 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many ranks there are, or will be once they are started."""
+        """The number of ranks, started or not."""
         return int(os.environ["WORLD_SIZE"]) if self.started else self.count or 1
 
     @property
     def follows(self) -> bool:
-        """Whether this process is a rank other than 0: it shows nothing."""
+        """Whether this process is a rank other than 0, which prints nothing."""
         return self.together and self.started and os.environ["RANK"] != "0"
 
     def launch(self, host: Host, prompt: str | None, forwarded: Sequence[Signals] = ()) -> int:
@@ -56,12 +56,12 @@ class Ranks:
         return launch(command, self.count or 1, prompt, lambda line: host.say(line, style="red"), forwarded)
 
     def load(self, host: Host, settings: Settings) -> Model:
-        """Load the model, together with the other ranks if there are any."""
+        """Load the model, together with any other ranks."""
         if not self.together:
             return settings.load(host)
         import lookahead.parallel
 
-        settings.check()
+        settings.validate()
         model: Any = lookahead.parallel.load(
             settings.model,
             dtype=settings.dtype,
@@ -76,9 +76,9 @@ class Ranks:
 
     @contextmanager
     def watched(self, host: Host) -> Iterator[None]:
-        """Show the loss of another rank as one line, and end the process.
+        """Report the loss of another rank as one line, and exit.
 
-        It ends at once, without the usual clean-up, because a thread may still wait for the lost rank.
+        It exits without cleaning up, because a thread may still be waiting for the lost rank.
         """
         if not self.together:
             yield

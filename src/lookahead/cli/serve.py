@@ -13,7 +13,7 @@ import typer
 
 from lookahead.cli.common import Host
 from lookahead.cli.ranks import Ranks
-from lookahead.cli.settings import DTYPES, check_place
+from lookahead.cli.settings import DTYPES, check_device
 from lookahead.config import BACKENDS
 from lookahead.serve import EXTRA
 
@@ -35,7 +35,7 @@ def serve(
     port: Annotated[int, typer.Option("--port", help="The port to listen on; 0 for any free one.")] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", help="Keys that may ask, one per line; or set LOOKAHEAD_API_KEYS to a,b,..."),
+        typer.Option("--api-key-file", help="API keys, one per line; or set LOOKAHEAD_API_KEYS to a,b,..."),
     ] = None,
     allow_public: Annotated[
         bool, typer.Option("--allow-public", help="Allow a public address without any key.")
@@ -44,7 +44,7 @@ def serve(
         bool, typer.Option("--share-memory", help="All keys share the prefix cache and the successors.")
     ] = False,
     cors: Annotated[
-        list[str] | None, typer.Option("--cors", help="An origin whose pages may ask. Repeatable.", metavar="ORIGIN")
+        list[str] | None, typer.Option("--cors", help="An allowed CORS origin. Repeatable.", metavar="ORIGIN")
     ] = None,
     max_concurrency: Annotated[
         int, typer.Option("--max-concurrency", help="The most sequences that run at once.")
@@ -55,11 +55,9 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option("--drain-seconds", help="How long running requests may finish after SIGTERM.")
     ] = 30.0,
-    memory: Annotated[
-        bool, typer.Option("--memory/--no-memory", help="Keep what was learnt for guesses over restarts.")
-    ] = True,
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Save drafting state across restarts.")] = True,
     vllm_metrics: Annotated[
-        bool, typer.Option("--vllm-metrics", help="Show the metrics under vLLM's names, too.")
+        bool, typer.Option("--vllm-metrics", help="Also export metrics under vLLM's names.")
     ] = False,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
     replicas: Annotated[
@@ -73,12 +71,12 @@ def serve(
         int | None, typer.Option("--ranks", help="Processes that share every step's tokens, each with the model.")
     ] = None,
     rank_timeout: Annotated[
-        float, typer.Option("--rank-timeout", help="Seconds without an answer of a rank that end the server.")
+        float, typer.Option("--rank-timeout", help="Exit after this many seconds without an answer from a rank.")
     ] = 60.0,
 ) -> None:
-    """Serve a model over HTTP, for any OpenAI client. A reply does not depend on who else is being served."""
+    """Serve a model over HTTP, for any OpenAI client. A reply does not depend on the other requests in the batch."""
     console = ctx.ensure_object(Host)
-    check_place(dtype, device, backend)
+    check_device(dtype, device, backend)
     check_extra(EXTRA, "serve")
     several = Ranks(ranks, rank_timeout, check=False)
     if replicas is not None:
@@ -88,7 +86,7 @@ def serve(
     from lookahead.serve.sockets import bound
 
     if replicas is None and several.together and not several.started:
-        with bound(host, port):  # whether it can be: rank 0 binds it again
+        with bound(host, port):  # only a check: rank 0 binds it again
             pass
         raise typer.Exit(several.launch(console, None, forwarded=(signal.SIGTERM, signal.SIGINT)))
 
@@ -128,14 +126,14 @@ def serve(
         run(loaded, settings, console.say, sockets=sockets)
 
 
-def serve_together(several: Ranks, settings: Any, console: Host, name: str | None, **place: Any) -> None:
-    """Serve with an engine of several ranks, of which this process is one: rank 0 serves, and the others follow."""
+def serve_together(several: Ranks, settings: Any, console: Host, name: str | None, **options: Any) -> None:
+    """Serve as one of several ranks that share an engine: rank 0 serves HTTP, and the others follow it."""
     import lookahead.parallel
     from lookahead.serve.life import serve as run
     from lookahead.serve.ranks import LeadingService, run_follower
     from lookahead.serve.sockets import bound
 
-    load = partial(lookahead.parallel.load, name, **place, ranks=several.count, timeout=several.timeout)
+    load = partial(lookahead.parallel.load, name, **options, ranks=several.count, timeout=several.timeout)
     if several.follows:
         model = load()
         run_follower(model, settings)
@@ -148,7 +146,7 @@ def serve_together(several: Ranks, settings: Any, console: Host, name: str | Non
 
 
 def serve_replicas(settings: Any, replicas: int, gpus: float | None, console: Host, **model: Any) -> None:
-    """Serve with several engines on this machine."""
+    """Serve with several engines on this machine, one per replica."""
     import torch
 
     from lookahead.serve.ray.local import check_machine, run
@@ -162,7 +160,7 @@ def serve_replicas(settings: Any, replicas: int, gpus: float | None, console: Ho
 
 
 def check_extra(names: tuple[str, ...], extra: str) -> None:
-    """Raise one clear line if what the server needs is not installed."""
+    """Raise ValueError if packages of an extra are not installed."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         what = "lookahead serve" if extra == "serve" else "--replicas"

@@ -1,4 +1,4 @@
-"""The options of every verb that generates: which model, which method, how to sample, when to stop."""
+"""The options of every verb that generates: model, method, sampling and stopping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _option(panel: str, *names: str, help: str, metavar: str | None = None) -> A
 
 @dataclass
 class Settings:
-    """One field per option, from which typer reads its type, names and help. None means that it was not given."""
+    """One field per option, with its type, names and help for typer. None means not given."""
 
     model: Annotated[
         str | None,
@@ -49,13 +49,11 @@ class Settings:
     budget: Annotated[int | None, _option("Method", "--budget", help="K: the most tokens in a step.")] = None
     sources: Annotated[
         str | None,
-        _option("Method", "--sources", help=f"What may guess, of {','.join(SOURCES)}.", metavar="A,B,..."),
+        _option("Method", "--sources", help=f"Draft sources, of {','.join(SOURCES)}.", metavar="A,B,..."),
     ] = None
     exact: Annotated[
         bool,
-        _option(
-            "Method", "--exact/--inexact", help="Whether half-precision steps are kept to the sizes that are exact."
-        ),
+        _option("Method", "--exact/--inexact", help="Whether half-precision steps are limited to exact sizes."),
     ] = True
     max_tokens: Annotated[int, _option("Output", "--max-tokens", help="The most tokens to generate.")] = 256
     stop: Annotated[
@@ -89,9 +87,9 @@ class Settings:
         int | None, _option("Sampling", "--seed", help="The same seed draws the same text; without one, a new one.")
     ] = None
 
-    def check(self) -> SamplingParams:
-        """Check everything that can be checked before the model is loaded, which may take long."""
-        check_place(self.dtype, self.device, self.backend)
+    def validate(self) -> SamplingParams:
+        """Check everything that can be checked before the model is loaded."""
+        check_device(self.dtype, self.device, self.backend)
         choice("--method", self.method, METHODS)
         changes = self.changes()
         LookaheadConfig.for_method(self.method, **changes)
@@ -112,7 +110,7 @@ class Settings:
 
     def load(self, host: Host) -> Model:
         """Check the settings and load the model."""
-        sampling = self.check()
+        sampling = self.validate()
         if sampling.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
             host.say("note: top-k, top-p and min-p do nothing at temperature 0; add --temperature 0.8 to sample")
         return host.load(self.model, dtype=self.dtype, device=self.device, backend=self.backend, log=host.say)
@@ -148,8 +146,8 @@ class Settings:
         }
 
 
-def check_place(dtype: str, device: str, backend: str) -> None:
-    """Check the options that say how and where a model is to run."""
+def check_device(dtype: str, device: str, backend: str) -> None:
+    """Check the options for dtype, device and backend."""
     choice("--dtype", dtype, DTYPES)
     choice("--backend", backend, BACKENDS)
     if not DEVICE.fullmatch(device):
@@ -157,10 +155,9 @@ def check_place(dtype: str, device: str, backend: str) -> None:
 
 
 def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
-    """Replace a verb's `settings` parameter by one option per field of `Settings`.
+    """Replace a verb's `settings` parameter with one option per field of `Settings`.
 
-    typer finds the options in a function's signature. This writes the signature, so that all verbs have the same
-    options.
+    typer reads options from a function's signature. This rewrites the signature, so that all verbs share the options.
     """
     own = inspect.signature(verb, eval_str=True).parameters
     types = get_type_hints(Settings, include_extras=True)
@@ -174,15 +171,15 @@ def takes_settings(verb: Callable[..., None]) -> Callable[..., None]:
         settings = Settings(**{option.name: given.pop(option.name) for option in shared})
         verb(settings=settings, **given)
 
-    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name != "settings"]
+    others = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values() if p.name != "settings"]
     described: Any = spread
-    described.__signature__ = inspect.Signature([*kept, *shared])
-    described.__annotations__ = {option.name: option.annotation for option in (*kept, *shared)}
+    described.__signature__ = inspect.Signature([*others, *shared])
+    described.__annotations__ = {option.name: option.annotation for option in (*others, *shared)}
     return spread
 
 
 def parse_sources(text: str) -> tuple[str, ...]:
-    """The names of sources in `a,b,c`, after checking that they are known."""
+    """Parse and check source names in `a,b,c`."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"--sources names none: choose from {', '.join(SOURCES)}, or use --method autoregressive")

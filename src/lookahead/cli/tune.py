@@ -1,4 +1,4 @@
-"""`lookahead tune`: which config suits a model on this machine, and whether lookahead pays at all."""
+"""`lookahead tune`: the fastest config for a model on this machine, or plain decoding if that is faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lookahead.cache import cache_dir
 from lookahead.cli.common import Host
-from lookahead.cli.settings import DTYPES, check_place
+from lookahead.cli.settings import DTYPES, check_device
 from lookahead.config import BACKENDS, LookaheadConfig, SamplingParams, StopRules
 
 TOKENS, QUICK_TOKENS = 64, 32
@@ -34,10 +34,12 @@ def tune(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help=f"Tokens of each answer ({TOKENS}, or {QUICK_TOKENS} if quick).")
     ] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy; guesses fit sampling less.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 is greedy; sampling accepts fewer draft tokens.")
+    ] = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs; rougher.")] = False,
-    prior: Annotated[bool, typer.Option("--prior", help="Measure only what a step costs; assume acceptance.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the best one for `lookahead` to use from now on.")] = False,
+    prior: Annotated[bool, typer.Option("--prior", help="Measure only the cost of a step; assume acceptance.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Make the best one the default for this model.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw an SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -46,13 +48,13 @@ def tune(
     Measures what a step costs and, on your prompts, how many tokens are accepted; predicts every candidate's speed.
     """
     host = ctx.ensure_object(Host)
-    check_place(dtype, device, backend)
+    check_device(dtype, device, backend)
     tokens = (QUICK_TOKENS if quick else TOKENS) if max_tokens is None else max_tokens
     StopRules(tokens)
     if tokens < 2:
-        raise ValueError(f"--max-tokens {tokens}: an answer of one token is one step in every way; use at least 2")
+        raise ValueError(f"--max-tokens {tokens}: an answer of one token is always one step; use at least 2")
     SamplingParams(temperature)
-    asked = choose_prompts(prompts, QUICK_PROMPTS if quick else PROMPTS)
+    chosen = choose_prompts(prompts, QUICK_PROMPTS if quick else PROMPTS)
     if plot is not None and not plot.parent.is_dir():
         raise ValueError(f"--plot: no folder {str(plot.parent)!r} to write {plot.name!r} to; make it first")
 
@@ -61,11 +63,11 @@ def tune(
 
     if plot is not None and not plots.available():
         raise ValueError(f"--plot: {plots.MISSING}")
-    # With a config of our own nothing is measured at loading, and no profile gets in the way.
+    # An explicit config skips the measurement and the profile at loading.
     loaded: Any = host.load(model, dtype=dtype, device=device, backend=backend, log=host.say, config=LookaheadConfig())
     result = tuner.tune(
         loaded,
-        asked,
+        chosen,
         acceptance=not prior,
         second_looks=1 if quick else tuner.SECOND_LOOKS,
         say=host.say,
@@ -91,7 +93,7 @@ def tune(
 
 
 def choose_prompts(path: Path | None, ours: int) -> list[str]:
-    """All of the user's, or the first of ours."""
+    """All prompts in the user's file, or the first built-in ones."""
     from lookahead.bench.run import prompts
 
     return [one.turns[0] for one in prompts.load("builtin", limit=ours)] if path is None else prompts.read_own(path)
@@ -120,20 +122,20 @@ def table(result: Any) -> Table:
 
 
 def law(result: Any) -> str:
-    """The scaling law beside what it was fitted to, in a line."""
+    """One line: the scaling law and the points it was fitted to."""
     found, points = result.laws.paper, result.laws.points
-    told = f"scaling law of the paper's method: alpha {found.alpha:.3f}, f {found.f:.2f}"
+    text = f"scaling law of the paper's method: alpha {found.alpha:.3f}, f {found.f:.2f}"
     if not points:
-        return f"{told} (the paper's own; none was run)\n"
+        return f"{text} (the paper's own; none was run)\n"
     fits = ", ".join(
         f"W={p.window} N={p.ngram}: S {p.compression:.2f}, by the law {found.predict(p.window, p.ngram, p.guesses):.2f}"
         for p in points
     )
-    return f"{told}; {fits}\n"
+    return f"{text}; {fits}\n"
 
 
 def bars(predictions: Any, width: int = 40) -> str:
-    """One bar per candidate, as long as its speedup; `|` marks plain decoding's speed."""
+    """One bar per candidate, proportional to its speedup; `|` marks the speed of plain decoding."""
     most = max(1.0, *(p.speedup for p in predictions))
     names = max(len(p.candidate.name) for p in predictions)
     one = round(width / most)
