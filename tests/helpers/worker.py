@@ -108,7 +108,7 @@ def led(task: Task) -> Any:
     """Rank 0 takes requests from many threads at once, in waves, and the others follow. It reports what each request
     got, and how many notes are left in the store."""
     import lookahead.parallel
-    from lookahead.parallel.lead import Recipe
+    from lookahead.parallel.leader import Recipe
 
     group = join(timeout=30)
     model = lookahead.parallel.load(task["model"], group=group, config=LookaheadConfig(**task["config"]))

@@ -20,7 +20,7 @@ from lookahead.backends.base import StepInput
 from lookahead.config import SamplingParams
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.results import HEADER, ROWS
-from lookahead.parallel.watch import RankError
+from lookahead.parallel.watchdog import RankError
 
 
 def summary(sequences: list[Any]) -> list[Any]:
@@ -71,9 +71,9 @@ def test_a_rank_that_forgets_what_it_lacks_is_seen(monkeypatch: pytest.MonkeyPat
     expected = summary(decode(ToyBackend(), *request))
     own = ParallelBackend._own
 
-    def forgetful(self: ParallelBackend, item: StepInput, share: Any) -> StepInput:
-        part = own(self, item, share)
-        part.trail = item.trail
+    def forgetful(self: ParallelBackend, step_input: StepInput, share: Any) -> StepInput:
+        part = own(self, step_input, share)
+        part.trail = step_input.trail
         return part
 
     monkeypatch.setattr(ParallelBackend, "_own", forgetful)
@@ -97,7 +97,7 @@ def test_penalties_and_biases_on_ranks(ranks: int) -> None:
 
 def test_log_probabilities_are_refused_on_ranks() -> None:
     request = ([[1, 2]], LookaheadConfig(), SamplingParams(logprobs=1))
-    with pytest.raises(ValueError, match="ranks exchange tokens, not log-probabilities; ask for them on one rank"):
+    with pytest.raises(ValueError, match="ranks exchange tokens, not log-probabilities; request them on one rank"):
         on_ranks(2, lambda group: decode(ParallelBackend(ToyBackend(), group), *request))
 
 
@@ -190,8 +190,8 @@ def test_prompts_in_pieces_and_put_backs(ranks: int) -> None:
 def test_logits_are_refused() -> None:
     def work(group: Any) -> None:
         backend = ParallelBackend(ToyBackend(), group)
-        item = StepInput(backend.open(), (), TokenTree([1], [-1], [0], [0]), SamplingParams(), (), logits=True)
-        backend.launch([item])
+        step_input = StepInput(backend.open(), (), TokenTree([1], [-1], [0], [0]), SamplingParams(), (), logits=True)
+        backend.launch([step_input])
 
     with pytest.raises(ValueError, match="ranks exchange tokens, not logits"):
         on_ranks(2, work)
@@ -215,8 +215,8 @@ def test_what_is_read_is_what_the_owner_sent() -> None:
             super().__init__()
             self.rank = rank
 
-        def _read(self, item: StepInput) -> Any:
-            count = len(super()._read(item).targets)
+        def _read(self, step_input: StepInput) -> Any:
+            count = len(super()._read(step_input).targets)
             return StepOutput([self.rank] * count, np.full((count, 16), self.rank, dtype=np.int32))
 
     tree = TokenTree([1, 2, 3, 4, 5], [-1, 0, 1, 1, 0], [0, 1, 2, 2, 1], [0, 1, 2, 3, 4])

@@ -169,10 +169,10 @@ def test_mistakes_are_told_before_a_rank_starts(arguments: list[str], message: s
 @pytest.mark.slow
 def test_the_wrong_number_of_ranks(folder: Path, tmp_path: Path) -> None:
     """As under torchrun with another number than --ranks says."""
-    place = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    variables = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "lookahead", "generate", "-p", "x", "--model", str(folder), "--ranks", "2"],
-        env=environment(**place),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=120,

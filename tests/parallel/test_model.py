@@ -102,9 +102,9 @@ def test_rank_0_leads(two: list[list[Any]], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (7, "rank 1 was asked for something else than rank 0: max_tokens 17 and 16"),
-        (8, "rank 1 was asked for something else than rank 0: another prompt"),
-        (9, "rank 1 was asked for something else than rank 0: seed 6 and 5"),
+        (7, "rank 1 was called with other arguments than rank 0: max_tokens 17 and 16"),
+        (8, "rank 1 was called with other arguments than rank 0: another prompt"),
+        (9, "rank 1 was called with other arguments than rank 0: seed 6 and 5"),
         (10, "max_tokens=0 must be a whole number of at least 1"),
         (11, "unknown setting 'max_token'; did you mean 'max_tokens'?"),
         (12, "the prompt has no tokens; give at least one"),
@@ -140,9 +140,9 @@ def test_a_checksum_sees_every_change(dtype: torch.dtype, shape: tuple[int, ...]
     tensor = (torch.randn(shape) * 50).to(dtype)
     assert checksum(tensor) == checksum(tensor.clone())
     flat = tensor.flatten()
-    for place in {0, len(flat) // 2, len(flat) - 1} if len(flat) else ():
+    for index in {0, len(flat) // 2, len(flat) - 1} if len(flat) else ():
         other = flat.clone()
-        other[place] = not other[place] if dtype == torch.bool else other[place] + 1
+        other[index] = not other[index] if dtype == torch.bool else other[index] + 1
         assert checksum(other.view(shape)) != checksum(tensor)
     if len(flat) > 4096 + 7:
         other = flat.clone()
@@ -163,7 +163,7 @@ def test_a_model_that_asks_for_processors_is_refused(
         monkeypatch.delenv(name, raising=False)
     model = make_model()
     model.generation_config.no_repeat_ngram_size = 2
-    with pytest.raises(ValueError, match="asks for no_repeat_ngram_size, which looks at logits, and ranks exchange"):
+    with pytest.raises(ValueError, match="has no_repeat_ngram_size, which needs logits, and ranks exchange"):
         lookahead.parallel.load((model, tokenizer))
 
 

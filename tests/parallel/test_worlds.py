@@ -101,4 +101,4 @@ def test_a_rank_stalls(world: World) -> None:
 @pytest.mark.parametrize("world", [{"accident": "diverge", "check": True, "ranks": 2}], indirect=True)
 def test_a_rank_comes_to_another_state(world: World) -> None:
     """The check sees it before the step."""
-    ends(world, [0, 1], "RankError: rank 1 has come to another state than rank 0 before step 7")
+    ends(world, [0, 1], "RankError: rank 1 has another state than rank 0 before step 7")

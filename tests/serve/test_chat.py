@@ -238,7 +238,7 @@ def test_calls_without_tags_do_not_go_with_a_response_format(make_json_model: Ca
         body = {"messages": MESSAGES, "tools": [ADD], "response_format": PERSON_FORMAT, "max_tokens": 60}
         answer = server.post("/v1/chat/completions", **body)
         assert answer.status_code == 400
-        assert "calls of this model have no tags" in answer.json()["error"]["message"]
+        assert "cannot be combined for this model, whose calls have no tags" in answer.json()["error"]["message"]
         assert chat(server, **body, tool_choice="required")["choices"][0]["message"]["tool_calls"]
         assert "content" in chat(server, **body, tool_choice="none")["choices"][0]["message"]
 

@@ -31,7 +31,7 @@ class Request:
     Only requests with the same `salt` share the K/V of a common beginning: `cached` tokens were there when the request
     was last admitted. With `tells_steps` its events say when their step ended and which sources were right, and those
     of its next `trees` steps carry the step's tree. `recipe` is what other ranks make the same request from, if it has
-    to run on several (see `parallel.lead`); the engine does not look at it.
+    to run on several (see `parallel.leader`); the engine does not look at it.
     """
 
     sequence: DecodingSequence

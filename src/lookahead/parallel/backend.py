@@ -1,13 +1,13 @@
-"""Lookahead parallelism (the paper's section 3.4) as a backend. The engine and the sequences do not know of it.
+"""Lookahead parallelism (the paper's section 3.4) as a backend, transparent to the engine and the sequences.
 
-Every rank runs the same engine on the same sequences, so all ranks propose the same tree. A step deals the tree
-(`deal`), runs this rank's share on the inner backend, and exchanges the targets and top tokens of all shares in one
-fixed-size tensor. Each rank reads all results from that tensor, its own too, so ranks cannot diverge.
+Every rank runs the same engine on the same sequences, so all ranks propose the same tree. A step partitions the tree
+(`partition_tree`), runs this rank's share on the inner backend, and exchanges the targets and top tokens of all shares
+in one fixed-size tensor. Each rank reads all results from that tensor, its own too, so ranks cannot diverge.
 
 A rank lacks the keys and values of accepted tokens that only another rank has computed. Sending them would take, for a
 7B model in half precision, 32 layers x 2 x 4096 x 2 bytes = 0.5 MB per token, in a second collective that has to wait
-for the first. Instead the rank runs these tokens again with its next share, as a chain above the root. That sends
-nothing, waits for nothing, and adds one or two tokens to a pass of dozens (`Counters.caught_up`).
+for the first. Instead the rank recomputes these tokens with its next share, as a chain above the root. That needs no
+communication, and adds one or two tokens to a pass of dozens (`Counters.caught_up`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ import numpy as np
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import Backend, CacheUse, Layers, StepInput
-from lookahead.parallel.deal import Share, deal
 from lookahead.parallel.group import Group, Numbers
+from lookahead.parallel.partition import Share, partition_tree
 from lookahead.parallel.results import HEADER, SharedStep, len_top, pack, unpack
-from lookahead.parallel.watch import RankError
+from lookahead.parallel.watchdog import RankError
 
 
 @dataclass
 class Counters:
-    """What the ranks did since `ParallelBackend.reset`: sums over steps, without the prompt.
+    """Totals over all steps since `ParallelBackend.reset`, without the prompt.
 
-    `tree_tokens` are the tokens that one rank alone would have run. `tokens[r]` are those that rank r ran;
-    `caught_up[r]` of them had been accepted already, on another rank. `slowest` sums the largest share of each step.
-    All these are the same on every rank. `sent_bytes` and `exchange_seconds` are this rank's own; the seconds include
-    waiting for slower ranks.
+    `tree_tokens` counts the tokens of a single-rank run, `tokens[r]` those that rank r ran; `caught_up[r]` of them
+    had been accepted already, on another rank. `slowest` sums the largest share of each step. All of these are the same
+    on every rank. `sent_bytes` and `exchange_seconds` are this rank's own, including the wait for slower ranks.
     """
 
     tokens: list[int]
@@ -58,8 +57,8 @@ class Counters:
 
 @dataclass
 class Slot:
-    """A sequence as all ranks see it. `path` are the tokens of the last accepted path; rank r has yet to run the last
-    `lacks[r]` of them. Only `inner`, the slot in the inner backend, is this rank's own."""
+    """A sequence's state, the same on all ranks. `path` holds the tokens of the last accepted path, of which rank r has
+    not computed the last `lacks[r]`. Only `inner`, the slot in the inner backend, is this rank's own."""
 
     inner: int = field(repr=False)
     lacks: list[int]
@@ -70,8 +69,8 @@ class Slot:
 class ParallelBackend:
     """A backend that runs its rank's share of every tree on the backend `inner`. All ranks make the same calls.
 
-    Every exchange carries a number of rank 0's beside the results: rank 0 sets `word`, and all ranks find in `heard`
-    the one that came with the last exchange. `passes` counts the passes, prompts included.
+    Every exchange also carries one integer of rank 0: rank 0 sets `announced`, and all ranks read the value of the last
+    exchange from `received`. `passes` counts forward passes, prompts included.
     """
 
     def __init__(self, inner: Backend, group: Group) -> None:
@@ -81,10 +80,10 @@ class ParallelBackend:
         self.model, self.device, self.dtype = inner.model, inner.device, inner.dtype
         self.vocab_size: int = inner.vocab_size
         self.max_length: int | None = inner.max_length
-        # A rank may have to run once more what the last step accepted, at most as many tokens as that step had.
+        # A rank may have to recompute the tokens that the last step accepted, at most as many as that step had.
         self.most_rows = inner.most_rows // 2
         self.most_nodes: int | None = inner.most_nodes
-        self.word = self.heard = 0
+        self.announced = self.received = 0
         self.reset()
         self.passes = 0
         self._slots: dict[int, Slot] = {}
@@ -97,12 +96,12 @@ class ParallelBackend:
         return self.inner.captures
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Reset the counters."""
         self.counters = Counters([0] * self.group.shares, [0] * self.group.shares)
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        """A slot of every rank's inner backend, with nothing cached: ranks that shared the K/V of an earlier sequence
-        might not all have the same tokens of it."""
+        """A slot of the inner backend, without prefix caching: the ranks may hold different tokens of an earlier
+        sequence."""
         self._opened += 1
         self._slots[self._opened] = Slot(self.inner.open(), [0] * self.group.shares)
         return self._opened
@@ -112,7 +111,7 @@ class ParallelBackend:
         self._last.pop(slot, None)
 
     def length(self, slot: int) -> int:
-        """The length that one rank alone would have cached. Tokens that this rank still lacks count, too."""
+        """The cached length of a single-rank run, including tokens that this rank still lacks."""
         return self._slots[slot].length
 
     def reserve(self, slot: int, tokens: int) -> bool:
@@ -122,43 +121,43 @@ class ParallelBackend:
         return self.inner.holds()
 
     def cache_use(self) -> CacheUse:
-        """That of this rank's pages."""
+        """Cache use of this rank's pages."""
         return self.inner.cache_use()
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Nothing is shared between sequences; see `open`."""
+        """Does nothing: sequences share no prefix; see `open`."""
 
     def launch(self, inputs: Sequence[StepInput]) -> SharedStep:
-        """Deal every tree and start this rank's shares."""
-        if any(item.logits for item in inputs):
+        """Partition every tree and launch this rank's shares."""
+        if any(step_input.logits for step_input in inputs):
             raise ValueError("ranks exchange tokens, not logits: logits processors need a model on one rank")
-        if any(item.logprobs is not None for item in inputs):
-            raise ValueError("ranks exchange tokens, not log-probabilities; ask for them on one rank")
+        if any(step_input.logprobs is not None for step_input in inputs):
+            raise ValueError("ranks exchange tokens, not log-probabilities; request them on one rank")
         if self.group.check:
             self._compare(inputs)
-        shares = [self._deal(item) for item in inputs]
+        shares = [self._partition(step_input) for step_input in inputs]
         self._count(inputs, shares)
-        own = [self._own(item, share[self.group.share]) for item, share in zip(inputs, shares, strict=True)]
+        own = [self._own(step_input, share[self.group.share]) for step_input, share in zip(inputs, shares, strict=True)]
         with self.group.guarded():
             inner = self.inner.launch(own)
-        for item, share in zip(inputs, shares, strict=True):
-            if len(item.tree):
-                self._last[item.slot] = item, share
+        for step_input, share in zip(inputs, shares, strict=True):
+            if len(step_input.tree):
+                self._last[step_input.slot] = step_input, share
             else:
-                self._slots[item.slot].length += len(item.trail)
+                self._slots[step_input.slot].length += len(step_input.trail)
         return SharedStep(list(inputs), shares, inner)
 
     def collect(self, shared_step: SharedStep) -> list[StepOutput]:
-        """Wait for this rank's shares, exchange, and read all results from what was exchanged."""
+        """Wait for this rank's shares, exchange results, and read those of all ranks."""
         with self.group.guarded():
             results = self.inner.collect(shared_step.inner)
-        top = max(len_top(item, self.vocab_size) for item in shared_step.inputs)
+        top = max(len_top(step_input, self.vocab_size) for step_input in shared_step.inputs)
         packed = pack(shared_step, results, self.group.share, self.passes, top)
-        packed[HEADER - 1] = self.word
+        packed[HEADER - 1] = self.announced
         gathered = self._exchange(packed)
         self._check_headers(gathered[:, :HEADER])
-        self.heard = int(gathered[0, HEADER - 1])
-        gathered = gathered[:: self.group.copies]  # of ranks that hold one model together, the first answers
+        self.received = int(gathered[0, HEADER - 1])
+        gathered = gathered[:: self.group.copies]  # one result per tensor-parallel group
         outputs = unpack(shared_step, gathered, top, self.vocab_size)
         if self.group.check:
             self._state.update(gathered.tobytes())
@@ -168,13 +167,13 @@ class ParallelBackend:
         return self.collect(self.launch(inputs))
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep what this rank holds of the accepted paths. It runs the rest again with the next step."""
+        """Commit the part of the accepted paths that this rank computed. It recomputes the rest in the next step."""
         own = []
         for slot, path in accepted:
-            state, (item, shares) = self._slots[slot], self._last.pop(slot)
+            state, (step_input, shares) = self._slots[slot], self._last.pop(slot)
             held = [share.local(path) for share in shares]
-            state.length += len(item.trail) + 1 + len(path)
-            state.path = [item.tree.tokens[node] for node in path]
+            state.length += len(step_input.trail) + 1 + len(path)
+            state.path = [step_input.tree.tokens[node] for node in path]
             state.lacks = [len(path) - len(local) for local in held]
             own.append((state.inner, held[self.group.share]))
         with self.group.guarded():
@@ -184,7 +183,7 @@ class ParallelBackend:
         self.inner.prepare(tokens, budget, sequences)
 
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
-        """Every rank is given the same K/V."""
+        """Every rank gets the same K/V."""
         state = self._slots[slot]
         self.inner.adopt(state.inner, length, layers, offset)
         state.length = length
@@ -193,48 +192,49 @@ class ParallelBackend:
         """This rank's K/V. Raises ValueError while it lacks accepted tokens that another rank computed."""
         state = self._slots[slot]
         if state.lacks[self.group.share]:
-            raise ValueError("this rank has yet to run the last accepted tokens; ask after the next step")
+            raise ValueError("this rank has not computed the last accepted tokens; call this after the next step")
         return self.inner.cached(state.inner)
 
-    def _deal(self, item: StepInput) -> list[Share]:
-        """The ranks' shares of an input. A piece of a prompt has no tree: every rank runs its trail."""
-        if not len(item.tree):
+    def _partition(self, step_input: StepInput) -> list[Share]:
+        """The ranks' shares of an input. A prompt chunk has no tree: every rank runs all of it."""
+        if not len(step_input.tree):
             return [Share([], [])] * self.group.shares
-        return deal(item.tree, self.group.shares, self._slots[item.slot].lacks)
+        return partition_tree(step_input.tree, self.group.shares, self._slots[step_input.slot].lacks)
 
-    def _own(self, item: StepInput, share: Share) -> StepInput:
-        """This rank's part of an input: the tokens it lacks, its share, and its needed nodes' uniforms and masks."""
-        state = self._slots[item.slot]
-        if not len(item.tree):
-            return replace(item, slot=state.inner)
+    def _own(self, step_input: StepInput, share: Share) -> StepInput:
+        """This rank's share of an input: the tokens it lacks, its nodes, and the uniforms and masks of its needed
+        nodes."""
+        state = self._slots[step_input.slot]
+        if not len(step_input.tree):
+            return replace(step_input, slot=state.inner)
         lacks = state.lacks[self.group.share]
         uniforms: Sequence[float] = ()
-        if item.uniforms:
-            by_node = dict(zip(item.tree.needed, item.uniforms, strict=True))
+        if step_input.uniforms:
+            by_node = dict(zip(step_input.tree.needed, step_input.uniforms, strict=True))
             uniforms = [by_node[node] for node in share.needed or [0]]
-        adjustment = item.adjustment
+        adjustment = step_input.adjustment
         if adjustment is not None and adjustment.mask is not None:
-            place = {node: row for row, node in enumerate(item.tree.needed)}
-            adjustment = replace(adjustment, mask=adjustment.mask[[place[node] for node in share.needed or [0]]])
-        trail = [*(state.path[-lacks:] if lacks else ()), *item.trail]
-        own = StepInput(state.inner, trail, share.tree(item.tree), item.sampling, uniforms, item.top)
+            index = {node: row for row, node in enumerate(step_input.tree.needed)}
+            adjustment = replace(adjustment, mask=adjustment.mask[[index[node] for node in share.needed or [0]]])
+        chunk = [*(state.path[-lacks:] if lacks else ()), *step_input.trail]
+        own = StepInput(state.inner, chunk, share.tree(step_input.tree), step_input.sampling, uniforms, step_input.top)
         own.adjustment = adjustment
         return own
 
     def _count(self, inputs: Sequence[StepInput], shares: Sequence[Sequence[Share]]) -> None:
         counters = self.counters
-        lacks = [self._slots[item.slot].lacks for item in inputs]
+        lacks = [self._slots[step_input.slot].lacks for step_input in inputs]
         again = [sum(column) for column in zip(*lacks, strict=True)]
         tokens = [sum(len(share.nodes) for share in column) for column in zip(*shares, strict=True)]
         self.passes += 1
         counters.steps += 1
-        counters.tree_tokens += sum(len(item.tree) for item in inputs)
+        counters.tree_tokens += sum(len(step_input.tree) for step_input in inputs)
         counters.slowest += max(map(sum, zip(tokens, again, strict=True)))
         for rank, (fresh, old) in enumerate(zip(tokens, again, strict=True)):
             counters.tokens[rank] += fresh + old
             counters.caught_up[rank] += old
 
-    # Agreement.
+    # Consistency checks.
 
     def _check_headers(self, headers: Numbers) -> None:
         """Raise RankError unless every rank is at the same step with the same trees."""
@@ -246,15 +246,15 @@ class ParallelBackend:
                 )
 
     def _compare(self, inputs: Sequence[StepInput]) -> None:
-        """The debug mode: compare a hash of all that was exchanged so far and of the inputs of the next step."""
-        for item in inputs:
-            self._state.update(repr((item, self._slots[item.slot])).encode())
+        """Debug mode: compare a hash of all exchanges so far and of the next step's inputs."""
+        for step_input in inputs:
+            self._state.update(repr((step_input, self._slots[step_input.slot])).encode())
         digest = np.frombuffer(self._state.digest(), dtype=np.int32).copy()
         hashes = self._exchange(digest)
         for rank, other in enumerate(hashes):
             if other.tobytes() != hashes[0].tobytes():
                 step = self.passes + 1
-                raise RankError(f"rank {rank} has come to another state than rank 0 before step {step}")
+                raise RankError(f"rank {rank} has another state than rank 0 before step {step}")
 
     def _exchange(self, numbers: Numbers) -> Numbers:
         begin = perf_counter()

@@ -1,8 +1,8 @@
-"""The ranks of one run: how a process joins them, and the one exchange that they make per step.
+"""The group of ranks: joining it, and the one collective per step.
 
-A group is the processes that `torchrun` or `lookahead generate --ranks` started. During a step nothing is sent but one
-fixed-size tensor of integers, which every rank gathers from every other (`exchange`). What is said once per run or
-request goes through the store that the ranks met at (`agree`).
+A group is the processes that `torchrun` or `lookahead generate --ranks` started. A step communicates one fixed-size
+tensor of integers, all-gathered by every rank (`exchange`). Whatever is sent once per run or request goes through the
+rendezvous store (`agree`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from lookahead.parallel.place import Place, pick_device
+from lookahead.parallel.rank_info import RankInfo, pick_device
 from lookahead.parallel.store import PrefixStore, RankStore
-from lookahead.parallel.watch import BEAT, RankError, Watch
+from lookahead.parallel.watchdog import BEAT, RankError, Watchdog
 
 TIMEOUT = 60.0
-"""A rank that has not answered for this many seconds counts as lost."""
+"""Seconds without an answer after which a rank counts as lost."""
 MEETING_TIMEOUT = 60.0
-"""All ranks must have come to the store within this many seconds, at least: processes that start together import torch
-at different speeds, seconds apart on a busy machine."""
+"""Minimum seconds for all ranks to reach the store: processes that start together import torch seconds apart on a busy
+machine."""
 START = 600.0
-"""One rank may take at most this many seconds longer than another to load its model."""
+"""Seconds that one rank may take longer than another to load its model."""
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -38,7 +38,7 @@ _all_gather: Any = getattr(distributed, "all_gather_single", None) or distribute
 
 def join(
     *,
-    place: Place | None = None,
+    rank_info: RankInfo | None = None,
     ranks: int | None = None,
     timeout: float = TIMEOUT,
     meeting_timeout: float | None = None,
@@ -48,63 +48,63 @@ def join(
 ) -> Group:
     """Join the other ranks; every rank calls this. A process that was not started as a rank is a group of one.
 
-    `place` says which rank this is; without it, the variables that torchrun sets do. `ranks` is how many there must
-    be. `timeout` is how many seconds a rank may be silent before the others end. `meeting_timeout` is how many
-    seconds the ranks wait for the last one to come, by default a minute, or `timeout` if that is longer. Groups of
-    `tensor_parallel` neighbouring ranks hold one copy of the model between them (`Group.mesh`). `device` is auto,
-    cpu, cuda or cuda:N. With `check`, before every step the ranks compare a hash of what they are about to do.
+    `rank_info` defaults to torchrun's environment variables. `ranks` is the expected number of ranks. `timeout` is how
+    many seconds a rank may be silent before the others exit. `meeting_timeout` is how many seconds the ranks wait for
+    the last one to join, by default a minute, or `timeout` if that is longer. Groups of `tensor_parallel` neighbouring
+    ranks share one copy of the model (`Group.mesh`). `device` is auto, cpu, cuda or cuda:N. With `check`, the ranks
+    compare a hash of their state before every step.
     """
-    place = place or Place.of(os.environ)
-    size = place.size if place else 1
+    rank_info = rank_info or RankInfo.from_env(os.environ)
+    size = rank_info.size if rank_info else 1
     if ranks is not None and ranks != size:
-        started = f"{size} ranks were started" if place else "one process was started"
+        started = f"{size} ranks were started" if rank_info else "one process was started"
         raise ValueError(f"{ranks} ranks are asked for and {started}; make the two numbers equal")
     if not timeout >= 4 * BEAT:
         raise ValueError(f"a rank timeout of {timeout} s is too short; give at least {4 * BEAT:.0f} s")
     if meeting_timeout is not None and not meeting_timeout > 0:
         raise ValueError(f"a meeting timeout of {meeting_timeout} s leaves no time to meet; give more than 0")
     if tensor_parallel < 1 or size % tensor_parallel:
-        raise ValueError(f"{size} ranks cannot be cut into tensor-parallel groups of {tensor_parallel}")
-    return Group(place, pick_device(device, place), timeout, tensor_parallel, check, meeting_timeout)
+        raise ValueError(f"{size} ranks cannot be split into tensor-parallel groups of {tensor_parallel}")
+    return Group(rank_info, pick_device(device, rank_info), timeout, tensor_parallel, check, meeting_timeout)
 
 
 class Group:
-    """The ranks that decode together, as this rank sees them.
+    """The group of ranks, as seen by this rank.
 
-    This process is `rank` of `size`. The work of a step is cut into `shares`, and this rank does number `share`. The
-    `copies` ranks of a tensor-parallel group hold one model between them and do the same share; `mesh` is then the
-    device mesh of both, lookahead x tensor.
+    This process is `rank` of `size`. A step is split into `shares`, and this rank runs number `share`. The `copies`
+    ranks of a tensor-parallel group share one model and run the same share; `mesh` is then the device mesh of both,
+    lookahead x tensor.
     """
 
     def __init__(
         self,
-        place: Place | None,
+        rank_info: RankInfo | None,
         device: str = "cpu",
         timeout: float = TIMEOUT,
         copies: int = 1,
         check: bool = False,
         meeting_timeout: float | None = None,
     ) -> None:
-        self.rank, self.size = (place.rank, place.size) if place else (0, 1)
+        self.rank, self.size = (rank_info.rank, rank_info.size) if rank_info else (0, 1)
         self.copies, self.shares, self.share = copies, self.size // copies, self.rank // copies
         self.device, self.timeout, self.check = device, timeout, check
         self.mesh: Any = None
         self._store: RankStore | None = None
         self._made_process_group = False
-        if place is None or place.size == 1:
+        if rank_info is None or rank_info.size == 1:
             return
-        # 1. NCCL needs a GPU for each rank of this machine; gloo does for all others.
+        # 1. NCCL needs a GPU for each rank of this machine; otherwise use gloo.
         cuda = device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(device)
-        nccl = cuda and torch.cuda.device_count() >= place.local_size
+        nccl = cuda and torch.cuda.device_count() >= rank_info.local_size
         if distributed.is_initialized():
             nccl = "nccl" in distributed.get_backend()
         self._wire_device = torch.device(device if nccl else "cpu")
         self._buffers: dict[int, tuple[torch.Tensor, ...]] = {}
-        # 2. Meet at the store, then connect for the exchange.
+        # 2. Rendezvous at the store, then connect for the exchange.
         within = max(timeout, MEETING_TIMEOUT) if meeting_timeout is None else meeting_timeout
-        self._store = RankStore(place, timeout, within, per_step=2 if check else 1)
+        self._store = RankStore(rank_info, timeout, within, per_step=2 if check else 1)
         self._connect(self._store, "nccl" if nccl else "gloo")
         if copies > 1:
             shape = (self.shares, copies)
@@ -112,14 +112,14 @@ class Group:
         atexit.register(self.close)
 
     @property
-    def _watch(self) -> Watch | None:
-        return self._store.watch if self._store is not None else None
+    def _watchdog(self) -> Watchdog | None:
+        return self._store.watchdog if self._store is not None else None
 
     def _connect(self, met: RankStore, backend: str) -> None:
-        """Make torch's process group, unless the caller has made one."""
+        """Create torch's process group, unless it is initialized."""
         if distributed.is_initialized():
             return
-        # The watch ends a collective that hangs. torch's own limit is for those that nobody watches.
+        # The watchdog ends a collective that hangs. torch's own timeout is for those it does not cover.
         limit = timedelta(seconds=START)
         store = PrefixStore("torch", met.keys)
         device = self._wire_device if backend == "nccl" else None
@@ -129,74 +129,71 @@ class Group:
             )
         self._made_process_group = True
 
-    # Talking.
+    # Communication.
 
     def agree(self, topic: str, own: bytes, limit: float | None = None) -> list[bytes]:
-        """What every rank says about a topic, in the order of ranks. All ranks call it, in the same order."""
+        """All-gather bytes by rank through the store. All ranks call it, in the same order; `topic` is for errors."""
         if self._store is None:
             return [own]
         return self._store.agree(topic, own, limit or self.timeout)
 
     def write_note(self, number: int, text: bytes) -> None:
-        """Leave a numbered note of rank 0's for the other ranks."""
+        """Rank 0: write a numbered note for the other ranks."""
         if self._store is not None:
             self._store.write_note(number, text)
 
     def read_note(self, number: int) -> bytes | None:
-        """Wait for a note of rank 0's, for as long as it takes. None if rank 0 has left without writing it."""
+        """Wait for a note of rank 0 without a time limit. None if rank 0 left without writing it."""
         return None if self._store is None else self._store.read_note(number)
 
     def erase_note(self, number: int) -> None:
-        """Forget a note that all ranks have read."""
+        """Delete a note that all ranks have read."""
         if self._store is not None:
             self._store.erase_note(number)
 
     def exchange(self, numbers: Numbers) -> Numbers:
-        """The one collective of a step: integers [n] of this rank -> those of every rank, [size, n].
-
-        n is the same on all ranks.
-        """
-        watch = self._watch
-        if watch is None:
+        """The one collective of a step, an all-gather: int32 [n] -> [size, n], with the same n on all ranks."""
+        watchdog = self._watchdog
+        if watchdog is None:
             return numbers[None]
-        watch.step += 1
-        watch.limit, watch.waiting = self.timeout, monotonic()
+        watchdog.step += 1
+        watchdog.limit, watchdog.waiting = self.timeout, monotonic()
         try:
-            return self._gather(watch, numbers).reshape(self.size, -1)
+            return self._gather(watchdog, numbers).reshape(self.size, -1)
         finally:
-            watch.waiting = None
+            watchdog.waiting = None
 
-    def _gather(self, watch: Watch, numbers: Numbers) -> Numbers:
+    def _gather(self, watchdog: Watchdog, numbers: Numbers) -> Numbers:
         own, everyone, host = self._memory(len(numbers))
         own.copy_(torch.from_numpy(numbers), non_blocking=True)
         try:
             work = _all_gather(everyone, own, async_op=True)
         except RuntimeError as error:
-            watch.broken(error)
+            watchdog.broken(error)
         if self._wire_device.type == "cpu":
-            self._wait_gloo(watch, work)
+            self._wait_gloo(watchdog, work)
             return everyone.numpy().copy()
         work.wait()
         host.copy_(everyone, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         while not done.query():
-            self.look()
+            self.raise_failure()
         return host.numpy().copy()
 
-    def _wait_gloo(self, watch: Watch, work: Any) -> None:
-        """Wait a little at a time, so that a failure that the watch has seen ends the wait."""
+    def _wait_gloo(self, watchdog: Watchdog, work: Any) -> None:
+        """Wait in short intervals, so that a failure found by the watchdog ends the wait."""
         while True:
             try:
                 work.wait(timedelta(seconds=BEAT))
                 return
             except RuntimeError as error:
-                self.look()
+                self.raise_failure()
                 if work.is_completed():
-                    watch.broken(error)
+                    watchdog.broken(error)
 
     def _memory(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Buffers of an exchange of this size: what is sent, what is gathered, and on a GPU its copy on the host."""
+        """Buffers of an exchange of this size: to send, to gather, and on a GPU the host copy."""
         if count not in self._buffers:
             cuda = self._wire_device.type == "cuda"
             made = [torch.zeros(n, dtype=torch.int32, device=self._wire_device) for n in (count, count * self.size)]
@@ -204,37 +201,37 @@ class Group:
             self._buffers[count] = (*made, host)
         return self._buffers[count]
 
-    # Failing and leaving.
+    # Failures and leaving.
 
-    def look(self) -> None:
+    def raise_failure(self) -> None:
         """Raise RankError if another rank is known to have failed."""
         if self._store is not None:
-            self._store.look()
+            self._store.raise_failure()
 
     def suspect(self, error: BaseException) -> None:
-        """Raise RankError if another rank caused this error, which can happen where ranks share a model."""
-        self.look()
-        if self._watch is not None and self.copies > 1 and isinstance(error, RuntimeError):
-            self._watch.suspect()
+        """Raise RankError if another rank caused this error, as tensor-parallel ranks can."""
+        self.raise_failure()
+        if self._watchdog is not None and self.copies > 1 and isinstance(error, RuntimeError):
+            self._watchdog.suspect()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank's own."""
-        if self._watch is not None:
+        """Report an error of this rank to the others."""
+        if self._watchdog is not None:
             first = (str(error).strip().splitlines() or [""])[0]
-            self._watch.fail(f"{type(error).__name__}: {first:.300}")
+            self._watchdog.fail(f"{type(error).__name__}: {first:.300}")
 
     def guarded(self) -> Guard:
-        """A `with` block whose errors are told to the other ranks."""
+        """A `with` block whose errors are reported to the other ranks."""
         return Guard(self)
 
     def close(self) -> None:
-        """Leave the group. This also runs by itself when the program ends."""
-        watch, self._store = self._watch, None
-        if watch is None:
+        """Leave the group. Also called at exit."""
+        watchdog, self._store = self._watchdog, None
+        if watchdog is None:
             return
         atexit.unregister(self.close)
-        watch.close()
-        if self._made_process_group and watch.verdict is None and distributed.is_initialized():
+        watchdog.close()
+        if self._made_process_group and watchdog.verdict is None and distributed.is_initialized():
             distributed.destroy_process_group()
 
     def __enter__(self) -> Group:
@@ -245,7 +242,7 @@ class Group:
 
 
 class Guard:
-    """See `Group.guarded`. An error that another rank caused becomes a RankError that names that rank."""
+    """See `Group.guarded`. An error caused by another rank becomes a RankError that names it."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

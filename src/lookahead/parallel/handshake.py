@@ -1,4 +1,4 @@
-"""Before the first step, check that all ranks hold the same model and settings, and refuse them if they do not."""
+"""Before the first step, check that all ranks have the same model and settings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lookahead.backends.base import Backend
 from lookahead.parallel.group import START, Group
 
 FOLD = 4096
-"""`checksum` lays a tensor's words out in lines of this many, and sums both along and across the lines."""
+"""`checksum` reshapes a tensor's words into rows of this length, and sums over rows and columns."""
 MIX = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 over the golden ratio, as int64. Each sum is weighted by a multiple of it, so that its place counts."""
+"""2^64 over the golden ratio, as int64. Each sum is weighted by a multiple of it, so that the order matters."""
 
 
 def compare(group: Group, facts: dict[str, Any]) -> None:
     """Raise ValueError if the ranks differ in a fact. Every rank sees all facts, so all raise the same error."""
-    said = group.agree("the comparison of models", json.dumps(facts).encode(), START)
-    everyone = [json.loads(text) for text in said]
+    texts = group.agree("the comparison of models", json.dumps(facts).encode(), START)
+    everyone = [json.loads(text) for text in texts]
     for rank, theirs in enumerate(everyone):
         for name in facts:
-            # The ranks of a tensor-parallel group hold different parts of the weights. Each is compared with the rank
-            # of the first group that holds the same part.
+            # The ranks of a tensor-parallel group hold different shards of the weights. Each is compared with the rank
+            # of the first group that holds the same shard.
             other = rank % group.copies if name == "weights" else 0
             expected = everyone[other][name]
             if theirs.get(name) != expected:
@@ -37,7 +37,7 @@ def compare(group: Group, facts: dict[str, Any]) -> None:
 
 
 def facts_of(model: Any, tokenizer: Any, backend: Backend, group: Group) -> dict[str, Any]:
-    """What must be equal on every rank. Weights are compared by one checksum per tensor, computed on their device."""
+    """The facts that must be equal on every rank. Weights have one checksum per tensor, computed on their device."""
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     return {
         "lookahead's version": lookahead.__version__,
@@ -62,29 +62,29 @@ def checksum(tensor: torch.Tensor) -> str:
         return f"{tuple(local.shape)} offloaded"
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         inside = [getattr(local, name).contiguous().flatten() for name in local.__tensor_flatten__()[0]]
-        local = torch.cat([part.view(torch.uint8) for part in inside])
+        local = torch.cat([one.view(torch.uint8) for one in inside])
     words = local.detach().contiguous().flatten()
     wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(words.element_size(), torch.uint8)
     words = words.view(wide)
-    whole = len(words) // FOLD * FOLD
-    folded = words[:whole].view(-1, FOLD)
-    parts = [folded.sum(0, dtype=torch.int64), folded.sum(1, dtype=torch.int64), words[whole:].to(torch.int64)]
+    full = len(words) // FOLD * FOLD
+    folded = words[:full].view(-1, FOLD)
+    sums = [folded.sum(0, dtype=torch.int64), folded.sum(1, dtype=torch.int64), words[full:].to(torch.int64)]
     total = 0
-    for part in parts:
-        places = torch.arange(1, len(part) + 1, device=part.device, dtype=torch.int64)
-        total = (total * 31 + int(((part ^ (part >> 17)) * (places * MIX | 1)).sum())) % (1 << 64)
+    for one in sums:
+        positions = torch.arange(1, len(one) + 1, device=one.device, dtype=torch.int64)
+        total = (total * 31 + int(((one ^ (one >> 17)) * (positions * MIX | 1)).sum())) % (1 << 64)
     return f"{tuple(local.shape)} {total:016x}"
 
 
 def _vocabulary(tokenizer: Any) -> str:
     """A hash of the vocabulary and the chat template."""
     words = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    facts = [sorted(words.items(), key=lambda item: item[1]), getattr(tokenizer, "chat_template", None)]
+    facts = [sorted(words.items(), key=lambda word: word[1]), getattr(tokenizer, "chat_template", None)]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
 def _difference(name: str, expected: Any, found: Any) -> tuple[str, str, str]:
-    """What differs, the expected value and the found one. Of two dictionaries, the first key that differs."""
+    """The name of what differs, the expected value and the found one; for dictionaries, of the first differing key."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in [*expected, *[key for key in found if key not in expected]]:
             if expected.get(key) != found.get(key):

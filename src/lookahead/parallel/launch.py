@@ -1,7 +1,7 @@
-"""Start the ranks of one machine, and make sure that none outlives the others.
+"""Launch the ranks of one machine, and make sure that none outlives the others.
 
-Every rank runs the same command, with torchrun's environment variables set. Only rank 0 writes to the terminal. What
-the others write to stderr is kept, and shown only if rank 0 could not say what went wrong. Nothing here imports torch.
+Every rank runs the same command, with torchrun's environment variables set. Only rank 0 writes to the terminal. The
+stderr of the others is captured, and shown only if rank 0 did not report the failure. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 END_SECONDS = 6.0
-"""After one rank has failed, the others have this many seconds to notice and end by themselves."""
+"""Seconds for the other ranks to exit by themselves after one has failed."""
 FAILED, INTERRUPTED = 1, 130
 """Exit codes."""
 
 
 @dataclass
 class Child:
-    """A rank's process. `stderr` is the file that keeps what it writes there; rank 0's goes to the terminal."""
+    """A rank's process. `stderr` captures its errors; None for rank 0, which writes to the terminal."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -44,9 +44,9 @@ def launch(
     say: Callable[[str], None],
     forwarded: Sequence[signal.Signals] = (),
 ) -> int:
-    """Run a command as this many ranks, with the text `stdin` for rank 0. `say` shows a line. Returns the exit code.
+    """Run a command on `ranks` ranks, with the text `stdin` for rank 0. `say` prints a line. Returns the exit code.
 
-    The `forwarded` signals are passed on to rank 0, which ends when it is ready to.
+    The `forwarded` signals are sent to rank 0, which decides when to exit.
     """
     port = free_port()
     children: list[Child] = []
@@ -72,14 +72,14 @@ def launch(
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment."""
+    """A port that is currently free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) -> Child:
-    place = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -91,7 +91,7 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) 
     stderr = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115, it is read when the rank has ended
     process = subprocess.Popen(
         list(command),
-        env={**defaults, **os.environ, **place},
+        env={**defaults, **os.environ, **variables},
         stdin=subprocess.PIPE if fed and rank == 0 else subprocess.DEVNULL,
         stdout=None if rank == 0 else subprocess.DEVNULL,
         stderr=stderr,
@@ -102,14 +102,14 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int, fed: bool) 
 
 
 def rank_variables() -> dict[str, str]:
-    """Variables that ranks of one machine should have, unless somebody has set them already."""
+    """Default environment variables for ranks of one machine."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # we report a lost rank ourselves, once
     return {**quiet, "GLOO_SOCKET_IFNAME": loopback} if loopback else quiet
 
 
 def _bound_to_parent() -> Callable[[], None] | None:
-    """What a rank calls first: it asks Linux to kill the rank when the launcher dies, even if that was by SIGKILL."""
+    """A pre-exec function that makes Linux kill the rank when the launcher dies, even by SIGKILL."""
     if sys.platform != "linux":
         return None
     prctl: Any = ctypes.CDLL(None).prctl
@@ -140,27 +140,27 @@ def _supervise(children: Sequence[Child], say: Callable[[str], None]) -> int:
     first = first or next((child for child in children if child.process.poll()), None)
     if first is None:
         return 0
-    spoken = children[0].process.poll()
-    if spoken is not None and spoken > 0:  # rank 0 has shown the reason
-        return spoken
-    say(f"error: {_account(first)}")
+    code = children[0].process.poll()
+    if code is not None and code > 0:  # rank 0 has printed the reason
+        return code
+    say(f"error: {_describe_end(first)}")
     return FAILED
 
 
-def _account(child: Child) -> str:
-    """A line about how a rank ended, with the last line that it wrote to stderr."""
+def _describe_end(child: Child) -> str:
+    """One line: how a rank ended, with the last line of its stderr."""
     code = child.process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    said = ""
+    reason = ""
     if child.stderr is not None:
         child.stderr.seek(0)
         lines = child.stderr.read().decode(errors="replace").strip().splitlines()
-        said = f": {lines[-1].removeprefix('error: ')}" if lines and code >= 0 else ""
-    return f"rank {child.rank} {how}{said}; the other ranks were ended"
+        reason = f": {lines[-1].removeprefix('error: ')}" if lines and code >= 0 else ""
+    return f"rank {child.rank} {how}{reason}; the other ranks were ended"
 
 
 def _end(children: Sequence[Child]) -> None:
-    """End the processes that still run: ask each to terminate, and kill those that do not within two seconds."""
+    """Terminate the processes that still run, and kill those that do not exit within two seconds."""
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:
         process.terminate()

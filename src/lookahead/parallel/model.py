@@ -1,4 +1,4 @@
-"""`lookahead.parallel.load()`: a model on every rank. All ranks together use it as they would one loaded model."""
+"""`lookahead.parallel.load()`: a model on every rank, with the interface of a single loaded model."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ from lookahead.loading.load import INT8, asked_for, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, TIMEOUT, Group, join
 from lookahead.parallel.handshake import compare, facts_of
-from lookahead.parallel.lead import Leader, follow
-from lookahead.parallel.place import Place
+from lookahead.parallel.leader import Leader, run_follower
+from lookahead.parallel.rank_info import RankInfo
 
 
 class ParallelModel(LookaheadModel):
-    """One rank's part of a model that a group of ranks decodes with. All ranks make the same calls and get the same
-    answers.
+    """One rank's handle of a model that a group of ranks runs. All ranks make the same calls and get the same answers.
 
-    Without a seed or a config, all ranks take those of rank 0. The other ranks may leave out `prompt`; if they give
-    one, it must be the same.
+    The seed and config default to those of rank 0. The other ranks may omit `prompt`; if given, it must be the same.
     """
 
     def __init__(
@@ -48,10 +46,10 @@ class ParallelModel(LookaheadModel):
         int8: bool = False,
     ) -> None:
         with group.guarded():
-            if asked := [name for name in asked_for(model) if name != "repetition_penalty"]:
+            if processors := [name for name in asked_for(model) if name != "repetition_penalty"]:
                 raise ValueError(
-                    f"the model's generation config asks for {asked[0]}, which looks at logits, and ranks "
-                    "exchange tokens only; run it on one rank"
+                    f"the model's generation config has {processors[0]}, which needs logits, and ranks "
+                    "exchange only tokens; run it on one rank"
                 )
             super().__init__(model, tokenizer, name, config, backend, log, int8)
             facts = facts_of(model, tokenizer, self.backend, group)
@@ -62,8 +60,8 @@ class ParallelModel(LookaheadModel):
         self.group = group
         configs = group.agree("the measured config", json.dumps(asdict(self.default_config)).encode(), START)
         self.default_config = LookaheadConfig.from_json(json.loads(configs[0]))
-        self.alone_backend = self.backend
-        self.backend = self._shared = ParallelBackend(self.alone_backend, group)
+        self.local_backend = self.backend
+        self.backend = self._shared = ParallelBackend(self.local_backend, group)
         self.engine = Engine(self.backend)
         self.front = Front(self.engine, thread=False)
 
@@ -72,17 +70,17 @@ class ParallelModel(LookaheadModel):
         return self.group.rank
 
     def lead(self) -> None:
-        """From now on rank 0 alone decides what runs. Its `front` serves many threads, and the others `follow`."""
+        """Make rank 0 the leader: its `front` accepts requests from many threads, and the other ranks `follow`."""
         self.front = Front(self.engine, core=Leader(self.engine, self._shared, self.group))
 
     def follow(self, make: Callable[[Any], Request]) -> None:
-        """Do what rank 0 does, until it leaves. `make` makes a request from a recipe's data."""
-        follow(self.engine, self._shared, self.group, make)
+        """Run the leader's requests until it leaves. `make` builds a request from a recipe's data."""
+        run_follower(self.engine, self._shared, self.group, make)
 
     def alone(self) -> LookaheadModel:
-        """This rank's model by itself, on the same weights and backend, to compare the group with."""
+        """This rank's model without the group, on the same weights and backend, for comparisons."""
         model = LookaheadModel.__new__(LookaheadModel)
-        engine = Engine(self.alone_backend)
+        engine = Engine(self.local_backend)
         own = {"backend": engine.backend, "engine": engine, "front": Front(engine), "memory": SharedMemory()}
         model.__dict__.update(self.__dict__ | own)
         return model
@@ -91,10 +89,10 @@ class ParallelModel(LookaheadModel):
         self.group.close()
 
     def _answers(self, prompt: Any, parameters: Mapping[str, Any], single: bool = False) -> tuple[bool, list[Answer]]:
-        """The answers to start, which all ranks agreed on. Every rank raises ValueError if their requests differ."""
+        """The answers to start, the same on all ranks. Every rank raises ValueError if the requests differ."""
         error: Exception | None = None
         try:
-            own = self._asked(prompt, parameters, single)
+            own = self._request_data(prompt, parameters, single)
         except (ValueError, TypeError) as mistake:
             error, own = mistake, {"error": str(mistake)}
         texts = self.group.agree("the same request", json.dumps(own, default=_number).encode())
@@ -105,7 +103,7 @@ class ParallelModel(LookaheadModel):
         for rank, other in enumerate(requests):
             if difference := _differs(first, other):
                 raise ValueError(
-                    f"rank {rank} was asked for something else than rank 0: {difference}; call it with the same "
+                    f"rank {rank} was called with other arguments than rank 0: {difference}; use the same "
                     "arguments on every rank"
                 )
         answers = []
@@ -116,7 +114,7 @@ class ParallelModel(LookaheadModel):
             answers.append(self._answer(ids, RequestSettings(**wants)))
         return first["many"], answers
 
-    def _asked(self, prompt: Any, parameters: Mapping[str, Any], single: bool) -> dict[str, Any]:
+    def _request_data(self, prompt: Any, parameters: Mapping[str, Any], single: bool) -> dict[str, Any]:
         """This rank's request as plain data."""
         settings = RequestSettings.of(parameters)
         if prompt is None and self.group.rank:
@@ -126,14 +124,14 @@ class ParallelModel(LookaheadModel):
         wants: dict[str, Any] = {**vars(settings), "stop": list(settings.stop_strings)}
         raw, seed = wants.pop("raw"), wants.pop("seed")
         if wants["logprobs"] is not None:
-            asked = f"logprobs={wants['logprobs']!r}"
-            raise ValueError(f"{asked}: ranks exchange tokens, not log-probabilities; ask for them on one rank")
+            given = f"logprobs={wants['logprobs']!r}"
+            raise ValueError(f"{given}: ranks exchange tokens, not log-probabilities; request them on one rank")
         wants["logit_bias"] = SamplingParams(logit_bias=wants["logit_bias"] or ()).bias  # JSON has no integer keys
         if wants["method"] == "lookahead" and wants["config"] is None:
             wants["config"] = self.default_config
         if wants["config"] is not None:
             wants["config"] = asdict(wants["config"])
-        prompts = [self.encode(item, raw=raw) for item in (prompt if many else [prompt])]
+        prompts = [self.encode(one, raw=raw) for one in (prompt if many else [prompt])]
         seeds = None if seed is None and self.group.rank else [new_seed() if seed is None else seed for _ in prompts]
         return {"many": many, "prompts": prompts, "seeds": seeds, "settings": wants}
 
@@ -147,7 +145,7 @@ def load(
     backend: str = "auto",
     config: LookaheadConfig | None = None,
     log: Callable[[str], None] | None = None,
-    place: Place | None = None,
+    rank_info: RankInfo | None = None,
     ranks: int | None = None,
     timeout: float = TIMEOUT,
     meeting_timeout: float | None = None,
@@ -156,15 +154,15 @@ def load(
 ) -> ParallelModel:
     """As `lookahead.load`, called by every rank that torchrun started. Models that differ are refused.
 
-    `place`, `ranks`, `timeout`, `meeting_timeout`, `tensor_parallel` and `check` are those of `join`. Give a `group`
-    instead if the ranks have joined already, as with a tensor-parallel model.
+    `rank_info`, `ranks`, `timeout`, `meeting_timeout`, `tensor_parallel` and `check` are those of `join`. Give a
+    `group` instead if the ranks have joined already, as with a tensor-parallel model.
     """
-    joining: dict[str, Any] = {"place": place, "ranks": ranks, "timeout": timeout, "meeting_timeout": meeting_timeout}
-    joining |= {"tensor_parallel": tensor_parallel, "check": check}
+    joining: dict[str, Any] = {"rank_info": rank_info, "ranks": ranks, "timeout": timeout}
+    joining |= {"meeting_timeout": meeting_timeout, "tensor_parallel": tensor_parallel, "check": check}
     if group is None:
         group = join(device=device, **joining)
     elif given := [name for name, value in joining.items() if value != signature(join).parameters[name].default]:
-        raise ValueError(f"{given[0]} belongs to join(), and the group is there already; leave it out")
+        raise ValueError(f"{given[0]} belongs to join(), and a group is given already; leave it out")
     if device in ("auto", "cuda") and not isinstance(name, tuple):
         device = group.device
     with group.guarded():
@@ -176,7 +174,7 @@ def load(
 
 
 def _differs(first: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """How a rank's request differs from rank 0's, in words; None if it does not."""
+    """A description of how a rank's request differs from rank 0's; None if it does not."""
     if "follows" in other:
         return None
     if "error" in other:

@@ -8,7 +8,7 @@ from typing import Any
 from lookahead.engine.request import Request
 from lookahead.engine.text import SharedTokenizer
 from lookahead.generate import LookaheadModel
-from lookahead.parallel.lead import Recipe
+from lookahead.parallel.leader import Recipe
 from lookahead.parallel.model import ParallelModel
 from lookahead.serve.grammar import Grammars
 from lookahead.serve.keys import KeyRing

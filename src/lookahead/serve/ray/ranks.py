@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import lookahead.parallel
 from lookahead.parallel.launch import free_port, rank_variables
 from lookahead.parallel.model import ParallelModel
-from lookahead.parallel.place import Place
+from lookahead.parallel.rank_info import RankInfo
 from lookahead.serve.ranks import run_follower
 from lookahead.serve.ray.settings import RaySettings
 
@@ -40,11 +40,11 @@ class Ranks:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             actor = make.options(scheduling_strategy=strategy).remote()
             self._actors.append(actor)
-            self._ends.append(actor.follow.remote(settings, rank_info(settings, rank, self._port)))
+            self._ends.append(actor.follow.remote(settings, rank_info_of(settings, rank, self._port)))
 
     def load(self, settings: RaySettings) -> ParallelModel:
         """Load the model together with the other ranks, and lead the group."""
-        model = load_rank(settings, rank_info(settings, 0, self._port))
+        model = load_rank(settings, rank_info_of(settings, 0, self._port))
         model.lead()
         return model
 
@@ -59,19 +59,19 @@ class Ranks:
 class Rank:
     """An actor that is one of the follower ranks."""
 
-    def follow(self, settings: RaySettings, place: Place) -> None:
-        model = load_rank(settings, place)
+    def follow(self, settings: RaySettings, rank_info: RankInfo) -> None:
+        model = load_rank(settings, rank_info)
         run_follower(model, settings.for_replicas())
 
 
-def rank_info(settings: RaySettings, rank: int, port: int) -> Place:
+def rank_info_of(settings: RaySettings, rank: int, port: int) -> RankInfo:
     """The rank's identity in the group. A rank with GPUs of its own sees no others, so its local rank is 0."""
     sees_own = settings.gpus >= 1
     local, count = (0, 1) if sees_own else (rank, settings.ranks)
-    return Place(rank, settings.ranks, local, count, "127.0.0.1", port)
+    return RankInfo(rank, settings.ranks, local, count, "127.0.0.1", port)
 
 
-def load_rank(settings: RaySettings, place: Place) -> ParallelModel:
+def load_rank(settings: RaySettings, rank_info: RankInfo) -> ParallelModel:
     for name, value in rank_variables().items():
         os.environ.setdefault(name, value)
     return lookahead.parallel.load(
@@ -80,7 +80,7 @@ def load_rank(settings: RaySettings, place: Place) -> ParallelModel:
         device=settings.device,
         backend=settings.backend,
         config=settings.config,
-        place=place,
+        rank_info=rank_info,
         timeout=settings.rank_timeout,
     )
 

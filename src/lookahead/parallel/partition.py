@@ -1,9 +1,8 @@
-"""Deal a step's tree to R ranks (the paper's Figure 3): which rank computes which nodes, and answers for which.
+"""Partition a step's tree among R ranks (the paper's Figure 3): the nodes that each computes, and those it owns.
 
 Columns of the window and branches of guesses do not attend to each other, so different ranks can compute them. Their
-common ancestors (the root `c`, the oldest window row, the first tokens of guesses that begin alike) are computed by
-every rank that holds a node below them. `deal` is a pure function of the tree, so every rank deals the same way and
-knows the shares of all others.
+common ancestors (the root `c`, the oldest window row, shared prefixes of guesses) are computed by every rank that holds
+a node below them. `partition_tree` is a pure function of the tree, so every rank knows all shares.
 
 Sets of nodes are integers here: bit i is set if node i is in the set.
 """
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 from lookahead.algorithm.tree import TokenTree, visibility
 
 GRAINS = (1, 2)
-"""Subtrees are cut until none is larger than a rank's even share divided by the grain. Coarse pieces recompute fewer
-common ancestors, fine pieces pack better; both are tried and the better one is taken. Over 290 random trees and R from
+"""Subtrees are split until none is larger than an even share divided by the grain. Coarse pieces recompute fewer common
+ancestors, fine pieces pack better; both are tried and the better one is used. Over 290 random trees and R from
 2 to 8, the largest share is on average 1.001 times, and at worst 1.07 times, the best that grains 1 to 8 give (with
 grain 1 alone, 1.008 and 1.20 times)."""
 GOOD = 1.1
@@ -26,41 +25,41 @@ GOOD = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank's part of a tree.
+    """One rank's share of a tree.
 
-    `nodes` are the nodes it computes, in the tree's order: the root first, and every ancestor of a node in it. `needed`
-    are those of the tree's needed nodes that this rank answers for; each has exactly one rank that does.
+    `nodes` are the nodes it computes, in tree order: the root first, and all ancestors of every node. `needed` are the
+    tree's needed nodes that this rank owns; each has exactly one owner.
     """
 
     nodes: list[int]
     needed: list[int]
 
-    def tree(self, whole: TokenTree) -> TokenTree:
-        """The share as a tree of its own. A share that answers for no node still needs its root."""
-        place = {node: i for i, node in enumerate(self.nodes)}
+    def tree(self, full: TokenTree) -> TokenTree:
+        """The share as a tree of its own. A share that owns no node still needs its root."""
+        index = {node: i for i, node in enumerate(self.nodes)}
         return TokenTree(
-            tokens=[whole.tokens[node] for node in self.nodes],
-            parents=[-1, *[place[whole.parents[node]] for node in self.nodes[1:]]],
-            depths=[whole.depths[node] for node in self.nodes],
-            needed=[place[node] for node in self.needed] or [0],
+            tokens=[full.tokens[node] for node in self.nodes],
+            parents=[-1, *[index[full.parents[node]] for node in self.nodes[1:]]],
+            depths=[full.depths[node] for node in self.nodes],
+            needed=[index[node] for node in self.needed] or [0],
         )
 
     def local(self, path: Sequence[int]) -> list[int]:
-        """The beginning of a path below the root that the share holds, as nodes of the share's own tree."""
-        place = {node: i for i, node in enumerate(self.nodes)}
+        """The longest prefix of a path below the root that the share holds, as nodes of the share's tree."""
+        index = {node: i for i, node in enumerate(self.nodes)}
         found: list[int] = []
         for node in path:
-            if node not in place:
+            if node not in index:
                 break
-            found.append(place[node])
+            found.append(index[node])
         return found
 
 
-def deal(tree: TokenTree, ranks: int, loads: Sequence[int] | None = None) -> list[Share]:
-    """One share per rank, with the largest as small as possible. `loads` are tokens that the ranks must run besides.
+def partition_tree(tree: TokenTree, ranks: int, loads: Sequence[int] | None = None) -> list[Share]:
+    """One share per rank, minimising the largest. `loads` are tokens that the ranks must run in addition.
 
-    Greedy: take the pieces from the largest down, and give each to the rank that then has the fewest tokens, counting
-    the ancestors that the rank lacks.
+    Greedy: assign pieces from the largest down, each to the rank that then has the fewest tokens, counting ancestors
+    that the rank lacks.
     """
     before = list(loads or [0] * ranks)
     needed = _needed(tree)
@@ -97,9 +96,9 @@ def _below(parents: Sequence[int], needed: int) -> list[int]:
 
 
 def _pieces(tree: TokenTree, below: list[int], most: int) -> list[int]:
-    """Nodes whose subtrees together hold all that is needed below the root. A larger subtree than `most` nodes is cut.
+    """Nodes whose subtrees cover all needed nodes below the root. Subtrees of more than `most` nodes are split.
 
-    A chain is not cut, because whoever computes its lower part must also compute its upper part.
+    A chain is not split: a rank that computes its end must also compute its start.
     """
     children: list[list[int]] = [[] for _ in below]
     for node in range(1, len(below)):
@@ -117,14 +116,14 @@ def _pieces(tree: TokenTree, below: list[int], most: int) -> list[int]:
 
 
 def _forks(node: int, children: list[list[int]]) -> bool:
-    """Whether some node of this subtree has two children."""
+    """Whether any node of this subtree has two children."""
     while len(children[node]) == 1:
         node = children[node][0]
     return len(children[node]) > 1
 
 
 def _pack(pieces: list[int], above: list[int], below: list[int], before: Sequence[int]) -> list[int]:
-    """Per rank, the nodes it computes. Of two ranks that would be equally full, the one that gains fewer nodes wins."""
+    """Per rank, the nodes it computes. Ties go to the rank that gains fewer nodes."""
     held, full = [1] * len(before), list(before)
     for node in sorted(pieces, key=lambda node: (-below[node].bit_count(), node)):
         bits = above[node] | below[node]
@@ -140,14 +139,14 @@ def _pack(pieces: list[int], above: list[int], below: list[int], before: Sequenc
 
 
 def _largest(held: list[int], before: Sequence[int]) -> int:
-    """The most tokens that any rank has to run."""
+    """The most tokens of any rank."""
     return max(load + bits.bit_count() for load, bits in zip(before, held, strict=True))
 
 
 def _with_owners(tree: TokenTree, held: list[int]) -> list[Share]:
-    """The shares, with one owner per needed node: of the ranks that hold it, the one that owns the fewest so far.
+    """The shares, with one owner per needed node: among the ranks that hold it, the one that owns the fewest so far.
 
-    Nodes that only one rank holds are given out first.
+    Nodes that only one rank holds are assigned first.
     """
     nodes = [_nodes(bits) for bits in held]
     once, twice = 0, 0

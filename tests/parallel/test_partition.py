@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookahead.algorithm.tree import TokenTree, window_layout
-from lookahead.parallel.deal import Share, deal
+from lookahead.parallel.partition import Share, partition_tree
 
 
 @st.composite
@@ -53,7 +53,7 @@ def ancestors(tree: TokenTree, node: int) -> set[int]:
 @given(trees(), st.integers(1, 8), st.data())
 def test_every_needed_row_has_one_owner_who_can_compute_it(tree: TokenTree, ranks: int, data: st.DataObject) -> None:
     loads = data.draw(st.none() | st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
-    shares = deal(tree, ranks, loads)
+    shares = partition_tree(tree, ranks, loads)
     assert len(shares) == ranks
     assert sorted(row for share in shares for row in share.needed) == list(tree.needed)
     for share in shares:
@@ -69,21 +69,21 @@ def test_every_needed_row_has_one_owner_who_can_compute_it(tree: TokenTree, rank
 
 @given(trees(), st.integers(1, 8))
 def test_a_share_is_a_tree_of_its_own(tree: TokenTree, ranks: int) -> None:
-    for share in deal(tree, ranks):
+    for share in partition_tree(tree, ranks):
         own = share.tree(tree)
         assert own.parents[0] == -1
         assert all(parent < node for node, parent in enumerate(own.parents))
-        for place, node in enumerate(share.nodes):
-            assert own.tokens[place] == tree.tokens[node]
-            assert own.depths[place] == tree.depths[node] == len(ancestors(own, place)) - 1
-            assert [share.nodes[i] for i in sorted(ancestors(own, place))] == sorted(ancestors(tree, node))
+        for index, node in enumerate(share.nodes):
+            assert own.tokens[index] == tree.tokens[node]
+            assert own.depths[index] == tree.depths[node] == len(ancestors(own, index)) - 1
+            assert [share.nodes[i] for i in sorted(ancestors(own, index))] == sorted(ancestors(tree, node))
         assert [share.nodes[row] for row in own.needed] == (share.needed or [0])
 
 
 @given(trees(), st.integers(2, 8))
 def test_balance(tree: TokenTree, ranks: int) -> None:
     """No share exceeds an even one by more than what hangs together: the deepest path and one uncut piece."""
-    shares = deal(tree, ranks)
+    shares = partition_tree(tree, ranks)
     nodes = sum(1 for _ in set().union(*(share.nodes for share in shares))) - 1
     deepest = max(tree.depths)
     assert max(len(share.nodes) for share in shares) <= 1 + 2 * (-(-nodes // ranks)) + 2 * deepest
@@ -105,7 +105,7 @@ def test_a_usual_step_is_cut_well(window: int, ngram: int, guesses: int, ranks: 
     parents = [-1]
     while len(parents) <= guesses:
         parents += [0, *range(len(parents), len(parents) + 3)]
-    shares = deal(window_tree(window, ngram, parents[: guesses + 1]), ranks)
+    shares = partition_tree(window_tree(window, ngram, parents[: guesses + 1]), ranks)
     assert max(len(share.nodes) for share in shares) <= most
     rows = [len(share.needed) for share in shares]
     assert max(rows) < sum(rows)
@@ -113,7 +113,7 @@ def test_a_usual_step_is_cut_well(window: int, ngram: int, guesses: int, ranks: 
 
 def test_more_ranks_never_hold_more() -> None:
     tree = window_tree(15, 5, [-1, *[0] * 60])
-    largest = [max(len(share.nodes) for share in deal(tree, ranks)) for ranks in range(1, 9)]
+    largest = [max(len(share.nodes) for share in partition_tree(tree, ranks)) for ranks in range(1, 9)]
     assert largest == sorted(largest, reverse=True)
     assert largest[0] == len(tree)
 
@@ -121,14 +121,14 @@ def test_more_ranks_never_hold_more() -> None:
 def test_who_has_to_catch_up_gets_less() -> None:
     """Four equal branches and a rank that lacks as much as two of them: it gets none."""
     tree = window_tree(0, 2, [-1, 0, 1, 0, 3, 0, 5, 0, 7])
-    assert [len(share.nodes) for share in deal(tree, 2)] == [5, 5]
-    assert [len(share.nodes) for share in deal(tree, 2, [8, 0])] == [1, 9]
+    assert [len(share.nodes) for share in partition_tree(tree, 2)] == [5, 5]
+    assert [len(share.nodes) for share in partition_tree(tree, 2, [8, 0])] == [1, 9]
 
 
 def test_columns_of_the_window_are_dealt() -> None:
     """Two columns to each of two ranks: the last one's rank computes the whole oldest row, as in the paper."""
     tree = window_tree(4, 4, [-1])
-    shares = deal(tree, 2)
+    shares = partition_tree(tree, 2)
     assert sorted(len(share.needed) for share in shares) == [2, 3]
     assert max(len(share.nodes) for share in shares) < len(tree)
     oldest = {0, 1, 2, 3}
@@ -136,7 +136,7 @@ def test_columns_of_the_window_are_dealt() -> None:
 
 
 def test_a_rank_without_work_runs_the_root() -> None:
-    shares = deal(TokenTree([7], [-1], [0], [0]), 3)
+    shares = partition_tree(TokenTree([7], [-1], [0], [0]), 3)
     assert shares == [Share([0], [0]), Share([0], []), Share([0], [])]
     assert shares[1].tree(TokenTree([7], [-1], [0], [0])).needed.tolist() == [0]
 

@@ -1,13 +1,13 @@
-"""Rank 0 takes requests from many threads, and the other ranks follow: all make the same steps.
+"""Rank 0 accepts requests from many threads, and the other ranks run the same steps.
 
-What rank 0 is told between two steps (requests, cancels) becomes a numbered batch of commands, as JSON in the ranks'
-store. All ranks obey the batches in their order and before the same step, by a rule that each can apply by itself:
+Commands that rank 0 gets between two steps (submit, cancel) form a numbered batch, stored as JSON in the ranks' store.
+All ranks apply the batches in order and before the same step, by a rule that needs no further communication:
 
-- While nothing runs, the next batch is obeyed as soon as it is there. The other ranks wait for it.
-- While something runs, it is obeyed once a step's exchange has told its number (`ParallelBackend.word`). So a step
-  needs no message besides its exchange, and a new request waits one step longer than in one process.
+- While the engine is idle, the next batch is applied as soon as it is written. The other ranks wait for it.
+- Otherwise it is applied once a step's exchange has carried its number (`ParallelBackend.announced`). So a step needs
+  no message besides its exchange, and a new request waits one step longer than in one process.
 
-A rank that fails ends the group: rank 0 does not go on without it.
+If a rank fails, the group ends: rank 0 does not continue without it.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from lookahead.engine.front import Core, Ticket
 from lookahead.engine.request import Request
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import Group
-from lookahead.parallel.watch import RankError
+from lookahead.parallel.watchdog import RankError
 
 
 @dataclass
 class Recipe:
-    """Plain data (as JSON knows it) from which every rank makes the same request. Rank 0 numbers its recipes."""
+    """JSON-compatible data from which every rank builds the same request. Rank 0 assigns the numbers."""
 
     data: Any
     number: int = -1
 
 
-class Turns:
-    """Tells when the next batch is due. All ranks come to the same answer before the same step."""
+class CommandSchedule:
+    """When the next batch is due. The result is the same on all ranks before the same step."""
 
     def __init__(self, engine: Engine, backend: ParallelBackend) -> None:
         self._engine, self._backend = engine, backend
-        self.obeyed = 0
+        self.applied = 0
 
     @property
     def due(self) -> bool:
-        return not self._engine.running or self.obeyed < self._backend.heard
+        return not self._engine.running or self.applied < self._backend.received
 
 
 class Leader(Core):
-    """The core of rank 0's front: it hands its commands on before it obeys them. Every request needs a `Recipe`."""
+    """The core of rank 0's front: it broadcasts commands before applying them. Every request needs a `Recipe`."""
 
     def __init__(self, engine: Engine, backend: ParallelBackend, group: Group) -> None:
         super().__init__(engine)
         self._backend, self._group = backend, group
-        self._turns = Turns(engine, backend)
+        self._schedule = CommandSchedule(engine, backend)
         self._recipes = 0
-        self._fresh: list[tuple[list[Any], Callable[[], None]]] = []  # what others are told, and what is done here
-        self._batches: deque[list[Callable[[], None]]] = deque()  # handed on, and not obeyed yet
+        self._fresh: list[tuple[list[Any], Callable[[], None]]] = []  # commands for the others, and their local twins
+        self._batches: deque[list[Callable[[], None]]] = deque()  # broadcast, but not applied yet
         self._written = self._erased = 0
-        self._before = (0, 0)  # how many passes there were, and what was obeyed, before the last step
+        self._before = (0, 0)  # passes, and batches applied, before the last step
 
     @property
     def has_work(self) -> bool:
@@ -81,34 +81,35 @@ class Leader(Core):
     def obey(self) -> None:
         super().obey()
         self._erase()
-        self._hand_on()
-        while self._batches and self._turns.due:
-            self._turns.obeyed += 1
+        self._broadcast()
+        while self._batches and self._schedule.due:
+            self._schedule.applied += 1
             for command in self._batches.popleft():
                 command()
-        self._before = self._backend.passes, self._turns.obeyed
+        self._before = self._backend.passes, self._schedule.applied
 
-    def _hand_on(self) -> None:
-        """Write what is new for the other ranks."""
+    def _broadcast(self) -> None:
+        """Write new commands for the other ranks."""
         if not self._fresh:
             return
-        told, done = zip(*self._fresh, strict=True)
+        commands, local = zip(*self._fresh, strict=True)
         self._fresh = []
-        self._batches.append(list(done))
-        self._group.write_note(self._written, json.dumps(told).encode())
+        self._batches.append(list(local))
+        self._group.write_note(self._written, json.dumps(commands).encode())
         self._written += 1
-        self._backend.word = self._written
+        self._backend.announced = self._written
 
     def _erase(self) -> None:
-        """Erase what all ranks have read: who has come to the exchange of a step has obeyed what was due before it."""
-        passes, obeyed = self._before
+        """Delete the batches that all ranks have read: a rank that reaches a step's exchange has applied those before
+        it."""
+        passes, applied = self._before
         if self._backend.passes > passes:
-            for number in range(self._erased, obeyed):
+            for number in range(self._erased, applied):
                 self._group.erase_note(number)
-            self._erased = obeyed
+            self._erased = applied
 
     def recover(self, error: BaseException) -> None:
-        """A step has failed. The ranks are no longer at the same point, so this one ends, and tells the others."""
+        """A step has failed. The ranks are no longer in sync, so report the error to the others and exit."""
         if self.stop.is_set():
             self._group.close()
         elif not isinstance(error, RankError):
@@ -123,29 +124,29 @@ class Leader(Core):
         super().die(error)
 
 
-def follow(engine: Engine, backend: ParallelBackend, group: Group, make: Callable[[Any], Request]) -> None:
-    """What the other ranks do: they obey rank 0's batches and make its steps, until it leaves.
+def run_follower(engine: Engine, backend: ParallelBackend, group: Group, make: Callable[[Any], Request]) -> None:
+    """Apply rank 0's batches and run its steps, until it leaves.
 
-    `make` makes a request from the data of its recipe. Raises RankError if another rank fails.
+    `make` builds a request from the data of its recipe. Raises RankError if another rank fails.
     """
-    turns = Turns(engine, backend)
+    schedule = CommandSchedule(engine, backend)
     requests: dict[int, Request] = {}
     while True:
-        while turns.due:
-            text = group.read_note(turns.obeyed)
+        while schedule.due:
+            text = group.read_note(schedule.applied)
             if text is None:
                 return
-            turns.obeyed += 1
+            schedule.applied += 1
             running = set(engine.running)
             requests = {number: request for number, request in requests.items() if request.id in running}
             with group.guarded():
                 for what, number, data in json.loads(text):
-                    _obey(engine, requests, make, what, number, data)
+                    _apply(engine, requests, make, what, number, data)
         with group.guarded():
             engine.step()
 
 
-def _obey(
+def _apply(
     engine: Engine, requests: dict[int, Request], make: Callable[[Any], Request], what: str, number: int, data: Any
 ) -> None:
     if what == "submit":
@@ -153,7 +154,7 @@ def _obey(
         try:
             engine.submit(request)
             requests[number] = request
-        except ValueError:  # rank 0's engine has refused it, too
+        except ValueError:  # refused by rank 0's engine, too
             pass
     elif number in requests:
         engine.cancel(requests.pop(number).id)

@@ -1,4 +1,4 @@
-"""Read from torchrun's environment variables which rank this process is, and choose its device."""
+"""This process's rank, from torchrun's environment variables, and its device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process is `rank` of `size`, and `local_rank` of `local_size` on its machine. Rank 0 is at `host`:`port`."""
 
     rank: int
@@ -22,8 +22,8 @@ class Place:
     port: int
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place | None:
-        """The place that the variables name, or None if none is set: then the process runs by itself."""
+    def from_env(cls, environment: Mapping[str, str]) -> RankInfo | None:
+        """Read torchrun's variables. None if they are not set: then the process is a group of one."""
         given = [name for name in VARIABLES if environment.get(name)]
         if not given:
             return None
@@ -45,9 +45,9 @@ class Place:
         )
 
 
-def pick_device(name: str, place: Place | None) -> str:
-    """The device for `load`. On a machine with GPUs, 'auto' and 'cuda' name the GPU with this rank's local number."""
+def pick_device(name: str, rank_info: RankInfo | None) -> str:
+    """The device for `load`. With GPUs, 'auto' and 'cuda' mean the GPU with this rank's local rank."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if place is None or name not in ("auto", "cuda") or not count:
+    if rank_info is None or name not in ("auto", "cuda") or not count:
         return name
-    return f"cuda:{place.local_rank % count}"
+    return f"cuda:{rank_info.local_rank % count}"
