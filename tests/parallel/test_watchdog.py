@@ -216,7 +216,7 @@ def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
         join(timeout=0.5)
     with pytest.raises(ValueError, match="a meeting timeout of 0 s leaves no time to meet; give more than 0"):
         join(meeting_timeout=0)
-    with pytest.raises(ValueError, match="2 ranks cannot be cut into tensor-parallel groups of 3"):
+    with pytest.raises(ValueError, match="2 ranks cannot be split into tensor-parallel groups of 3"):
         join(tensor_parallel=3)
 
 
