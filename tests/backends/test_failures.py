@@ -88,14 +88,14 @@ def test_a_memory_error_says_what_was_needed_what_is_free_and_what_to_change(mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 29, 80 << 30))
     error = memory_error(torch.OutOfMemoryError(FULL), "a step of 512 tokens", CUDA, slot=3)
     assert str(error).startswith(
-        "a step of 512 tokens needs 20.50 MiB of memory, and 1.50 of 80.00 GiB are free on cuda; lower kv_tokens, "
+        "a step of 512 tokens needs 20.50 MiB of memory, and 1.50 of 80.00 GiB are free on cuda; run fewer sequences "
     )
     assert "\n" not in str(error)
     assert isinstance(error, torch.OutOfMemoryError)
     assert out_of_memory(error)
     assert error.slot == 3
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (_ for _ in ()).throw(RuntimeError(LOST)))
-    assert str(memory_error(RuntimeError("x"), "it", CUDA)).startswith("it needs more memory; lower kv_tokens, ")
+    assert str(memory_error(RuntimeError("x"), "it", CUDA)).startswith("it needs more memory; run fewer sequences ")
 
 
 # A lost device.

@@ -48,9 +48,19 @@ def long_request() -> Request:
     return Request(sequence_of(((1, 2, 3), 2000, 0, 1)))
 
 
+def no_answer(device: Any) -> None:
+    raise torch.AcceleratorError(LOST)
+
+
 @pytest.mark.parametrize("thread", [True, False])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_lost_device_fails_running_waiting_and_later_requests_alike(where: str, thread: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lost_device_fails_running_waiting_and_later_requests_alike(
+    where: str, thread: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the next step begins before the last one's events are sent."""
+    monkeypatch.setattr(torch.cuda, "synchronize", no_answer)
+    monkeypatch.setattr(Faulty, "device", torch.device(device))
     backend = Faulty(torch.AcceleratorError(LOST), where)
     engine = Engine(backend, max_sequences=2)
     front = Front(engine, thread=thread)

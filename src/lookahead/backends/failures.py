@@ -1,6 +1,6 @@
 """What goes wrong with a device or a compiler, as errors of one line.
 
-Three kinds are told apart, because each ends differently:
+Three kinds, because each ends differently:
 
 - *Out of memory* (`DeviceMemoryError`): the request that needed the memory fails, and the others go on.
 - *A kernel that does not compile* (`CompilerError`): another backend runs the model.
@@ -84,9 +84,7 @@ def memory_error(error: BaseException, what: str, device: torch.device, slot: in
     return made
 
 
-ADVICE = (
-    "lower kv_tokens, the number of sequences at once, or the length of prompts, or free memory that other programs use"
-)
+ADVICE = "run fewer sequences at once or shorter prompts, lower GraphBackend's kv_tokens, or end other programs there"
 
 
 def free_memory(device: torch.device) -> str:

@@ -55,7 +55,7 @@ def internal(error: BaseException) -> ApiError:
 
 
 def failed(error: BaseException) -> ApiError:
-    """What a client is told of the error that its request ended with."""
+    """The API error for the exception that a request ended with."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DeviceError):

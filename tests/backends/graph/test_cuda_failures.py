@@ -72,7 +72,7 @@ def test_pages_that_do_not_fit_are_one_line(settings: LookaheadConfig, monkeypat
     backend = GraphBackend(tiny("Llama", device="cuda"), kv_tokens=2048)
     expected = outputs(backend, PROMPTS, settings)
     monkeypatch.setattr("lookahead.backends.graph.kv.free_bytes", lambda device: 1 << 40)
-    with no_more_memory(), pytest.raises(DeviceMemoryError, match=r"^K/V pages for 64 sequences of 4000 tokens needs"):
+    with no_more_memory(), pytest.raises(DeviceMemoryError, match=r"^room for 64 sequences of 4000 tokens needs"):
         backend.check_room(64, 4000)
     assert outputs(backend, PROMPTS, settings) == expected
 

@@ -49,7 +49,7 @@ def test_it_is_tried_once_more_after_memory_was_given_back() -> None:
 
     assert with_room(make, lambda: calls.append("give back"), "it", CPU) == 7
     assert calls == ["make", "give back", "make"]
-    with pytest.raises(DeviceMemoryError, match=r"^a step of 9 tokens needs 2.00 GiB of memory; lower kv_tokens"):
+    with pytest.raises(DeviceMemoryError, match=r"^a step of 9 tokens needs 2.00 GiB of memory; run fewer sequences"):
         with_room(full, lambda: None, "a step of 9 tokens", CPU)
     with pytest.raises(RuntimeError, match="of its own"):
         with_room(lambda: (_ for _ in ()).throw(RuntimeError("of its own")).__next__(), calls.clear, "it", CPU)
@@ -177,7 +177,7 @@ def test_pages_that_cannot_grow_leave_those_that_were_there(
 
     monkeypatch.setattr(kv, "PagedKV", limited)
     monkeypatch.setattr(graph, "PagedKV", limited)
-    with pytest.raises(DeviceMemoryError, match=r"K/V pages for 10 sequences of 200 tokens needs 2.00 GiB"):
+    with pytest.raises(DeviceMemoryError, match=r"^room for 10 sequences of 200 tokens needs 2.00 GiB"):
         backend.check_room(10, 200)
     assert tries == 2
     assert sum(backend.kv.pages) == backend.pool.pages == 8

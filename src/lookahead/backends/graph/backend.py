@@ -188,7 +188,7 @@ class GraphBackend:
         # The old pages are freed before the new ones are made.
         self.state.kv = PagedKV(groups, [1] * len(groups), PAGE, self.layers.like)
         larger = list(map(max, needs, pages))
-        what = f"K/V pages for {sequences} sequences of {tokens} tokens"
+        what = f"room for {sequences} sequences of {tokens} tokens"
         try:
             self.state.kv = with_room(
                 lambda: self._new_kv(larger, max(larger) * PAGE, max(longest_text(self.max_length), tokens)),
