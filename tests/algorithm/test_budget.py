@@ -10,7 +10,7 @@ import pytest
 
 from lookahead.algorithm.budget import FLAT, DraftGuard, equal_share, fit_config, weighing_curve, without_cost
 from lookahead.algorithm.cost import CostCurve
-from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.draft import Candidates, Limits
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
 from lookahead.config import LookaheadConfig
@@ -70,9 +70,9 @@ def test_the_curve_decides_how_many_guesses_are_taken() -> None:
     taken = []
     for slope in (0.001, 0.1, 1.0):
         config = fit_config(DEFAULT, CostCurve((1, 101), (1.0, 1.0 + 100 * slope)))
-        draft = Draft.after([1], array("d", [0.7]))
-        draft.add_chain([2] * 20, [0] * 20)
-        taken.append(len(PythonDrafter().grow(draft, Limits(60, 60, weighing_curve(config))).tokens))
+        candidates = Candidates.after([1], array("d", [0.7]))
+        candidates.add_chain([2] * 20, [0] * 20)
+        taken.append(len(PythonDrafter().grow(candidates, Limits(60, 60, weighing_curve(config))).tokens))
     assert taken[0] == 20 > taken[1] > taken[2] == 0
 
 
@@ -81,14 +81,14 @@ def test_guesses_that_teach_are_worth_a_little_more() -> None:
     taken, drafter = [], PythonDrafter()
     for slope in (0.001, 0.1):
         for recycled in (False, True):
-            draft = Draft.after([1], array("d", [0.001] * 200))
-            draft.add_chain([2] * 20, [0] * 20)
+            candidates = Candidates.after([1], array("d", [0.001] * 200))
+            candidates.add_chain([2] * 20, [0] * 20)
             if recycled:
-                draft.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, 0)
+                candidates.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, 0)
                 for token in range(1, 5):
-                    draft.tables.own.put((token,), (3, 4, 0, 0))
+                    candidates.tables.own.put((token,), (3, 4, 0, 0))
             limits = Limits(60, 60, [1 + slope * k for k in range(100)])
-            taken.append(len(drafter.grow(draft, limits).tokens))
+            taken.append(len(drafter.grow(candidates, limits).tokens))
     assert taken == [0, 60, 0, 0]
 
 

@@ -95,7 +95,7 @@ def test_the_best_set_of_all_sequences_is_taken(
 
 def counted(scores: list[list[float]], most: int = 99, cost: list[float] | None = None, **more: object) -> list[int]:
     count = len(scores)
-    given_ = {"weights": [1.0] * count, "bonuses": [0.0] * count, "kept": [False] * count, "rows": count, **more}
+    given_ = {"weights": [1.0] * count, "bonuses": [0.0] * count, "all_taken": [False] * count, "rows": count, **more}
     return best_counts([array("d", one) for one in scores], most=most, cost=cost, **given_)[0]  # type: ignore[arg-type]
 
 
@@ -123,10 +123,10 @@ def test_nothing_pays_beyond_the_table() -> None:
     assert counted([[0.9], [0.9]], most=-1, cost=[1.0]) == [0, 0]
 
 
-def test_what_is_kept_comes_first() -> None:
-    assert counted([[0.1, 0.1], [0.9, 0.9]], 3, kept=[True, False]) == [2, 1]
-    assert counted([[0.1, 0.1], [0.9, 0.9]], 1, kept=[True, False]) == [1, 0]
-    assert counted([[0.1, 0.1], [0.9, 0.9]], cost=[1.0, 1.0, 5.0, 9.0, 99.0, 99.0], kept=[True, False]) == [2, 0]
+def test_what_is_taken_anyway_comes_first() -> None:
+    assert counted([[0.1, 0.1], [0.9, 0.9]], 3, all_taken=[True, False]) == [2, 1]
+    assert counted([[0.1, 0.1], [0.9, 0.9]], 1, all_taken=[True, False]) == [1, 0]
+    assert counted([[0.1, 0.1], [0.9, 0.9]], cost=[1.0, 1.0, 5.0, 9.0, 99.0, 99.0], all_taken=[True, False]) == [2, 0]
 
 
 # Sequences.

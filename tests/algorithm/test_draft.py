@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Limits
+from lookahead.algorithm.draft import TAUGHT, Candidates, Drafter, Limits
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.search import CHAIN_MASS, PythonDrafter
@@ -43,17 +43,17 @@ def draft_of(
     chains: Sequence[Chain] = (),
     likely: dict[Path, Successors] | None = None,
     text: Sequence[int] = TEXT,
-) -> Draft:
-    """A draft after the text with these chains and successors."""
+) -> Candidates:
+    """Candidates after the text with these chains and successors."""
     padded = [*rates, *[0.0] * (FIRST_ORIGIN + 6 * LEVELS - len(rates))]
-    draft = Draft.after(text, array("d", padded))
+    candidates = Candidates.after(text, array("d", padded))
     for chain in chains:
-        draft.add_chain(*chain)
+        candidates.add_chain(*chain)
     if likely is not None:
-        draft.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, FIRST_ORIGIN)
+        candidates.tables = SuccessorTables(drafter.new_table(), drafter.new_table(), None, FIRST_ORIGIN)
         for key, successors in likely.items():
-            draft.tables.own.put(key, successors)
-    return draft
+            candidates.tables.own.put(key, successors)
+    return candidates
 
 
 def paths_of(guesses: Guesses) -> list[Path]:
@@ -180,22 +180,22 @@ def test_the_likelier_origin_names_a_shared_node(drafter: Drafter) -> None:
 def test_a_chain_and_successors_side_by_side(drafter: Drafter) -> None:
     """Tokens 5 and 6 are in both: each takes its better rate, and 7 gets what the two leave over."""
     rates = [0.3, 0.2, *[0.0] * 8, 0.25, 0.4, 0.1]
-    draft = draft_of(drafter, rates, [([5], [0]), ([6], [1])], {(3, 1, 2): (5, 6, 7, 0, 1, 2)})
-    guesses = drafter.grow(draft, Limits(9, 9))
+    candidates = draft_of(drafter, rates, [([5], [0]), ([6], [1])], {(3, 1, 2): (5, 6, 7, 0, 1, 2)})
+    guesses = drafter.grow(candidates, Limits(9, 9))
     assert list(guesses.tokens) == [6, 5, 7]
     assert list(guesses.origins) == [11, 0, 12]
     assert list(guesses.scores) == pytest.approx([0.4, 0.3, (1 - 0.7) * 0.1])
 
 
 def test_chains_leave_successors_something(drafter: Drafter) -> None:
-    draft = draft_of(drafter, [1.0, *[0.0] * 9, 0.5], [([5], [0])], {(3, 1, 2): (7, 0)})
-    assert list(drafter.grow(draft, Limits(9, 9)).scores) == pytest.approx([1.0, (1 - CHAIN_MASS) * 0.5])
+    candidates = draft_of(drafter, [1.0, *[0.0] * 9, 0.5], [([5], [0])], {(3, 1, 2): (7, 0)})
+    assert list(drafter.grow(candidates, Limits(9, 9)).scores) == pytest.approx([1.0, (1 - CHAIN_MASS) * 0.5])
 
 
 def test_a_level_is_not_a_token(drafter: Drafter) -> None:
     """The second half of successors are levels: that level 1 equals the chain's token 1 means nothing."""
-    draft = draft_of(drafter, [0.2, *[0.0] * 9, 0.9, 0.5], [([1], [0])], {(3, 1, 2): (7, 1)})
-    guesses = drafter.grow(draft, Limits(9, 1))
+    candidates = draft_of(drafter, [0.2, *[0.0] * 9, 0.9, 0.5], [([1], [0])], {(3, 1, 2): (7, 1)})
+    guesses = drafter.grow(candidates, Limits(9, 1))
     assert (list(guesses.tokens), list(guesses.origins)) == ([7, 1], [11, 0])
     assert list(guesses.scores) == pytest.approx([0.8 * 0.5, 0.2])
 
@@ -204,8 +204,8 @@ def test_a_level_is_not_a_token(drafter: Drafter) -> None:
 def test_the_last_three_tokens_of_a_path_are_asked_for(drafter: Drafter, text: list[int]) -> None:
     before = [-1, -1, *text][-3:]
     likely = {tuple(before): (3, 0), (before[1], 2, 3): (4, 0), (2, 3, 4): (5, 0), (3, 4, 5): (6, 0)}
-    draft = draft_of(drafter, [*[0.0] * 10, 0.9], likely=likely, text=text)
-    assert list(drafter.grow(draft, Limits(3, 9)).tokens) == [3, 4, 5]
+    candidates = draft_of(drafter, [*[0.0] * 10, 0.9], likely=likely, text=text)
+    assert list(drafter.grow(candidates, Limits(3, 9)).tokens) == [3, 4, 5]
 
 
 # What a step costs.

@@ -10,7 +10,7 @@ import torch
 from paged import PagedToy
 from toys import ToyBackend
 
-from lookahead.algorithm.draft import Offer
+from lookahead.algorithm.draft import Draft
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
@@ -70,9 +70,9 @@ def test_the_drafter_hears_that_a_choice_follows() -> None:
         def get_ready(self) -> None:
             heard.append("more to come")
 
-        def choose(self, offers: Sequence[Offer], *more: Any) -> Any:
-            heard.append(f"{len(offers)} chosen")
-            return super().choose(offers, *more)
+        def choose(self, drafts: Sequence[Draft], *more: Any) -> Any:
+            heard.append(f"{len(drafts)} chosen")
+            return super().choose(drafts, *more)
 
     engine, memory = Engine(PagedToy()), SharedMemory(Listening())
     for prompt in PROMPTS:

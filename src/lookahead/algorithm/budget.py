@@ -15,7 +15,7 @@ the parents of what it keeps (`best_counts`, and `worth` for one sequence). What
   draft token teaches even if it is refused. On a GPU that is the rule.
 - *The window* of the lookahead branch costs rows, too. It stays if its rows make a step of one sequence at most FREE
   times as long (`fit_config`), and is left out of steps where it would fill more than half of an equal share.
-- *Many sequences.* The merged list is cut by the time of the whole pass. A sequence offers no more than it would take
+- *Many sequences.* The merged list is cut by the time of the whole pass. A sequence drafts no more than it would take
   alone.
 - *Backends that pad.* A pass costs n times its longest tree, so a long tree makes every sequence pay. All get an equal
   share, no larger than what makes the pass FREE times as long as one without draft tokens (`equal_share`).
@@ -101,16 +101,16 @@ def best_counts(
     scores: Sequence[array[float]],
     weights: Sequence[float],
     bonuses: Sequence[float],
-    kept: Sequence[bool],
+    all_taken: Sequence[bool],
     rows: int,
     most: int,
     cost: Costs | None,
 ) -> tuple[list[int], float | None]:
     """How many of each sequence's draft tokens a step takes, and what the best one that it refuses scores.
 
-    A draft token of sequence i is worth its score times `weights[i]`, plus `bonuses[i]`. All those of a `kept` sequence
-    are taken, before those of any other. `rows` are in the step anyway, and at most `most` draft tokens are taken;
-    those that are not kept end where the `cost` table does.
+    A draft token of sequence i is worth its score times `weights[i]`, plus `bonuses[i]`. Those of a sequence with
+    `all_taken` are taken before those of any other. `rows` are in the step anyway, and at most `most` draft tokens are
+    taken; the weighed ones end where the `cost` table does.
 
     Its twin in C, in `native/choice.c`, takes a fifth of the time for 16 sequences.
     """
@@ -120,10 +120,10 @@ def best_counts(
     owners = np.repeat(np.arange(len(scores)), [len(one) for one in scores])
     weighted = np.frombuffer(joined) * np.array(weights)[owners]
     value = weighted + np.array(bonuses)[owners]
-    rank = value + 2.0 * np.array(kept)[owners] if any(kept) else value
+    rank = value + 2.0 * np.array(all_taken)[owners] if any(all_taken) else value
     order = np.argsort(-rank, kind="stable")
     count = max(0, min(most, len(order)))
-    least = min(count, sum(len(one) for one, all_of_it in zip(scores, kept, strict=True) if all_of_it))
+    least = min(count, sum(len(one) for one, all_of_it in zip(scores, all_taken, strict=True) if all_of_it))
     if cost is not None:
         count = max(least, min(count, len(cost) - rows))
     if cost is not None and count > least:

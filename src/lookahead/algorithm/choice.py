@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lookahead.algorithm.budget import DraftGuard
 from lookahead.algorithm.cost import Costs, PassCost
-from lookahead.algorithm.draft import Offer, Share
+from lookahead.algorithm.draft import Draft, Share
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree, WindowLayout
 
@@ -44,23 +44,23 @@ def choose_trees(
         rows += layout.size
     if limit is not None and rows > limit:
         layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
-    # 2. Every sequence offers draft tokens, best first. All those of an offer that is `kept` are taken.
-    offers = list[Offer]()
+    # 2. Every sequence has a draft, best tokens first. With `all_taken` the step has all of them.
+    drafts = list[Draft]()
     table: Costs = ()
     for sequence, layout in zip(sequences, layouts, strict=True):
         config = sequence.config
         if config.step_cost is None or pads:
-            offers.append(sequence.offer(layout, sequence.share(together, pads), None, sequence.trust, True))
+            drafts.append(sequence.draft(layout, sequence.share(together, pads), None, sequence.trust, True))
             continue
-        offer = sequence.standing_offer if layout is sequence.root_alone else None
-        offers.append(offer or sequence.offer(layout, config.budget, sequence.weighed, sequence.trust, False))
+        draft = sequence.cached_draft if layout is sequence.root_alone else None
+        drafts.append(draft or sequence.draft(layout, config.budget, sequence.weighed, sequence.trust, False))
         if len(config.step_cost) > len(table):
             table = config.step_cost
     # 3. The step takes the best of all.
     times: Costs | None = (table if len(table) else None) if cost is None else cost.after(beside)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
     share = Share(times, None, None if limit is None else limit - rows, floor)
-    trees, cut = sequences[0].drafter.choose(offers, share)
+    trees, cut = sequences[0].drafter.choose(drafts, share)
     refused = floor if cut is None else cut
     for sequence in sequences:
         sequence.best_refused = refused

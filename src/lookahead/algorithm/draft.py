@@ -1,4 +1,4 @@
-"""One step's guesses: sources write chains into a draft, and a drafter takes the best candidates, best first.
+"""One step's guesses: sources write chains into the candidates, and a drafter takes the best of them.
 
 A candidate's score is the estimated probability that it is accepted: its own rate times its parent's score. So a child
 never scores above its parent, and taking candidates best-first takes every parent before its child. The expected
@@ -30,13 +30,13 @@ step computes the guess's own successors, from which later guesses are made."""
 
 
 @dataclass(slots=True)
-class Draft:
+class Candidates:
     """What one step's guesses are chosen from: chains below the root, and successors that continue any path.
 
     `text_end` are the text's last three tokens, the root last. `rates[origin]` is how often a guess of this origin was
     right. The chains stand one after the other in `chain_tokens` and `chain_origins`; those that the drafter finds in
-    its own `text` go behind them. A sequence has one draft for all its steps; `in_c` is what the C drafter
-    keeps of it.
+    its own `text` go behind them. A sequence has one of these for all its steps; `in_c` is what the C drafter keeps
+    of it.
     """
 
     text_end: tuple[int, int, int]
@@ -49,11 +49,11 @@ class Draft:
     in_c: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def after(cls, text: Sequence[int], rates: array[float]) -> Draft:
-        """An empty draft of what follows this text."""
-        draft = cls((NOTHING, NOTHING, NOTHING), rates)
-        draft.restart(text)
-        return draft
+    def after(cls, text: Sequence[int], rates: array[float]) -> Candidates:
+        """No candidates yet for what follows this text."""
+        candidates = cls((NOTHING, NOTHING, NOTHING), rates)
+        candidates.restart(text)
+        return candidates
 
     def restart(self, text: Sequence[int]) -> None:
         """Drop the chains: the next guesses follow this text."""
@@ -120,11 +120,11 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Standing:
-    """What the C drafter reads by itself at every step, so that an offer may stay as it is.
+class Cached:
+    """What the C drafter reads by itself at every step, so that a draft may stay as it is.
 
-    `trust` is the one number in this array. Root and end of the text are those of the draft's text in C. No guess goes
-    beyond the first `most_tokens` tokens of that text.
+    `trust` is the one number in this array. Root and end of the text are those of the candidates' text in C. No guess
+    goes beyond the first `most_tokens` tokens of that text.
     """
 
     trust: array[float]
@@ -132,40 +132,41 @@ class Standing:
 
 
 @dataclass(slots=True)
-class Offer:
+class Draft:
     """A sequence's part of a step before it is known how many of its guesses the step takes.
 
     The root and the lookahead branch are in the step anyway: `branch` are their tokens, as in `layout`. Guesses come
-    from the `draft`; without one there are none. At most `most` are offered; for `max_depth` and `cost` see `Limits`.
+    from the `candidates`; without them there are none. At most `most` are proposed; for `max_depth` and `cost` see
+    `Limits`.
     A guess's *weighted score* is its score times `trust`, and it is worth that plus `bonus`. A step takes all guesses
-    of an offer that is `kept`, and of the others those that are worth most. In a `standing` offer, which only the C
+    of a draft with `all_taken`, and of the others those that are worth most. In a `cached` draft, which only the C
     drafter reads, `branch` and `trust` mean nothing.
     """
 
     layout: WindowLayout
     branch: Sequence[int]
-    draft: Draft | None
+    candidates: Candidates | None
     most: int
     max_depth: int
     cost: Sequence[float] | None = None
     trust: float = 1.0
     bonus: float = 0.0
-    kept: bool = True
-    standing: Standing | None = None
+    all_taken: bool = True
+    cached: Cached | None = None
 
     def limits(self, floor: float) -> Limits:
-        """The limits of its guesses. Unless they are kept, their weighted scores must reach the `floor`."""
-        least = 0.0 if self.kept else floor / self.trust
+        """The limits of its guesses. Unless all are taken, their weighted scores must reach the `floor`."""
+        least = 0.0 if self.all_taken else floor / self.trust
         return Limits(self.most, self.max_depth, self.cost, self.layout.size, least)
 
 
 @dataclass(slots=True)
 class Share:
-    """What all offers of a step share.
+    """What all drafts of a step share.
 
-    `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Offers that are not kept get `most` guesses
-    together, all offers `room`; None means any number. Those that are not kept are not searched for guesses whose
-    weighted scores are less than the `floor`.
+    `cost[k]` is the time of a pass of k + 1 tokens (see `choice`). Drafts that are weighed (not `all_taken`) get `most`
+    guesses together, all drafts `room`; None means any number. Weighed ones are not searched for guesses whose weighted
+    scores are less than the `floor`.
     """
 
     cost: Costs | None = None
@@ -175,7 +176,7 @@ class Share:
 
 
 ALONE = Share()
-"""Each offer is taken as it is."""
+"""Each draft is taken as it is."""
 
 
 class Drafter(Protocol):
@@ -191,18 +192,18 @@ class Drafter(Protocol):
         """A choice like the last one follows soon."""
         ...
 
-    def grow(self, draft: Draft, limits: Limits) -> Guesses:
+    def grow(self, candidates: Candidates, limits: Limits) -> Guesses:
         """Take the best candidates of one sequence, best first, within the limits."""
         ...
 
-    def choose(self, offers: Sequence[Offer], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
-        """The trees of a step, and the weighted score of the best guess that it refuses, if it refuses one. Every offer
-        has a draft of its own."""
+    def choose(self, drafts: Sequence[Draft], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
+        """The trees of a step, and the weighted score of the best guess that it refuses, if it refuses one. Every draft
+        has candidates of its own."""
         ...
 
-    def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
+    def verification(self, trees: Sequence[TokenTree], learners: Sequence[Candidates | None]) -> Verification:
         """Get ready to verify a step of these trees, while the device runs it.
 
-        `drafts[i]` may learn from the step of tree i in the same call (see `Verdict.learned`); None: it may not.
+        `learners[i]` may learn from the step of tree i in the same call (see `Verdict.learned`); None: it may not.
         """
         ...

@@ -59,12 +59,12 @@ class Drafting:
                 sequence.learn_while_running()
             except Exception as error:
                 failed[index] = error
-        drafts = [
-            None if elsewhere else sequence.draft
+        learners = [
+            None if elsewhere else sequence.learner
             for sequence, elsewhere in zip(sequences, verified_elsewhere, strict=True)
         ]
         drafter = sequences[0].drafter
-        self._running = drafter, drafter.verification(trees, drafts)
+        self._running = drafter, drafter.verification(trees, learners)
         return failed
 
     def verify(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 
 from lookahead.algorithm.budget import best_counts, worth
-from lookahead.algorithm.draft import ALONE, MOST_GUESSES, TAUGHT, Draft, Limits, Offer, Share, TextSettings
+from lookahead.algorithm.draft import ALONE, MOST_GUESSES, TAUGHT, Candidates, Draft, Limits, Share, TextSettings
 from lookahead.algorithm.successors import SuccessorDict, Successors, SuccessorTable
 from lookahead.algorithm.tree import NO_GUESSES, Guesses, TokenTree
 from lookahead.algorithm.verify import PythonVerification, Verification
@@ -29,39 +29,42 @@ class PythonDrafter:
     def get_ready(self) -> None:
         pass
 
-    def choose(self, offers: Sequence[Offer], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
-        guesses = [NO_GUESSES if one.draft is None else self.grow(one.draft, one.limits(share.floor)) for one in offers]
+    def choose(self, drafts: Sequence[Draft], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
+        guesses = [
+            NO_GUESSES if one.candidates is None else self.grow(one.candidates, one.limits(share.floor))
+            for one in drafts
+        ]
         each = [len(one.scores) for one in guesses]
         count = sum(each)
         if share.most is not None:
-            count = max(0, share.most) + sum(own for own, one in zip(each, offers, strict=True) if one.kept)
+            count = max(0, share.most) + sum(own for own, one in zip(each, drafts, strict=True) if one.all_taken)
         counts, refused = best_counts(
             [one.scores for one in guesses],
-            [one.trust for one in offers],
-            [one.bonus for one in offers],
-            [one.kept for one in offers],
-            sum(one.layout.size for one in offers),
+            [one.trust for one in drafts],
+            [one.bonus for one in drafts],
+            [one.all_taken for one in drafts],
+            sum(one.layout.size for one in drafts),
             count if share.room is None else min(count, share.room),
             share.cost,
         )
-        parts = zip(offers, guesses, counts, strict=True)
-        return [offer.layout.tree(offer.branch, own, count) for offer, own, count in parts], refused
+        parts = zip(drafts, guesses, counts, strict=True)
+        return [draft.layout.tree(draft.branch, own, count) for draft, own, count in parts], refused
 
-    def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
+    def verification(self, trees: Sequence[TokenTree], learners: Sequence[Candidates | None]) -> Verification:
         return PythonVerification(trees)
 
-    def grow(self, draft: Draft, limits: Limits) -> Guesses:
-        if draft.text is not None:
-            raise TypeError(f"the Python drafter cannot read a {type(draft.text).__name__}")
-        trie, rates, tables = Trie(draft), draft.rates, draft.tables
+    def grow(self, candidates: Candidates, limits: Limits) -> Guesses:
+        if candidates.text is not None:
+            raise TypeError(f"the Python drafter cannot read a {type(candidates.text).__name__}")
+        trie, rates, tables = Trie(candidates), candidates.rates, candidates.tables
         room = min(limits.most, MOST_GUESSES)
-        taken = [Taken(draft.text_end[2], -1, 0, -1, 1.0, 0)]
+        taken = [Taken(candidates.text_end[2], -1, 0, -1, 1.0, 0)]
         heap: list[Candidate] = []
         while len(taken) <= room:
-            # 1. The node taken last offers the tokens of its chains and the best of its successors.
+            # 1. The node taken last proposes the tokens of its chains and the best of its successors.
             node = taken[-1]
             if node.depth < limits.max_depth:
-                self._offer(heap, taken, draft, trie)
+                self._queue(heap, taken, candidates, trie)
             # 2. Take the best candidate. If it is a successor, its parent's next successor becomes a candidate.
             best = None
             while heap and best is None:
@@ -99,10 +102,10 @@ class PythonDrafter:
             scores=array("d", scores[1:keep]),
         )
 
-    def _offer(self, heap: list[Candidate], taken: list[Taken], draft: Draft, trie: Trie) -> None:
+    def _queue(self, heap: list[Candidate], taken: list[Taken], candidates: Candidates, trie: Trie) -> None:
         """Queue what may follow the node taken last."""
-        place, node, rates = len(taken) - 1, taken[-1], draft.rates
-        answer = None if draft.tables is None else draft.tables.look_up(*_last_three(taken, draft))
+        place, node, rates = len(taken) - 1, taken[-1], candidates.rates
+        answer = None if candidates.tables is None else candidates.tables.look_up(*_last_three(taken, candidates))
         if answer is not None:
             node.successors, node.first_origin = answer
         likely = node.successors
@@ -144,18 +147,20 @@ class Taken:
 
 
 class Trie:
-    """A draft's chains: node 0 is the root, and chains that share a beginning share nodes.
+    """The candidates' chains: node 0 is the root, and chains that share a beginning share nodes.
 
     A node that two chains share has the origin with the higher rate.
     """
 
-    def __init__(self, draft: Draft) -> None:
-        self.tokens, self.origins = [draft.text_end[2]], [-1]
+    def __init__(self, candidates: Candidates) -> None:
+        self.tokens, self.origins = [candidates.text_end[2]], [-1]
         self.children: list[dict[int, int]] = [{}]
-        rates, end = draft.rates, 0
-        for length in draft.chain_lengths:
+        rates, end = candidates.rates, 0
+        for length in candidates.chain_lengths:
             node, start, end = 0, end, end + length
-            for token, origin in zip(draft.chain_tokens[start:end], draft.chain_origins[start:end], strict=True):
+            for token, origin in zip(
+                candidates.chain_tokens[start:end], candidates.chain_origins[start:end], strict=True
+            ):
                 below = self.children[node]
                 node = below.get(token, 0)
                 if not node:
@@ -167,13 +172,13 @@ class Trie:
                     self.origins[node] = origin
 
 
-def _last_three(taken: list[Taken], draft: Draft) -> tuple[int, int, int]:
+def _last_three(taken: list[Taken], candidates: Candidates) -> tuple[int, int, int]:
     """The last three tokens of the path down to the node taken last, the text before the root included."""
     path: list[int] = []
     place = len(taken) - 1
     while place >= 0 and len(path) < 3:
         path.append(taken[place].token)
         place = taken[place].parent
-    before2, before, _ = draft.text_end
+    before2, before, _ = candidates.text_end
     third, second, last = [before2, before, *reversed(path)][-3:]
     return third, second, last

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from lookahead.algorithm.budget import equal_share, weighing_curve
 from lookahead.algorithm.cost import PassCost
-from lookahead.algorithm.draft import TAUGHT, Draft, Drafter, Offer, Standing
+from lookahead.algorithm.draft import TAUGHT, Cached, Candidates, Draft, Drafter
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import NO_DRAW, Adjustment
 from lookahead.algorithm.sources import Outcome, PredictionSource, SharedMemory, build, source_of, wants_top
@@ -97,13 +97,13 @@ class DecodingSequence:
         # A window fills more than half of a share of the budget that is smaller than this.
         self._crowds_below = min(self.config.budget, 2 * self.config.window_tokens) if width else sys.maxsize
         self.root_alone = window_layout(0, self.config.ngram)
-        self._draft = Draft.after(self.tokens, self._memory.calibration.rates)
+        self._candidates = Candidates.after(self.tokens, self._memory.calibration.rates)
         for source in self._sources:
             source.start(self.tokens)
             if source.proposes_once:
-                source.propose(self.tokens, self._draft)
+                source.propose(self.tokens, self._candidates)
         self._proposing = [source for source in self._sources if not source.proposes_once]
-        self.standing_offer = self._standing_offer()
+        self.cached_draft = self._cached_draft()
 
     @property
     def output(self) -> list[int]:
@@ -150,20 +150,21 @@ class DecodingSequence:
         layout = self.layout(most)
         if limit is not None and layout.size > limit:
             layout = self.root_alone
-        trees, _ = self.drafter.choose([self.offer(layout, most if limit is None else min(most, limit), weighed)])
+        trees, _ = self.drafter.choose([self.draft(layout, most if limit is None else min(most, limit), weighed)])
         return trees[0]
 
-    def offer(
+    def draft(
         self,
         layout: WindowLayout,
         most: int,
         cost: Sequence[float] | None,
         trust: float = 1.0,
-        kept: bool = True,
-    ) -> Offer:
+        all_taken: bool = True,
+    ) -> Draft:
         """What this sequence would put into a step: at most `most` tokens, the window's among them.
 
-        `cost` weighs the guesses (see `draft.Limits`). `trust` and `kept` are for the choice among several sequences.
+        `cost` weighs the guesses (see `draft.Limits`). `trust` and `all_taken` are for the choice among several
+        sequences.
         """
         # 1. The root and the lookahead branch.
         text = self.tokens
@@ -173,22 +174,24 @@ class DecodingSequence:
         room, deepest = most - layout.size, self.room - (len(text) - self.prompt_tokens) - 1
         if deepest > self._deepest:
             deepest = self._deepest
-        draft = self._draft if room > 0 and deepest > 0 and self._sources else None
-        if draft is not None:
-            draft.restart(text)
+        candidates = self._candidates if room > 0 and deepest > 0 and self._sources else None
+        if candidates is not None:
+            candidates.restart(text)
             for source in self._proposing:
-                source.propose(text, draft)
-        return Offer(layout, branch, draft, room, deepest, cost, trust, self._bonus, kept)
+                source.propose(text, candidates)
+        return Draft(layout, branch, candidates, room, deepest, cost, trust, self._bonus, all_taken)
 
-    def _standing_offer(self) -> Offer | None:
-        """What this sequence offers in all steps that it shares with others and in which it has no window, if all that
+    def _cached_draft(self) -> Draft | None:
+        """The draft of this sequence in all steps that it shares with others and in which it has no window, if all that
         changes from one to the next is in C."""
-        config, draft = self.config, self._draft
-        if config.step_cost is None or config.budget < 2 or self._proposing or draft.text is None:
+        config, candidates = self.config, self._candidates
+        if config.step_cost is None or config.budget < 2 or self._proposing or candidates.text is None:
             return None
-        standing = Standing(self._trust.cell, min(self.prompt_tokens + self.room, MOST_TOKENS))
+        cached = Cached(self._trust.cell, min(self.prompt_tokens + self.room, MOST_TOKENS))
         layout, most, cost = self.root_alone, config.budget - 1, self.weighed
-        return Offer(layout, (), draft, most, self._deepest, cost, bonus=self._bonus, kept=False, standing=standing)
+        return Draft(
+            layout, (), candidates, most, self._deepest, cost, bonus=self._bonus, all_taken=False, cached=cached
+        )
 
     def bare_root(self) -> TokenTree:
         """The tree of a step without guesses and without a window: one token, as in autoregressive decoding."""
@@ -239,10 +242,10 @@ class DecodingSequence:
             self._uniforms.append(self._random.random())
 
     @property
-    def draft(self) -> Draft | None:
-        """The draft that may learn from a step before this sequence absorbs it (see `Drafter.verification`), or None if
-        one of its sources cannot."""
-        return self._draft if self._learns_early else None
+    def learner(self) -> Candidates | None:
+        """The candidates that may learn from a step before this sequence absorbs it (see `Drafter.verification`), or
+        None if one of its sources cannot."""
+        return self._candidates if self._learns_early else None
 
     def verify(self, tree: TokenTree, output: StepOutput) -> Verdict:
         """Accept what the targets confirm, cut at the first token that ends the sequence."""

@@ -85,7 +85,7 @@ class Verification(Protocol):
 
 
 class PythonVerification:
-    """Verifies one tree after the other, and lets no draft learn."""
+    """Verifies one tree after the other, and lets nothing be learned."""
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self._trees = trees

@@ -147,10 +147,10 @@ DRIFTS = {
     "a version": ("layout.c", "#define VERSION 1", "#define VERSION 2", "its version is 2, and Python has 1"),
     "a field that moved": ("drafter.h", "double bonus; ", "double pad, bonus; ", "layout.py has another (size|offset)"),
     "fields that swapped": (
-        "layout.c", "room, 48) FIELD(Step, max_depth, 52)", "max_depth, 52) FIELD(Step, room, 48)",
-        "Step.room is 52, and Python has 48",
+        "layout.c", "branch, 56) FIELD(Step, text_end, 60)", "text_end, 60) FIELD(Step, branch, 56)",
+        "Step.branch is 60, and Python has 56",
     ),
-    "a field that is missing": ("layout.c", "FIELD(Ran, draft, 0)", "", r"has \d+ sizes and offsets, and Python \d+"),
+    "a field that is missing": ("layout.c", "FIELD(Ran, nodes, 8)", "", r"has \d+ sizes and offsets, and Python \d+"),
     "no table at all": ("layout.c", "*drafter_layout(", "*renamed_layout(", "does not say how its structs"),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Offer, Share, Standing, TextSettings
+from lookahead.algorithm.draft import Cached, Candidates, Draft, Drafter, Share, TextSettings
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.output import StepOutput, StepResults
@@ -34,26 +34,26 @@ OURS, TWIN = NativeDrafter(library(), workers=0), PythonDrafter()
 HELPED = NativeDrafter(library(), workers=3)
 
 
-def offer(chains: list[list[float]], window: int = 0, most: int = 30, max_depth: int = 9, **more: Any) -> Offer:
+def chains_draft(chains: list[list[float]], window: int = 0, most: int = 30, max_depth: int = 9, **more: Any) -> Draft:
     """Chains of tokens whose rates these are, below a branch with this window."""
     layout, rates = window_layout(window, 3), array("d", [rate for chain in chains for rate in chain] or [0.0])
-    draft, first = Draft.after([7], rates), 0
+    candidates, first = Candidates.after([7], rates), 0
     for chain in chains:
         origins = range(first, first + len(chain))
-        draft.add_chain([100 + origin for origin in origins], list(origins))
+        candidates.add_chain([100 + origin for origin in origins], list(origins))
         first += len(chain)
     branch = array("i", range(1, layout.size + 1))
-    return Offer(layout, branch, draft, most, max_depth, **more)
+    return Draft(layout, branch, candidates, most, max_depth, **more)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> dict[str, Any]:
     """Scores of which many are equal; windows; limits; costs that end early, or none."""
     rate = st.sampled_from((0.0, 0.1, 0.25, 0.5, 0.9, 1.0)) if draw(st.booleans()) else st.floats(0, 1)
-    offers = []
+    drafts = []
     for _ in range(draw(st.integers(1, 6))):
         window = draw(st.sampled_from((0, 0, 1, 3)))
-        offers.append(
+        drafts.append(
             {
                 "chains": draw(st.lists(st.lists(rate, min_size=1, max_size=4), max_size=5)),
                 "window": window,
@@ -62,7 +62,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
                 "cost": draw(st.none() | st.lists(st.floats(0.01, 10), min_size=1, max_size=15)),
                 "trust": draw(st.sampled_from((0.5, 1.0, 1.3))),
                 "bonus": draw(st.sampled_from((0.0, 0.008))),
-                "kept": draw(st.booleans()),
+                "all_taken": draw(st.booleans()),
             }
         )
     cost = draw(st.none() | st.lists(st.floats(0.01, 10), min_size=1, max_size=40))
@@ -70,12 +70,12 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
         cost = np.array(cost)
     few = st.none() | st.integers(-2, 40)
     floor = draw(st.sampled_from((0.0, 0.0, 0.2, 0.5)))
-    return {"offers": offers, "cost": cost, "most": draw(few), "room": draw(few), "floor": floor}
+    return {"drafts": drafts, "cost": cost, "most": draw(few), "room": draw(few), "floor": floor}
 
 
 def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
-    offers = [offer(**one) for one in step["offers"]]
-    return repr(drafter.choose(offers, Share(*[step[name] for name in ("cost", "most", "room", "floor")])))
+    drafts = [chains_draft(**one) for one in step["drafts"]]
+    return repr(drafter.choose(drafts, Share(*[step[name] for name in ("cost", "most", "room", "floor")])))
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -89,74 +89,76 @@ def test_many_guesses_are_sorted_as_numpy_does() -> None:
     rng = np.random.default_rng(3)
     for count in (1, 2, 3, 7, 64, 256):
         rates = [np.sort(rng.random(rng.integers(0, 30)).round(2))[::-1].tolist() for _ in range(count)]
-        offers = [{"chains": [[rate] for rate in one], "trust": 1.1, "bonus": 0.008, "kept": False} for one in rates]
-        step = {"offers": offers, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None, "floor": 0.1}
+        drafts = [
+            {"chains": [[rate] for rate in one], "trust": 1.1, "bonus": 0.008, "all_taken": False} for one in rates
+        ]
+        step = {"drafts": drafts, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None, "floor": 0.1}
         HELPED.get_ready()
         assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
 def test_without_a_draft_there_is_the_branch_alone() -> None:
     layout = window_layout(2, 3)
-    bare = Offer(layout, array("i", [5, 6, 7, 8]), None, 9, 9)
+    bare = Draft(layout, array("i", [5, 6, 7, 8]), None, 9, 9)
     for drafter in (OURS, TWIN):
-        trees, refused = drafter.choose([bare, offer([[0.5, 0.5]])])
+        trees, refused = drafter.choose([bare, chains_draft([[0.5, 0.5]])])
         assert (list(trees[0].tokens), list(trees[1].tokens), refused) == ([5, 6, 7, 8], [1, 100, 101], None)
 
 
 @pytest.mark.parametrize("drafter", [OURS, TWIN])
 def test_a_branch_of_another_layout_is_refused(drafter: Drafter) -> None:
     with pytest.raises(ValueError, match="a branch of 1 tokens for a layout of 4"):
-        drafter.choose([Offer(window_layout(2, 3), array("i", [5]), None, 9, 9)])
+        drafter.choose([Draft(window_layout(2, 3), array("i", [5]), None, 9, 9)])
 
 
-def draft_with_memory(text: list[int]) -> Draft:
-    """A draft with a text and tables in C."""
-    draft = Draft.after(text, array("d", [0.5] * 100))
-    draft.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
-    draft.text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 0, -1, -1, 0, 0))
-    draft.text.take(text)
-    return draft
+def candidates_with_memory(text: list[int]) -> Candidates:
+    """Candidates with a text and tables in C."""
+    candidates = Candidates.after(text, array("d", [0.5] * 100))
+    candidates.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
+    candidates.text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 0, -1, -1, 0, 0))
+    candidates.text.take(text)
+    return candidates
 
 
 def test_who_points_nowhere_does_no_harm_to_others() -> None:
     """A sequence that points nowhere fails the step. It fails again on its own, and the other goes on."""
-    good, bad = (draft_with_memory([7, 6, 6]) for _ in range(2))
+    good, bad = (candidates_with_memory([7, 6, 6]) for _ in range(2))
     bad.add_chain([1], [10**6])
-    offers = [Offer(window_layout(0, 3), array("i", [6]), draft, 9, 9) for draft in (good, bad)]
+    drafts = [Draft(window_layout(0, 3), array("i", [6]), candidates, 9, 9) for candidates in (good, bad)]
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.choose(offers)
+        OURS.choose(drafts)
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.choose(offers[1:])
-    assert list(OURS.choose(offers[:1])[0][0].tokens) == [6, 6]
+        OURS.choose(drafts[1:])
+    assert list(OURS.choose(drafts[:1])[0][0].tokens) == [6, 6]
 
 
-def test_a_standing_offer_follows_its_text() -> None:
-    """The root, the depth that is left and the trust are read at every step, and the first offer may come late."""
-    drafts, trust = [draft_with_memory([5, 6, 7, 5]) for _ in range(2)], array("d", [1.0])
+def test_a_cached_draft_follows_its_text() -> None:
+    """The root, the depth that is left and the trust are read at every step, and the first draft may come late."""
+    learners, trust = [candidates_with_memory([5, 6, 7, 5]) for _ in range(2)], array("d", [1.0])
     for text in ([6], [7, 5], [6, 7], [5], [6]):
-        for draft in drafts:
-            draft.text.take(text)
+        for candidates in learners:
+            candidates.text.take(text)
     text, layout = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], window_layout(0, 3)
-    standing = Offer(layout, (), drafts[0], 9, 9, bonus=0.01, kept=False, standing=Standing(trust, 14))
+    cached = Draft(layout, (), learners[0], 9, 9, bonus=0.01, all_taken=False, cached=Cached(trust, 14))
     for token, ratio in ((7, 1.0), (5, 0.7), (6, 0.4), (7, 1.0)):
         text.append(token)
         trust[0] = ratio
-        for draft in drafts:
-            draft.text.take([token])
-        drafts[1].restart(text)
-        given = Offer(layout, [token], drafts[1], 9, 13 - len(text), trust=ratio, bonus=0.01, kept=False)
-        other = offer([[0.9, 0.2]], kept=False)
+        for candidates in learners:
+            candidates.text.take([token])
+        learners[1].restart(text)
+        given = Draft(layout, [token], learners[1], 9, 13 - len(text), trust=ratio, bonus=0.01, all_taken=False)
+        other = chains_draft([[0.9, 0.2]], all_taken=False)
         for floor in (0.0, 0.3):
-            mine, theirs = (OURS.choose([one, other], Share(None, 3, None, floor)) for one in (standing, given))
+            mine, theirs = (OURS.choose([one, other], Share(None, 3, None, floor)) for one in (cached, given))
             assert repr(mine) == repr(theirs)
     assert list(mine[0][0].tokens) == [7]  # the text is full
 
 
 def test_what_stands_must_follow_a_text() -> None:
-    for wrong in (Draft.after([7], array("d", [0.5])), None):
-        offer = Offer(window_layout(0, 3), (), wrong, 9, 9, standing=Standing(array("d", [1.0]), 9))
-        with pytest.raises(ValueError, match="needs a draft with a text in C"):
-            OURS.choose([offer])
+    for wrong in (Candidates.after([7], array("d", [0.5])), None):
+        draft = Draft(window_layout(0, 3), (), wrong, 9, 9, cached=Cached(array("d", [1.0]), 9))
+        with pytest.raises(ValueError, match="needs candidates with a text in C"):
+            OURS.choose([draft])
 
 
 @st.composite
@@ -195,12 +197,12 @@ def test_the_same_is_accepted(step: tuple[list[TokenTree], list[list[int]]]) -> 
     trees, targets = step
     results = np.full((sum(map(len, targets)), 5), 9, dtype=np.int32)
     results[:, 0] = [target for each in targets for target in each]
-    outputs, drafts = outputs_of(results, list(map(len, targets))), [None] * len(trees)
+    outputs, learners = outputs_of(results, list(map(len, targets))), [None] * len(trees)
     assert [output.targets for output in outputs] == targets
-    accepted = [one.verification(trees, drafts).accept(outputs) for one in (OURS, TWIN)]
+    accepted = [one.verification(trees, learners).accept(outputs) for one in (OURS, TWIN)]
     assert accepted[0] == accepted[1]
     others = [StepOutput(each) for each in targets]  # as another backend gives them
-    assert OURS.verification(trees, drafts).accept(others) == accepted[0]
+    assert OURS.verification(trees, learners).accept(others) == accepted[0]
 
 
 def test_results_of_another_step_are_refused() -> None:
@@ -212,15 +214,15 @@ def test_results_of_another_step_are_refused() -> None:
 
 def test_a_step_that_cannot_be_learned_fails_its_sequence_alone() -> None:
     tree, bad = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1]), TokenTree([7, 8], [-1, 0], [0, 1], [0, 5])
-    drafts = [draft_with_memory([6, 7]) for _ in range(3)]
-    OURS.choose([Offer(window_layout(0, 3), array("i", [7]), draft, 9, 9) for draft in drafts])
+    learners = [candidates_with_memory([6, 7]) for _ in range(3)]
+    OURS.choose([Draft(window_layout(0, 3), array("i", [7]), candidates, 9, 9) for candidates in learners])
     results = np.array([[8, 1, 2], [3, 1, 2]] * 3, dtype=np.int32)
     outputs = outputs_of(results, [2, 2, 2])
-    first, second, third = OURS.verification([tree, bad, tree], drafts).accept(outputs)
+    first, second, third = OURS.verification([tree, bad, tree], learners).accept(outputs)
     assert first == third == Verdict([1], [8, 3], None, learned=True)
     assert isinstance(second, IndexError)
-    for draft, kept in zip(drafts, (True, False, True), strict=True):
-        tables = draft.tables
+    for candidates, kept in zip(learners, (True, False, True), strict=True):
+        tables = candidates.tables
         assert tables is not None
         assert (tables.last.get((7, 8)) == (1, 2)) == kept
 
@@ -231,9 +233,9 @@ def in_new_process(code: str) -> str:
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 sys.path.insert(0, {str(Path(marks.__file__).parent)!r})
-from test_native_choose import HELPED, offer
+from test_native_choose import HELPED, chains_draft
 def search(count=8):
-    return repr(HELPED.choose([offer([[0.5, 0.25], [0.125]]) for _ in range(count)]))
+    return repr(HELPED.choose([chains_draft([[0.5, 0.25], [0.125]]) for _ in range(count)]))
 def threads():
     return len(os.listdir("/proc/self/task"))
 first, before = search(), threads()
@@ -274,10 +276,10 @@ def test_threads_are_woken_only_after_a_choice_that_they_could_have_shared() -> 
             self.woken += 1
 
     counting = Library()
-    drafter, many = NativeDrafter(counting, workers=1), [offer([[0.5]]) for _ in range(8)]
-    bare = [Offer(window_layout(0, 3), array("i", [7]), None, 9, 9)] * 8
-    for offers, woken in ((many[:3], 0), (bare, 0), (many, 1)):
-        drafter.choose(offers)
+    drafter, many = NativeDrafter(counting, workers=1), [chains_draft([[0.5]]) for _ in range(8)]
+    bare = [Draft(window_layout(0, 3), array("i", [7]), None, 9, 9)] * 8
+    for drafts, woken in ((many[:3], 0), (bare, 0), (many, 1)):
+        drafter.choose(drafts)
         drafter.get_ready()
         drafter.get_ready()  # nothing was chosen in between
         assert counting.woken == woken

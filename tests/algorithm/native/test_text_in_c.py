@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits, TextSettings
+from lookahead.algorithm.draft import Candidates, Drafter, Limits, TextSettings
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter, NativeText
 from lookahead.algorithm.search import PythonDrafter
@@ -57,10 +57,10 @@ def proposed(drafter: Drafter, case: dict[str, Any]) -> list[str]:
     for source in sources:
         source.start(text)
     for accepted, ngrams in [*case["steps"], ([1], [])]:
-        draft = Draft.after(text, memory.calibration.rates)
+        candidates = Candidates.after(text, memory.calibration.rates)
         for source in sources:
-            source.propose(text, draft)
-        seen.append(repr(drafter.grow(draft, Limits(40, 9))))
+            source.propose(text, candidates)
+        seen.append(repr(drafter.grow(candidates, Limits(40, 9))))
         text = text + accepted
         for source in sources:
             source.absorb(Outcome(text, accepted, TREE, [], [1], None, ngrams))
@@ -105,19 +105,19 @@ def test_what_a_text_refuses() -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied(text)
-    draft = Draft.after([1], SharedMemory(TWIN).calibration.rates)
-    draft.text = text
+    candidates = Candidates.after([1], SharedMemory(TWIN).calibration.rates)
+    candidates.text = text
     with pytest.raises(TypeError, match="cannot read a NativeText"):
-        TWIN.grow(draft, Limits(4, 4))
+        TWIN.grow(candidates, Limits(4, 4))
 
 
 def test_origins_that_do_not_exist_are_refused() -> None:
     text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 5, -1, -1, 3, 3))
     text.take([1, 1, 1])
-    draft = Draft.after([1, 1, 1], SharedMemory(TWIN).calibration.rates[:4])
-    draft.text = text
+    candidates = Candidates.after([1, 1, 1], SharedMemory(TWIN).calibration.rates[:4])
+    candidates.text = text
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.grow(draft, Limits(4, 4))
+        OURS.grow(candidates, Limits(4, 4))
 
 
 def test_memory_is_freed_with_its_text() -> None:

@@ -24,7 +24,7 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.choice import DraftBudget, choose_trees
 from lookahead.algorithm.cost import PassCost
-from lookahead.algorithm.draft import Draft, Drafter, Limits
+from lookahead.algorithm.draft import Candidates, Drafter, Limits
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.native.memory import NativeTable
@@ -178,9 +178,9 @@ def test_threads_share_a_table() -> None:
                 own = OURS.new_table()
                 tree, top = TokenTree([number, i], [-1, 0], [0, 1], [0, 1]), np.array([(i, 0), (number, 3)], np.int32)
                 own.keep(tree, (-1, -1), top)
-                draft = Draft.after([number], Calibration().rates)
-                draft.tables = SuccessorTables(OURS.new_table(), own, shared, 0)
-                OURS.grow(draft, Limits(20, 9))
+                candidates = Candidates.after([number], Calibration().rates)
+                candidates.tables = SuccessorTables(OURS.new_table(), own, shared, 0)
+                OURS.grow(candidates, Limits(20, 9))
                 shared.keep(tree, (-1, -1), top)
         except BaseException as error:
             failures.append(error)
@@ -225,9 +225,9 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
 
 def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> Guesses:
     """What the drafter takes; without tables there is no source of successors at all."""
-    draft = Draft.after(case["text"], calibration.rates)
+    candidates = Candidates.after(case["text"], calibration.rates)
     for chain in case["chains"]:
-        draft.add_chain(*chain)
+        candidates.add_chain(*chain)
     if case["tables"] is not None:
         *own, shared = case["tables"]
         source = RecycleSource(drafter.new_table, None if shared is None else drafter.new_table(), calibration)
@@ -235,8 +235,8 @@ def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> G
         for table, entries in zip((tables.last, tables.own, tables.shared), (*own, shared), strict=True):
             for key, value in (entries or {}).items():
                 table.put(key, value)
-        source.propose(case["text"], draft)
-    return drafter.grow(draft, case["limits"])
+        source.propose(case["text"], candidates)
+    return drafter.grow(candidates, case["limits"])
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -297,17 +297,17 @@ def test_what_points_nowhere_is_refused() -> None:
         with pytest.raises(IndexError, match="does not exist"):
             table.keep(replace(tree, parents=parents, needed=needed), (-1, -1), np.array([(5, 0)], dtype=np.int32))
     for origin in (-1, 3):
-        draft = Draft.after([1], array("d", [0.5] * 3))
-        draft.add_chain([5], [origin])
+        candidates = Candidates.after([1], array("d", [0.5] * 3))
+        candidates.add_chain([5], [origin])
         with pytest.raises(IndexError, match="does not exist"):
-            OURS.grow(draft, Limits(3, 3))
-    draft = Draft.after([1], array("d", [0.5] * 3))
-    draft.tables = SuccessorTables(table, table, None, 0)
+            OURS.grow(candidates, Limits(3, 3))
+    candidates = Candidates.after([1], array("d", [0.5] * 3))
+    candidates.tables = SuccessorTables(table, table, None, 0)
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.grow(draft, Limits(3, 3))
-    draft.tables = SuccessorTables(SuccessorDict(), table, None, 0)
+        OURS.grow(candidates, Limits(3, 3))
+    candidates.tables = SuccessorTables(SuccessorDict(), table, None, 0)
     with pytest.raises(TypeError, match="cannot read a SuccessorDict"):
-        OURS.grow(draft, Limits(3, 3))
+        OURS.grow(candidates, Limits(3, 3))
 
 
 # Whole generations
@@ -358,7 +358,7 @@ def test_every_step_of_the_graph_backend_is_the_same(
     model: Any, temperature: float, ngram: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of a tiny Llama, with packets and top tokens as they go to and come from a device. The last of its
-    sequences runs alone, with a window. Shared, the offers in C stand."""
+    sequences runs alone, with a window. Shared, the drafts in C are cached."""
     stood, show = list[bool](), DecodingSequence._show
     learned = list[bool]()
 
@@ -378,7 +378,7 @@ def test_every_step_of_the_graph_backend_is_the_same(
         for seed, prompt in enumerate([[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3, 4]]):
             sampling, rules = SamplingParams(temperature=temperature, seed=seed), StopRules(max_tokens=24 + 8 * seed)
             sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
-            stood.append(sequence.standing_offer is not None)
+            stood.append(sequence.cached_draft is not None)
             engine.submit(Request(sequence))
         settle = engine.settle
 
@@ -425,7 +425,7 @@ def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(mo
                 sequence.learn_while_running()
             trail = sequence.tokens[backend.length(slot) : -1]
             outputs = backend.step([StepInput(slot, trail, tree, SamplingParams(), (), 8)])
-            verdict = OURS.verification([tree], [sequence.draft]).accept(outputs)[0]
+            verdict = OURS.verification([tree], [sequence.learner]).accept(outputs)[0]
             assert isinstance(verdict, Verdict)
             backend.commit([(slot, sequence.absorb(tree, outputs[0], sequence.cut(verdict)).path)])
         return sequence.tokens, set(memory.successors.items())
@@ -437,7 +437,7 @@ def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(mo
 def test_a_text_without_an_end_fits_into_c() -> None:
     rules, memory, shared = StopRules(max_tokens=2**40), SharedMemory(OURS), without_cost(EVERYTHING)
     sequences = [DecodingSequence([1, 2, 1], shared, None, rules, memory=memory) for _ in range(9)]
-    assert all(sequence.standing_offer for sequence in sequences)
+    assert all(sequence.cached_draft for sequence in sequences)
     assert all(len(tree) > 1 for tree in choose_trees(sequences))
 
 
@@ -446,7 +446,7 @@ def test_memory_in_c_is_freed_with_its_sequence() -> None:
     memory, shared = SharedMemory(OURS), without_cost(EVERYTHING)
     sequences = [DecodingSequence([1, 2, 1], shared, memory=memory) for _ in range(9)]
     choose_trees(sequences)
-    texts = [weakref.ref(sequence._draft.text) for sequence in sequences]
+    texts = [weakref.ref(sequence._candidates.text) for sequence in sequences]
     gc.collect()
     gc.disable()
     try:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.sources.calibration import Calibration, source_of
 from lookahead.algorithm.sources.pool import JacobiSource, NGramPool, PromptSource
 from lookahead.algorithm.sources.source import Outcome
@@ -16,14 +16,14 @@ NGram = tuple[int, ...]
 
 
 def proposed(source: JacobiSource | PromptSource, text: list[int]) -> tuple[list[NGram], list[NGram]]:
-    """The chains that the source writes into a draft, and their origins."""
-    draft, end = Draft.after(text, Calibration().rates), 0
-    source.propose(text, draft)
+    """The chains that the source proposes, and their origins."""
+    candidates, end = Candidates.after(text, Calibration().rates), 0
+    source.propose(text, candidates)
     chains, origins = list[NGram](), list[NGram]()
-    for length in draft.chain_lengths:
+    for length in candidates.chain_lengths:
         start, end = end, end + length
-        chains.append(tuple(draft.chain_tokens[start:end]))
-        origins.append(tuple(draft.chain_origins[start:end]))
+        chains.append(tuple(candidates.chain_tokens[start:end]))
+        origins.append(tuple(candidates.chain_origins[start:end]))
     return chains, origins
 
 

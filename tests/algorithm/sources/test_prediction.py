@@ -7,7 +7,7 @@ import random
 import pytest
 from toys import VOCABULARY, ToyBackend
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import Calibration, PredictionSource, SharedMemory
@@ -33,11 +33,11 @@ def run(
 
 
 def proposed(source: PredictionSource) -> list[list[int]]:
-    draft = Draft.after([1], Calibration().rates)
-    source.propose([1], draft)
+    candidates = Candidates.after([1], Calibration().rates)
+    source.propose([1], candidates)
     chains, start = [], 0
-    for length in draft.chain_lengths:
-        chains.append(draft.chain_tokens[start : start + length])
+    for length in candidates.chain_lengths:
+        chains.append(candidates.chain_tokens[start : start + length])
         start += length
     return chains
 

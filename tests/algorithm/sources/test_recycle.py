@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lookahead.algorithm.draft import Draft, Drafter, Limits
+from lookahead.algorithm.draft import Candidates, Drafter, Limits
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.search import PythonDrafter
@@ -119,12 +119,13 @@ def test_the_better_of_two_entries_answers(drafter: Drafter, first: tuple[str, i
 
 @pytest.mark.parametrize(("first", "second"), list(combinations(ANSWER_ORDER, 2)))
 def test_the_drafter_asks_in_the_same_order(drafter: Drafter, first: tuple[str, int], second: tuple[str, int]) -> None:
-    """`look_up` has a twin in C, which only a draft calls."""
+    """`look_up` has a twin in C, which only the search calls."""
     source = holding(drafter, first, second)
-    draft = Draft.after([1, 2, 3], Calibration().rates)
-    source.propose([1, 2, 3], draft)
-    draft.rates[source.tables.first_origin :] = array("d", [0.5]) * len(draft.rates[source.tables.first_origin :])
-    guesses = drafter.grow(draft, Limits(1, 1))
+    candidates = Candidates.after([1, 2, 3], Calibration().rates)
+    source.propose([1, 2, 3], candidates)
+    first_origin = source.tables.first_origin
+    candidates.rates[first_origin:] = array("d", [0.5]) * len(candidates.rates[first_origin:])
+    guesses = drafter.grow(candidates, Limits(1, 1))
     assert list(guesses.tokens) == [ANSWER_ORDER.index(first)]
     owner, length = first
     assert guesses.origins[0] == source.tables.first_origin + ((owner == "shared") * 3 + 3 - length) * LEVELS

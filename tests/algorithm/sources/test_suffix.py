@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from marks import examples
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from lookahead.algorithm.draft import Draft, Limits
+from lookahead.algorithm.draft import Candidates, Limits
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory, build
 from lookahead.algorithm.sources.calibration import Calibration
@@ -91,9 +91,9 @@ def test_a_continuation_is_what_followed_the_match(length: int) -> None:
     calibration = Calibration()
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     source = fed(SuffixSource(calibration, length=length), text)
-    draft = Draft.after(text, calibration.rates)
-    source.propose(text, draft)
-    guesses = PythonDrafter().grow(draft, Limits(99, 99))
+    candidates = Candidates.after(text, calibration.rates)
+    source.propose(text, candidates)
+    guesses = PythonDrafter().grow(candidates, Limits(99, 99))
     assert list(guesses.tokens) == [3, 4, 5, 6, 1, 2][:length]
     assert [origin - source.origin for origin in guesses.origins] == [2, 3, 4, 5, 6, 7][:length]
     assert guesses.scores[0] == SuffixSource.PRIORS[2]
@@ -118,9 +118,9 @@ def test_oldest_is_the_prompt_lookup_of_transformers(text: list[int], size: tupl
     memory = SharedMemory()
     (source,) = build(LookaheadConfig.prompt_lookup(tokens, key), memory)
     fed(source, text, data.draw(st.integers(1, len(text))) if data is not None else 1)
-    draft = Draft.after(text, memory.calibration.rates)
-    source.propose(text, draft)
-    guesses = memory.drafter.grow(draft, Limits(tokens, 99))
+    candidates = Candidates.after(text, memory.calibration.rates)
+    source.propose(text, candidates)
+    guesses = memory.drafter.grow(candidates, Limits(tokens, 99))
     assert list(guesses.tokens) == lookup(text, tokens, key)
     assert list(guesses.parents) == list(range(len(guesses.tokens)))
 

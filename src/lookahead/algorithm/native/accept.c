@@ -36,11 +36,11 @@ static int32_t *new_ngrams(const Ran *ran, const int32_t *tree, const int32_t *r
 static int take(
     const Ran *ran, const int32_t *tree, const int32_t *results, int32_t stride, const int32_t *tokens, int32_t count
 ) {
-    Text *text = ran->draft->text;
+    Text *text = ran->candidates->text;
     int64_t root = text->length - 1;
     int32_t one = root > 0 ? text->tokens[root - 1] : -1, two = root > 1 ? text->tokens[root - 2] : -1;
     Computed step = {ran->nodes, ran->needed_count, (stride - 1) / 2, {two, one}, 1, stride};
-    int result = table_keep(ran->draft->last, &step, tree, results + 1);
+    int result = table_keep(ran->candidates->last, &step, tree, results + 1);
     if (result) return result;
     if (!ran->width) return text_take(text, tokens, count, NULL, 0);
     int32_t *ngrams = new_ngrams(ran, tree, results, stride, text->set.ngram);
@@ -61,7 +61,7 @@ void draft_accept(
     for (int32_t i = 0; i < sequences; i++) {
         const Ran *one = &ran[i];
         int32_t count = one->nodes ? follow(one, trees, results, stride, tokens, paths) : 0;
-        int result = count && one->draft ? take(one, trees, results, stride, tokens, count) : 0;
+        int result = count && one->candidates ? take(one, trees, results, stride, tokens, count) : 0;
         counts[i] = result ? result : count;
         if (!result) tokens += count, paths += count;
         trees += 2 * (int64_t)one->nodes + one->needed_count;

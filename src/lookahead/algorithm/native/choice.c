@@ -27,7 +27,7 @@ static int32_t *sort_places(const Guess *guesses, int32_t *places, int64_t count
     return from;
 }
 
-/* How many of `total` guesses a step of so many rows takes, best first; `least` of them are kept. */
+/* How many of `total` guesses a step of so many rows takes, best first; `least` of them are taken anyway. */
 static int64_t best_count(
     const Share *share, const Guess *guesses, const int32_t *order, int64_t total, int64_t least, int64_t rows
 ) {
@@ -54,7 +54,7 @@ static int32_t best_counts(const Share *share, const Step *steps, int32_t *count
     int64_t total = 0, least = 0, rows = 0;
     for (int32_t i = 0; i < share->sequences; i++) {
         total += counts[i];
-        least += steps[i].kept ? counts[i] : 0;
+        least += steps[i].all_taken ? counts[i] : 0;
         rows += steps[i].branch;
     }
     Guess *guesses = malloc(((size_t)total + 1) * (sizeof *guesses + 2 * sizeof(int32_t)));
@@ -62,8 +62,8 @@ static int32_t best_counts(const Share *share, const Step *steps, int32_t *count
     int32_t *order = (int32_t *)(guesses + total + 1), at = 0;
     for (int32_t i = 0; i < share->sequences; i++) {
         for (int32_t k = 0; k < counts[i]; k++, at++) {
-            double weighted = steps[i].draft->scores[k] * *steps[i].trust, value = weighted + steps[i].bonus;
-            guesses[at] = (Guess){steps[i].kept ? value + 2.0 : value, value, weighted, i};
+            double weighted = steps[i].candidates->scores[k] * *steps[i].trust, value = weighted + steps[i].bonus;
+            guesses[at] = (Guess){steps[i].all_taken ? value + 2.0 : value, value, weighted, i};
             order[at] = at;
         }
         counts[i] = 0;
@@ -85,11 +85,11 @@ static double write_tree(int32_t *to, int64_t rows, const Step *step, const int3
     for (int field = 0; field < 4; field++, to += rows) {
         int32_t own = field < 3 ? step->branch : 0;
         memcpy(to, branch + (int64_t)field * own, (size_t)own * sizeof *to);
-        const int32_t *guesses = count ? step->draft->guesses + (int64_t)field * step->draft->capacity : &none;
+        const int32_t *guesses = count ? step->candidates->guesses + (int64_t)field * step->candidates->capacity : &none;
         memcpy(to + own, guesses, (size_t)count * sizeof *to);
     }
     double expected = 0.0;
-    for (int32_t i = 0; i < count; i++) expected += step->draft->scores[i];
+    for (int32_t i = 0; i < count; i++) expected += step->candidates->scores[i];
     return expected;
 }
 
@@ -109,16 +109,16 @@ typedef struct {
 static void search_one(void *of, int32_t place) {
     Searches *s = of;
     const Step *step = &s->steps[place];
-    s->counts[place] = step->draft && step->max_depth > 0 ? draft_search(step, s->numbers[place]) : 0;
+    s->counts[place] = step->candidates && step->max_depth > 0 ? draft_search(step, s->numbers[place]) : 0;
 }
 
 /* The step of a sequence as it is now: its floor, and where its text ends. */
 static Step current(const Step *given, double floor) {
     Step step = *given;
-    if (!step.draft) return step;
-    step.floor = step.kept ? 0.0 : floor / *step.trust;
+    if (!step.candidates) return step;
+    step.floor = step.all_taken ? 0.0 : floor / *step.trust;
     if (!step.most_tokens) return step;
-    const Text *text = step.draft->text;
+    const Text *text = step.candidates->text;
     for (int i = 0; i < 3; i++) step.text_end[2 - i] = i < text->length ? text->tokens[text->length - 1 - i] : -1;
     step.root = step.text_end[2];
     /* An accepted guess at depth d means d + 1 tokens. */
@@ -128,7 +128,7 @@ static Step current(const Step *given, double floor) {
 
 /* Search every sequence's guesses, take the best of all of them, and write the trees: all tokens, all parents, all
    depths, and all origins, as many of each as the trees have nodes. `given` are the sequences' steps, and `numbers`
-   what comes with them; no two steps have the same draft. `counts` are how many guesses each sequence takes; if one
+   what comes with them; no two steps have the same candidates. `counts` are how many guesses each sequence takes; if one
    fails, all of these are the results of the searches. `expected` has the trees' sums of scores, and at its end the
    weighted score of the best refused guess. Returns whether there is one. */
 int32_t draft_choose(

@@ -86,7 +86,7 @@ static int32_t plant(Node *trie, int32_t nodes, Chain chain, const double *rates
 }
 
 /* Enter the given chains (all tokens, all origins, and all lengths), and then the text's. */
-static void plant_all(Node *trie, const Draft *d, int64_t text_chains, const Step *step, const int32_t *given) {
+static void plant_all(Node *trie, const Candidates *d, int64_t text_chains, const Step *step, const int32_t *given) {
     const int32_t *tokens = given, *origins = tokens + step->chain_token_count;
     const int32_t *lengths = origins + step->chain_token_count;
     int32_t nodes = 1;
@@ -133,9 +133,9 @@ static const Successors *look_up(const Table *const tables[TABLES], const int32_
 }
 
 /* Queue what may follow a taken node: the tokens of its chains, and the best of its successors. */
-static void offer(
+static void queue(
     Candidate *heap, int32_t *size, Taken *taken, int32_t place, Node *trie, const Table *const tables[TABLES],
-    const Draft *d, const Step *step
+    const Candidates *d, const Step *step
 ) {
     Taken *node = &taken[place];
     const Taken *parent = place ? &taken[node->parent] : NULL;
@@ -218,7 +218,7 @@ static int32_t worth(const Taken *taken, int32_t count, const Step *step, double
 
 /* Fill the draft's guesses. Returns how many there are. `chains` come with the step. */
 int32_t draft_search(const Step *step, const int32_t *chains) {
-    const Draft *d = step->draft;
+    const Candidates *d = step->candidates;
     if (step->room > d->capacity) return -2;
     if (!all_below(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
     int64_t text_chains = d->text ? text_find_chains(d->text) : 0, chain_tokens = step->chain_token_count;
@@ -246,7 +246,7 @@ int32_t draft_search(const Step *step, const int32_t *chains) {
     int32_t count = 1, size = 0;
     taken[0] = (Taken){.token = step->text_end[2], .parent = -1, .score = 1.0, .weight = 1.0};
     while (count <= step->room) {
-        if (taken[count - 1].depth < step->max_depth) offer(heap, &size, taken, count - 1, trie, tables, d, step);
+        if (taken[count - 1].depth < step->max_depth) queue(heap, &size, taken, count - 1, trie, tables, d, step);
         if (!take(heap, &size, taken, count, &origins[count - 1], trie, d->rates)) break;
         if (taken[count].score < step->floor) break;
         count++;

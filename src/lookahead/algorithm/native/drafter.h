@@ -149,22 +149,22 @@ typedef struct {
     double *scores;
     double taught; /* what a guess is worth for what it teaches, in tokens */
     int32_t rate_count, first_origin, capacity;
-} Draft;
+} Candidates;
 
 /* One sequence's part of a step: its limits and the end of its text. Integers come with it, one after the other in one
    array: the given chains' tokens, origins and lengths; and in a choice the tokens, parents and depths of a branch that
    is more than the root. */
 typedef struct {
-    const Draft *draft;  /* NULL: no guesses */
+    const Candidates *candidates; /* NULL: no guesses */
     const double *cost;  /* NULL: the room is filled */
     const double *trust; /* in a choice, a guess's weighted score is its score times this, */
     double bonus;        /* and the guess is worth that plus this */
     double floor;        /* the first guess that scores less ends the search */
-    int32_t kept;        /* a choice takes all of them */
+    int32_t all_taken;   /* a choice takes all of them */
     int32_t cost_count, room, max_depth, branch;
     int32_t text_end[3]; /* its last token is the root */
     int32_t chain_token_count, chain_count;
-    int32_t most_tokens; /* above 0 in a standing offer: the end of the text is that of the draft's text, and no guess
+    int32_t most_tokens; /* above 0 in a cached draft: the end of the text is that of the candidates' text, and no guess
                             goes beyond so many tokens of it */
     int32_t root;        /* the token of a branch that is the root alone */
 } Step;
@@ -174,15 +174,15 @@ int32_t draft_search(const Step *step, const int32_t *chains);
 /* What all sequences of a step share. */
 typedef struct {
     const double *cost;             /* of a pass; NULL: there is none */
-    double floor;                   /* steps that are not kept are not searched below this weighted score */
+    double floor;                   /* unless all are taken, guesses below this weighted score are not searched for */
     int32_t cost_count, sequences;
-    int32_t most;                   /* guesses of those that are not kept; negative: any number */
+    int32_t most;                   /* guesses of those whose guesses are not all taken; negative: any number */
     int32_t room;                   /* guesses of all; negative: any number */
 } Share;
 
 /* One sequence's part of a step that has run. */
 typedef struct {
-    const Draft *draft;                  /* takes what the step showed; NULL: the caller sees to that */
+    const Candidates *candidates; /* learn what the step showed; NULL: the caller sees to that */
     int32_t nodes, branch, width, needed_count; /* of its tree: the first guess is node `branch` */
 } Ran;
 

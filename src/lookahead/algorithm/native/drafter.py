@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Draft, Limits, Offer, Share, TextSettings
-from lookahead.algorithm.native.drafts import DraftInC, address_of, chains_of, draft_in_c
+from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Candidates, Draft, Limits, Share, TextSettings
+from lookahead.algorithm.native.candidates import CandidatesInC, address_of, candidates_in_c, chains_of
 from lookahead.algorithm.native.layout import SHARE, STEP
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
 from lookahead.algorithm.native.verification import NativeVerification
@@ -21,7 +21,7 @@ from lookahead.algorithm.verify import Verification
 from lookahead.machine import cores
 
 _NO_DRAFT = STEP.with_only("branch", "root")
-"""A `Step` without a draft."""
+"""A `Step` without candidates."""
 
 MOST_WORKERS, CORES_EACH = 4, 4
 """At most so many threads help to search, and no more than one for so many of the machine's cores."""
@@ -38,7 +38,6 @@ class NativeDrafter:
         self._cost: tuple[Sequence[float], array[float]] = (), array("d")
         self._most_workers = min(MOST_WORKERS, cores() // CORES_EACH) if workers is None else workers
         self._workers = 0
-        self._memory: list[array[int]] = []  # where C writes trees
         self._searched = 0  # the sequences that the last choice searched, until `get_ready`
 
     def new_table(self) -> NativeTable:
@@ -57,73 +56,65 @@ class NativeDrafter:
             self._workers = _workers(self._c, self._most_workers, os.getpid())
             self._c.workers_wake(self._workers)
 
-    def grow(self, draft: Draft, limits: Limits) -> Guesses:
+    def grow(self, candidates: Candidates, limits: Limits) -> Guesses:
         if limits.most < 1 or limits.max_depth < 1:
             return NO_GUESSES
-        kept, times = draft_in_c(draft, limits.most), self._times(limits.cost)
-        step = kept.step(limits, times, branch=limits.branch, floor=limits.floor, draft=draft)
-        return kept.first(check(self._c.draft_search(step, chains_of(draft))))
+        in_c, times = candidates_in_c(candidates, limits.most), self._times(limits.cost)
+        step = in_c.step(limits, times, branch=limits.branch, floor=limits.floor, candidates=candidates)
+        return in_c.first(check(self._c.draft_search(step, chains_of(candidates))))
 
-    def choose(self, offers: Sequence[Offer], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
+    def choose(self, drafts: Sequence[Draft], share: Share = ALONE) -> tuple[list[TokenTree], float | None]:
         # 1. What C needs of every sequence.
         steps, numbers, rows, guesses, searched = list[int](), list[Numbers](), 0, 0, 0
         alive = list[Any]()  # what C reads must outlive its call
-        for offer in offers:
-            if offer.standing is None:
-                steps.append(self._step(offer, numbers, alive))
+        for draft in drafts:
+            if draft.cached is None:
+                steps.append(self._step(draft, numbers, alive))
             else:
-                kept = cast("DraftInC | None", offer.draft and offer.draft.in_c)
+                in_c = cast("CandidatesInC | None", draft.candidates and draft.candidates.in_c)
                 steps.append(
-                    kept.standing_step if kept is not None and kept.standing is offer.standing else self._stand(offer)
+                    in_c.cached_step if in_c is not None and in_c.cached is draft.cached else self._cache(draft)
                 )
-            if offer.draft is not None and offer.most > 0:
+            if draft.candidates is not None and draft.most > 0:
                 searched += 1
-                guesses += offer.most
-            rows += offer.layout.size
+                guesses += draft.most
+            rows += draft.layout.size
         self._searched = searched
         # 2. Search, choose, write the trees.
         times = None if share.cost is None else np.ascontiguousarray(share.cost, dtype=np.float64)
         address, count = (0, 0) if times is None else (times.__array_interface__["data"][0], len(times))
         most, room = (-1 if number is None else max(0, number) for number in (share.most, share.room))
-        space = MOST_GUESSES * len(offers) if room < 0 else room
-        trees = self._take_memory(4 * (rows + min(guesses, space)))
-        counts, expected = array("i", bytes(4 * len(offers))), array("d", bytes(8 * len(offers) + 8))
-        shared = SHARE.pack(address, share.floor, count, len(offers), most, room)
+        space = MOST_GUESSES * len(drafts) if room < 0 else room
+        trees = np.empty(4 * (rows + min(guesses, space)), dtype=np.int32)
+        counts, expected = array("i", bytes(4 * len(drafts))), array("d", bytes(8 * len(drafts) + 8))
+        shared = SHARE.pack(address, share.floor, count, len(drafts), most, room)
         some = check(
             self._c.draft_choose(
                 shared, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),
-                address_of(trees), self._workers if searched >= MANY else 0,
+                trees.__array_interface__["data"][0], self._workers if searched >= MANY else 0,
             )
         )  # fmt: skip
         # 3. The trees are one forest.
         nodes = rows + sum(counts)
-        made, start, forest = list[TokenTree](), 0, Forest(trees[: 4 * nodes], nodes)
-        self._memory[:] = [trees]
-        for offer, count, sum_of_scores in zip(offers, counts, expected, strict=False):
-            made.append(TokenTree.of_forest(forest, start, offer.layout, count, sum_of_scores))
-            start += offer.layout.size + count
-        return made, expected[len(offers)] if some else None
+        made, start, forest = list[TokenTree](), 0, Forest(array("i", trees[: 4 * nodes].tobytes()), nodes)
+        for draft, count, sum_of_scores in zip(drafts, counts, expected, strict=False):
+            made.append(TokenTree.of_forest(forest, start, draft.layout, count, sum_of_scores))
+            start += draft.layout.size + count
+        return made, expected[len(drafts)] if some else None
 
-    def _take_memory(self, numbers: int) -> array[int]:
-        """Memory for so many numbers: the last call's, unless another thread has taken it, or it is too small."""
-        try:
-            memory = self._memory.pop()
-        except IndexError:
-            memory = array("i")
-        return memory if len(memory) >= numbers else array("i", bytes(4 * numbers))
-
-    def _step(self, offer: Offer, numbers: list[Numbers], alive: list[Any]) -> int:
-        """Where C's `Step` of an offer is. What comes with it goes to `numbers`, and what must stay to `alive`."""
-        layout, branch, draft = offer.layout, offer.branch, offer.draft
+    def _step(self, draft: Draft, numbers: list[Numbers], alive: list[Any]) -> int:
+        """Where C's `Step` of a draft is. What comes with it goes to `numbers`, and what must stay to `alive`."""
+        layout, branch, candidates = draft.layout, draft.branch, draft.candidates
         layout.check(branch)
-        if draft is None or offer.most < 1 or offer.max_depth < 1:
+        if candidates is None or draft.most < 1 or draft.max_depth < 1:
             packed = _NO_DRAFT.pack(layout.size, branch[0])
         else:
-            kept, times, trust = draft_in_c(draft, offer.most), self._times(offer.cost), array("d", (offer.trust,))
-            packed = kept.step(
-                offer, times, trust, layout.size, draft=draft, bonus=offer.bonus, kept=offer.kept, root=branch[0]
-            )
-            numbers.append(chains_of(draft))
+            times, trust = self._times(draft.cost), array("d", (draft.trust,))
+            packed = candidates_in_c(candidates, draft.most).step(
+                draft, times, trust, layout.size, candidates=candidates, bonus=draft.bonus, all_taken=draft.all_taken,
+                root=branch[0],
+            )  # fmt: skip
+            numbers.append(chains_of(candidates))
             alive += times, trust
         if layout.size > 1:
             numbers += pack(f"{layout.size}i", *branch), layout.parents_and_depths
@@ -131,14 +122,14 @@ class NativeDrafter:
         alive.append(step)
         return address_of(step)
 
-    def _stand(self, offer: Offer) -> int:
-        """Where C's `Step` of a standing offer is, from now on."""
-        if offer.draft is None or offer.draft.text is None or offer.standing is None or offer.layout.size > 1:
-            raise ValueError("a standing offer needs a draft with a text in C, and has no window")
-        return draft_in_c(offer.draft, offer.most).stand(offer, offer.standing, self._times(offer.cost))
+    def _cache(self, draft: Draft) -> int:
+        """Where C's `Step` of a cached draft is, from now on."""
+        if draft.candidates is None or draft.candidates.text is None or draft.cached is None or draft.layout.size > 1:
+            raise ValueError("a cached draft needs candidates with a text in C, and has no window")
+        return candidates_in_c(draft.candidates, draft.most).cache(draft, draft.cached, self._times(draft.cost))
 
-    def verification(self, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> Verification:
-        return NativeVerification(self._c, trees, drafts)
+    def verification(self, trees: Sequence[TokenTree], learners: Sequence[Candidates | None]) -> Verification:
+        return NativeVerification(self._c, trees, learners)
 
     def _times(self, cost: Sequence[float] | None) -> array[float] | None:
         """The table as C reads it. The last one is kept, because most sequences have the same."""

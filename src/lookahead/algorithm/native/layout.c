@@ -15,20 +15,23 @@
     SIZE(Computed, 28) \
     FIELD(Computed, nodes, 0) FIELD(Computed, needed_count, 4) FIELD(Computed, count, 8) FIELD(Computed, before, 12) \
     FIELD(Computed, only, 20) FIELD(Computed, stride, 24) \
-    SIZE(Draft, 80) \
-    FIELD(Draft, last, 0) FIELD(Draft, own, 8) FIELD(Draft, shared, 16) FIELD(Draft, text, 24) FIELD(Draft, rates, 32) \
-    FIELD(Draft, guesses, 40) FIELD(Draft, scores, 48) FIELD(Draft, taught, 56) FIELD(Draft, rate_count, 64) \
-    FIELD(Draft, first_origin, 68) FIELD(Draft, capacity, 72) \
+    SIZE(Candidates, 80) \
+    FIELD(Candidates, last, 0) FIELD(Candidates, own, 8) FIELD(Candidates, shared, 16) FIELD(Candidates, text, 24) \
+    FIELD(Candidates, rates, 32) FIELD(Candidates, guesses, 40) FIELD(Candidates, scores, 48) \
+    FIELD(Candidates, taught, 56) FIELD(Candidates, rate_count, 64) FIELD(Candidates, first_origin, 68) \
+    FIELD(Candidates, capacity, 72) \
     SIZE(Step, 88) \
-    FIELD(Step, draft, 0) FIELD(Step, cost, 8) FIELD(Step, trust, 16) FIELD(Step, bonus, 24) FIELD(Step, floor, 32) \
-    FIELD(Step, kept, 40) FIELD(Step, cost_count, 44) FIELD(Step, room, 48) FIELD(Step, max_depth, 52) \
+    FIELD(Step, candidates, 0) FIELD(Step, cost, 8) FIELD(Step, trust, 16) FIELD(Step, bonus, 24) \
+    FIELD(Step, floor, 32) FIELD(Step, all_taken, 40) FIELD(Step, cost_count, 44) FIELD(Step, room, 48) \
+    FIELD(Step, max_depth, 52) \
     FIELD(Step, branch, 56) FIELD(Step, text_end, 60) FIELD(Step, chain_token_count, 72) FIELD(Step, chain_count, 76) \
     FIELD(Step, most_tokens, 80) FIELD(Step, root, 84) \
     SIZE(Share, 32) \
     FIELD(Share, cost, 0) FIELD(Share, floor, 8) FIELD(Share, cost_count, 16) FIELD(Share, sequences, 20) \
     FIELD(Share, most, 24) FIELD(Share, room, 28) \
     SIZE(Ran, 24) \
-    FIELD(Ran, draft, 0) FIELD(Ran, nodes, 8) FIELD(Ran, branch, 12) FIELD(Ran, width, 16) FIELD(Ran, needed_count, 20)
+    FIELD(Ran, candidates, 0) FIELD(Ran, nodes, 8) FIELD(Ran, branch, 12) FIELD(Ran, width, 16) \
+    FIELD(Ran, needed_count, 20)
 
 #if UINTPTR_MAX == UINT64_MAX
 #define SAME_SIZE(type, size) _Static_assert(sizeof(type) == (size), "layout.py has another size of " #type);

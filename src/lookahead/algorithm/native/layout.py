@@ -41,18 +41,18 @@ SETTINGS = Record(
     deepest="i",
 )  # fmt: skip
 COMPUTED = Record("Computed", nodes="i", needed_count="i", count="i", before="2i", only="i", stride="i")
-DRAFT = Record(
-    "Draft", last="P", own="P", shared="P", text="P", rates="P", guesses="P", scores="P", taught="d", rate_count="i",
-    first_origin="i", capacity="i",
+CANDIDATES = Record(
+    "Candidates", last="P", own="P", shared="P", text="P", rates="P", guesses="P", scores="P", taught="d",
+    rate_count="i", first_origin="i", capacity="i",
 )  # fmt: skip
 STEP = Record(
-    "Step", draft="P", cost="P", trust="P", bonus="d", floor="d", kept="i", cost_count="i", room="i", max_depth="i",
-    branch="i", text_end="3i", chain_token_count="i", chain_count="i", most_tokens="i", root="i",
+    "Step", candidates="P", cost="P", trust="P", bonus="d", floor="d", all_taken="i", cost_count="i", room="i",
+    max_depth="i", branch="i", text_end="3i", chain_token_count="i", chain_count="i", most_tokens="i", root="i",
 )  # fmt: skip
 SHARE = Record("Share", cost="P", floor="d", cost_count="i", sequences="i", most="i", room="i")
-RAN = Record("Ran", draft="P", nodes="i", branch="i", width="i", needed_count="i")
+RAN = Record("Ran", candidates="P", nodes="i", branch="i", width="i", needed_count="i")
 
-RECORDS = (SETTINGS, COMPUTED, DRAFT, STEP, SHARE, RAN)
+RECORDS = (SETTINGS, COMPUTED, CANDIDATES, STEP, SHARE, RAN)
 """In the order of `layout.c`."""
 
 

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.algorithm.draft import Draft
-from lookahead.algorithm.native.drafts import DraftInC, address_of
+from lookahead.algorithm.draft import Candidates
+from lookahead.algorithm.native.candidates import CandidatesInC, address_of
 from lookahead.algorithm.native.layout import RAN
 from lookahead.algorithm.native.memory import check
 from lookahead.algorithm.output import StepOutput, results_of
@@ -18,22 +18,24 @@ from lookahead.algorithm.verify import NO_VERDICT, PythonVerification, Verdict
 class NativeVerification:
     """All trees of a step, as C reads them. C verifies results in one array; others are verified in Python.
 
-    A draft that C has not searched yet, or that has no text or no table of its last step in C, learns nothing here.
+    Candidates that C has not searched yet, or without a text or a table of their last step in C, learn nothing here.
     """
 
-    def __init__(self, library: Any, trees: Sequence[TokenTree], drafts: Sequence[Draft | None]) -> None:
+    def __init__(self, library: Any, trees: Sequence[TokenTree], learners: Sequence[Candidates | None]) -> None:
         self._c, self._given, self._rows = library, trees, sum([tree.size for tree in trees])
-        self._drafts = [_that_learns(draft) for draft in drafts]
+        self._learners = [_that_learns(candidates) for candidates in learners]
         self._trees = b"".join([tree.packed() for tree in trees])
         self._ran = b"".join(
             [
-                RAN.pack(0 if kept is None else kept.address, tree.size, tree.branch, tree.width, len(tree.needed))
-                for tree, kept in zip(trees, self._drafts, strict=True)
+                RAN.pack(
+                    0 if learner is None else learner.address, tree.size, tree.branch, tree.width, len(tree.needed)
+                )
+                for tree, learner in zip(trees, self._learners, strict=True)
             ]
         )
         self._needed = sum([len(tree.needed) for tree in trees])
         self._numbers = array("i", bytes(4 * (len(trees) + 2 * self._rows)))
-        self._verdicts = [Verdict([], [], None, kept is not None) for kept in self._drafts]
+        self._verdicts = [Verdict([], [], None, learner is not None) for learner in self._learners]
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
         results, numbers, count, rows = results_of(outputs), self._numbers, len(self._given), self._rows
@@ -60,10 +62,10 @@ class NativeVerification:
         return verdicts
 
 
-def _that_learns(draft: Draft | None) -> DraftInC | None:
-    """What C has of the draft, if it can learn from a step."""
-    kept: DraftInC | None = None if draft is None else draft.in_c
-    return None if kept is None or kept.text is None or kept.tables is None else kept
+def _that_learns(candidates: Candidates | None) -> CandidatesInC | None:
+    """What C has of the candidates, if they can learn from a step."""
+    learner: CandidatesInC | None = None if candidates is None else candidates.in_c
+    return None if learner is None or learner.text is None or learner.tables is None else learner
 
 
 def _error(result: int) -> Exception:

@@ -1,5 +1,5 @@
-/* Threads that share the search of many sequences. Each search is done by one thread, and no two touch the same draft, so
-   the guesses do not depend on who did what.
+/* Threads that share the search of many sequences. Each search is done by one thread, and no two touch the same
+   candidates, so the guesses do not depend on who did what.
 
    A sleeping thread takes longer to wake than a search takes. So the workers are woken beforehand (`workers_wake`), when
    a step of the device has ended and its results have yet to be verified. They then watch for work, do it and sleep again.

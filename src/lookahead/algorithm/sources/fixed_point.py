@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 
@@ -29,8 +29,8 @@ class FixedPointSource:
     def learn_while_running(self) -> None:
         pass
 
-    def propose(self, text: list[int], draft: Draft) -> None:
-        draft.add_chain(self.iterate, [self.origin] * len(self.iterate))
+    def propose(self, text: list[int], candidates: Candidates) -> None:
+        candidates.add_chain(self.iterate, [self.origin] * len(self.iterate))
 
     def absorb(self, outcome: Outcome) -> None:
         """The new iterate: the targets after the accepted part, then the filler."""

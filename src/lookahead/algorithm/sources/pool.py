@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 
@@ -54,9 +54,9 @@ class PoolSource:
     def start(self, prompt: Sequence[int]) -> None:
         pass
 
-    def propose(self, text: list[int], draft: Draft) -> None:
+    def propose(self, text: list[int], candidates: Candidates) -> None:
         for ngram in self.pool.lookup(text[-1], self.feeder):
-            draft.add_chain(ngram, self.origins)
+            candidates.add_chain(ngram, self.origins)
 
     def absorb(self, outcome: Outcome) -> None:
         self.feed(outcome.ngrams)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 
@@ -51,11 +51,11 @@ class PredictionSource:
     def learn_while_running(self) -> None:
         pass
 
-    def propose(self, text: list[int], draft: Draft) -> None:
+    def propose(self, text: list[int], candidates: Candidates) -> None:
         for place, matched in self.places:
             tokens = self.tokens[place : place + self.length]
             if tokens:
-                draft.add_chain(tokens, self.origins[matched : matched + len(tokens)])
+                candidates.add_chain(tokens, self.origins[matched : matched + len(tokens)])
 
     def absorb(self, outcome: Outcome) -> None:
         pass

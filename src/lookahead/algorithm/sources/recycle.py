@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.successors import NOTHING, SuccessorTable, SuccessorTables
@@ -53,8 +53,8 @@ class RecycleSource:
     def start(self, prompt: Sequence[int]) -> None:
         pass
 
-    def propose(self, text: list[int], draft: Draft) -> None:
-        draft.tables = self.tables
+    def propose(self, text: list[int], candidates: Candidates) -> None:
+        candidates.tables = self.tables
 
     def absorb(self, outcome: Outcome) -> None:
         text, top = outcome.text, outcome.top

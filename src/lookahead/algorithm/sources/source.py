@@ -5,8 +5,8 @@
 3. Add its name to `config.SOURCES`, which also puts it into the default config, or to `config.OTHER_SOURCES`. The
    settings know no sources, so the names are checked against the table when it is imported.
 
-A source *proposes*: it writes guesses into the step's draft. And it *absorbs*: it learns from what a finished step
-showed. No source can change the output, only how many tokens a step accepts.
+A source *proposes*: it writes guesses into the sequence's candidates. And it *absorbs*: it learns from what a finished
+step showed. No source can change the output, only how many tokens a step accepts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.tree import TokenTree
 
 
@@ -43,9 +43,9 @@ class Outcome:
 
 
 class Source(Protocol):
-    """`start` sees the prompt, `propose` writes guesses into a draft, `absorb` learns from a finished step.
+    """`start` sees the prompt, `propose` adds candidates, `absorb` learns from a finished step.
 
-    `proposes_once`: what it writes into a sequence's draft stays there, and points at what the source learns later.
+    `proposes_once`: what it adds to a sequence's candidates stays there, and points at what the source learns later.
     `learns_early`: what its next guesses need is where the drafter can note it in the call that verifies a step. Such a
     source may absorb the step later, when the next guesses have been made.
     """
@@ -55,7 +55,7 @@ class Source(Protocol):
 
     def start(self, prompt: Sequence[int]) -> None: ...
 
-    def propose(self, text: list[int], draft: Draft) -> None: ...
+    def propose(self, text: list[int], candidates: Candidates) -> None: ...
 
     def absorb(self, outcome: Outcome) -> None: ...
 

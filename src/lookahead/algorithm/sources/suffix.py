@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.draft import Draft
+from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 
@@ -75,7 +75,7 @@ class SuffixSource:
     def learn_while_running(self) -> None:
         pass
 
-    def propose(self, text: list[int], draft: Draft) -> None:
+    def propose(self, text: list[int], candidates: Candidates) -> None:
         for matched, end in self.matches(text):
             tokens = text[end + 1 : end + 1 + self.length]
-            draft.add_chain(tokens, self.origins[matched : matched + len(tokens)])
+            candidates.add_chain(tokens, self.origins[matched : matched + len(tokens)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lookahead.algorithm.draft import Draft, Drafter, DraftText, TextSettings
+from lookahead.algorithm.draft import Candidates, Drafter, DraftText, TextSettings
 from lookahead.algorithm.sources.pool import JacobiSource, PoolSource, PromptSource
 from lookahead.algorithm.sources.source import Outcome, Source
 from lookahead.algorithm.sources.suffix import SuffixSource
@@ -26,8 +26,8 @@ class TextSource:
     def start(self, prompt: Sequence[int]) -> None:
         self.text.take(prompt)
 
-    def propose(self, text: list[int], draft: Draft) -> None:
-        draft.text = self.text
+    def propose(self, text: list[int], candidates: Candidates) -> None:
+        candidates.text = self.text
 
     def absorb(self, outcome: Outcome) -> None:
         if not outcome.learned:
