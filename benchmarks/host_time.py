@@ -102,7 +102,7 @@ class Played(GraphBackend):
         return step
 
     def _play(self, step: CapturedStep) -> None:
-        """Targets from the text; the top-8 of a token, in which a target takes a random place half of the time."""
+        """Targets from the text; the top-8 of a token, in which a target takes a random rank half of the time."""
         begin, start = perf_counter(), 0
         fields, out = step.packet.fields, step.top.arrays[0]
         needed = fields["needed"][: step.packet.needed].astype(np.int64)

@@ -81,7 +81,7 @@ def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) 
     _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
     _put(large.lm_head.weight, model.lm_head.weight)
     _norm(large.model.norm.weight, model.model.norm.weight, stretch)
-    q_heads, kv_heads, source = _places(small, shape)
+    q_heads, kv_heads, source = _heads(small, shape)
     for number, block in enumerate(large.model.layers):
         attention, mlp = block.self_attn, block.mlp
         if number >= small.num_hidden_layers:
@@ -91,18 +91,18 @@ def inflate(model: Any, shape: ModelShape, *, dtype: torch.dtype | None = None) 
         old = model.model.layers[number]
         _norm(block.input_layernorm.weight, old.input_layernorm.weight, stretch)
         _norm(block.post_attention_layernorm.weight, old.post_attention_layernorm.weight, stretch)
-        # Heads: the small model's at their places, the others without values, or without a way out.
+        # Heads: the small model's where `_heads` puts them, the others without values, or without a way out.
         for head in set(range(shape.kv_heads)) - set(kv_heads):
             attention.v_proj.weight[_rows(head, dim)] = 0
         for head in range(shape.heads):
             if head not in q_heads and head * shape.kv_heads // shape.heads in kv_heads:
                 attention.o_proj.weight[:, _rows(head, dim)] = 0
-        for place, head in enumerate(q_heads):
-            to, at = _rows(head, dim), _rows(place, dim)
+        for index, head in enumerate(q_heads):
+            to, at = _rows(head, dim), _rows(index, dim)
             attention.q_proj.weight[to, :hidden] = old.self_attn.q_proj.weight[at].to(config.dtype)
             attention.o_proj.weight[:hidden, to] = old.self_attn.o_proj.weight[:, at].to(config.dtype)
-        for head, place in zip(kv_heads, source, strict=True):
-            to, at = _rows(head, dim), _rows(place, dim)
+        for head, index in zip(kv_heads, source, strict=True):
+            to, at = _rows(head, dim), _rows(index, dim)
             attention.k_proj.weight[to, :hidden] = old.self_attn.k_proj.weight[at].to(config.dtype)
             attention.v_proj.weight[to, :hidden] = old.self_attn.v_proj.weight[at].to(config.dtype)
         attention.o_proj.weight[hidden:] = 0
@@ -124,7 +124,7 @@ def _check(small: Any, shape: ModelShape) -> None:
         raise ValueError(f"heads={shape.heads} is no multiple of kv_heads={shape.kv_heads}")
 
 
-def _places(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[int]]:
+def _heads(small: Any, shape: ModelShape) -> tuple[list[int], list[int], list[int]]:
     """Where the small model's query heads go; the K/V heads they then use; and the small K/V head each of those is.
 
     Where a large group has room for a small one it takes it whole. Else every query head gets a K/V head of its own.

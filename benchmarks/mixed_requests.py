@@ -177,7 +177,7 @@ class Gathered:
         return [self._found[index] for index in sorted(self._found)]
 
     def add(self, event: Body) -> str | None:
-        """A whole reply, or one event. Returns what is wrong, if it tells of an error."""
+        """A whole reply, or one event. Returns what is wrong, if it reports an error."""
         if event.get("type") in ("response.completed", "response.incomplete", "response.failed"):
             event = event["response"]
             self.ended = True

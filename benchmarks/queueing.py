@@ -6,7 +6,7 @@ at random the one with fewer sequences gets the next request, as Ray's router do
 the order in which they came, and beyond `queue` they are refused.
 
 With `--measured FOLDER/serve-load.json` the times of steps are those of the replica that `serve_load.py` has measured
-without lookahead, by its number of streams; they stand in place of `base` and `each`.
+without lookahead, by its number of streams; they replace `base` and `each`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from load import poisson
 @dataclass(frozen=True)
 class Load:
     """What a replica is, and what is asked of it. Times are seconds. `points`, pairs of sequences and seconds of a step
-    in order, stand in place of `base` and `each` where they were measured."""
+    in order, replace `base` and `each` where they were measured."""
 
     base: float
     each: float
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rates", default="1,10,100,1000", help="requests per second")
     parser.add_argument("--base", type=float, default=0.0042, help="seconds of a step, apart from its sequences")
     parser.add_argument("--each", type=float, default=0.00005, help="seconds that each sequence adds to a step")
-    parser.add_argument("--measured", type=Path, help="a serve-load.json; stands in place of --base and --each")
+    parser.add_argument("--measured", type=Path, help="a serve-load.json; replaces --base and --each")
     parser.add_argument("--compression", type=float, default=1.0, help="tokens per step, S")
     parser.add_argument("--tokens", type=float, default=256.0, help="of an answer, in the mean")
     parser.add_argument("--slots", type=int, default=64)

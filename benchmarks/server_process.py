@@ -49,7 +49,7 @@ class Served:
         return sum(map(float, found)) if found else None
 
     def captures(self) -> float | None:
-        """Parts of steps that were captured so far, where the server tells."""
+        """Parts of steps that were captured so far, where the server reports them."""
         return self.metric("captures(?:_total)?")
 
     def info(self) -> dict[str, str]:
@@ -140,7 +140,7 @@ def resident(pid: int) -> int:
 
 
 def on_gpu() -> int | None:
-    """The bytes in use on all GPUs, where nvidia-smi can tell."""
+    """The bytes in use on all GPUs, where nvidia-smi reports them."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

@@ -55,8 +55,8 @@ class Found:
             self.answered += 1
             if len(self.sample) < size:
                 self.sample.append((asked, outcome.reply))
-            elif (place := rng.randrange(self.answered)) < size:
-                self.sample[place] = asked, outcome.reply
+            elif (index := rng.randrange(self.answered)) < size:
+                self.sample[index] = asked, outcome.reply
 
 
 async def one(connection: Connection, asked: Asked, timeout: float) -> Outcome:
@@ -102,7 +102,7 @@ async def again(served: Served, found: Found, timeout: float) -> int:
 
 
 def at_rest(served: Served, found: Found) -> dict[str, float | None]:
-    """What still runs, as the server tells. It gets some seconds to notice who has left."""
+    """What still runs, as the server reports. It gets some seconds to notice who has left."""
     names, end = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), time.monotonic() + REST
     while any(left := {name: served.metric(name) for name in names}.values()) and time.monotonic() < end:
         time.sleep(0.2)

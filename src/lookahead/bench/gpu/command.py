@@ -47,11 +47,11 @@ def run(names: Sequence[str], options: GpuOptions, load: Callable[..., Any] = lo
 
 
 def main(argv: Sequence[str], load: Callable[..., Any] = load_model, shape: str | None = None) -> None:
-    """The command; `load` makes the model in place of `lookahead.load`, padded to `shape` where one is given."""
-    told = "\n".join(f"    {name:<12}{(part.__doc__ or '').splitlines()[0]}" for name, part in PARTS.items())
+    """The command; `load` replaces `lookahead.load`, padded to `shape` where one is given."""
+    listed = "\n".join(f"    {name:<12}{(part.__doc__ or '').splitlines()[0]}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         "python -m lookahead.bench.gpu",
-        description=f"{__doc__}\n{told}",
+        description=f"{__doc__}\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="+", choices=[*PARTS, "report"], metavar="PART")

@@ -66,7 +66,7 @@ class GpuResults:
         self.parts = [one["about"]["part"] for one in self.files.values()]
 
     def of(self, part: str, shape: str) -> list[Record]:
-        """The records, with their speed over autoregressive decoding where they tell it."""
+        """The records, with their speed over autoregressive decoding where that was measured."""
         files = [one for one in self.files.values() if (one["about"]["part"], one["about"]["shape"]) == (part, shape)]
         records = [record for one in files for record in one["records"]]
         plain = {_cell(r): r["tok_s"] for r in records if r.get("method") == "autoregressive"}

@@ -51,12 +51,12 @@ def margins(run: BenchRun) -> None:
     """For every output that differs from the fp32 reference: how far apart fp32 has the two likeliest tokens there."""
     for job, record, reference in pairs(run, is_exact):
         key = _key(record, reference)
-        place = first_difference(record["tokens"], reference["tokens"])
-        if place is None or key in run.results:
+        parting = first_difference(record["tokens"], reference["tokens"])
+        if parting is None or key in run.results:
             continue
         exact = next(other for other in run.jobs if is_exact(other))
-        margin = top_two(run.models.of(exact.method), job, reference, *place)
-        run.results.add({"kind": "margin", "key": key, "turn": place[0], "token": place[1], "margin": margin})
+        margin = top_two(run.models.of(exact.method), job, reference, *parting)
+        run.results.add({"kind": "margin", "key": key, "turn": parting[0], "token": parting[1], "margin": margin})
 
 
 def _key(record: Record, reference: Record) -> str:

@@ -25,7 +25,7 @@ from lookahead.loading.load import load_pretrained
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One preset (None is the default run) with the command's options. Mistakes are told when it is made."""
+    """One preset (None is the default run) with the command's options. Mistakes raise ValueError when it is made."""
 
     name: str | None
     sets: str | None = None

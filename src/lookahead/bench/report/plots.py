@@ -84,8 +84,8 @@ def _bars(axes: Any, plot: Bars) -> bool:
     """A group of bars for each label; whether there is any."""
     width = 0.8 / max(1, len(plot.series))
     for number, (name, values) in enumerate(plot.series.items()):
-        places = [i + (number + 0.5) * width - 0.4 for i in range(len(plot.labels))]
-        drawn = axes.bar(places, [value or 0.0 for value in values], width, label=name)
+        centres = [i + (number + 0.5) * width - 0.4 for i in range(len(plot.labels))]
+        drawn = axes.bar(centres, [value or 0.0 for value in values], width, label=name)
         if len(plot.labels) * len(plot.series) <= MOST_VALUES:
             axes.bar_label(drawn, ["" if value is None else f"{value:.2f}" for value in values], fontsize=7)
     if plot.mark is not None:
@@ -104,10 +104,10 @@ def _curves(axes: Any, plot: Curves) -> bool:
         colour = colours.setdefault(kin if kin in plot.series else name, f"C{len(colours)}")
         xs, ys = zip(*sorted(points), strict=True) if points else ((), ())
         axes.plot(xs, ys, "o--" if name in plot.paper else "o-", color=colour, label=name, markersize=4)
-    places = sorted({x for points in plot.series.values() for x, _ in points})
-    if plot.log and places and places[0] > 0:
+    ticks = sorted({x for points in plot.series.values() for x, _ in points})
+    if plot.log and ticks and ticks[0] > 0:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{x:g}" for x in places], minor=False)
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks], minor=False)
     axes.set_xlabel(plot.x)
     axes.set_ylabel(plot.y)
-    return bool(places)
+    return bool(ticks)

@@ -42,7 +42,7 @@ def _cells(run: BenchRun, method: Method, found: list[tuple[Job, Record]]) -> li
         return " ".join(f"{sum(column) / steps:.1f}" for column in zip(*(c[name] for c in counters), strict=True))
 
     alone = _alone(run, method)
-    pairs = [(record, alone.get(_place(job))) for job, record in found]
+    pairs = [(record, alone.get(_asked(job))) for job, record in found]
     compared = [(record, other) for record, other in pairs if other is not None]
     same = sum((record["tokens"], record["steps"]) == (other["tokens"], other["steps"]) for record, other in compared)
     tokens = sum(record["generated_tokens"] for _, record in found)
@@ -55,8 +55,8 @@ def _cells(run: BenchRun, method: Method, found: list[tuple[Job, Record]]) -> li
 def _alone(run: BenchRun, method: Method) -> dict[tuple[Any, ...], Record]:
     one = replace(method, ranks=1)
     same = [job for job in run.jobs if job.method.facts() == one.facts()]
-    return {_place(job): record for job in same if (record := run.record(job)) is not None}
+    return {_asked(job): record for job in same if (record := run.record(job)) is not None}
 
 
-def _place(job: Job) -> tuple[Any, ...]:
+def _asked(job: Job) -> tuple[Any, ...]:
     return job.data, job.prompt.id, job.temperature, job.repeat

@@ -143,7 +143,7 @@ def cells(line: Line) -> list[str]:
     if not line.prompts:
         return ["-"] * 10
     stats = line.stats
-    known = line.method.how not in ("hf-prompt-lookup", "hf-assisted")  # transformers does not tell what it fed
+    known = line.method.how not in ("hf-prompt-lookup", "hf-assisted")  # transformers does not say what it fed
     return [
         str(stats.generated_tokens),
         str(stats.steps),

@@ -11,7 +11,7 @@ from lookahead.bench.run.results import Record, key_of
 
 @dataclass(frozen=True)
 class Job:
-    """`number` is the prompt's place in its set, `repeat` counts the times that the same answer is timed."""
+    """`number` is the prompt's index in its set, `repeat` counts the times that the same answer is timed."""
 
     data: str
     number: int

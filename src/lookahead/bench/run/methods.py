@@ -28,7 +28,7 @@ NAMES = (*OURS, *STOCK)
 class Method:
     """One way to decode. `config` None is the model's own default, for `how='lookahead'`.
 
-    `dtype`, `backend` and `attention` (of transformers) ask for a model loaded that way in place of the run's.
+    `dtype`, `backend` and `attention` (of transformers) ask for a model loaded that way instead of the run's.
     """
 
     label: str

@@ -48,18 +48,18 @@ class Models:
             return self._alone
         if method.dtype is None and method.backend is None:
             return self.own
-        own = _place(self.own)
+        own = _kind(self.own)
         self._made.setdefault(own, self.own)
-        place = method.dtype or own[0], method.backend
-        if place not in self._made:
-            self._made[place] = self._make(method, *place)
-        return self._made[place]
+        kind = method.dtype or own[0], method.backend
+        if kind not in self._made:
+            self._made[kind] = self._make(method, *kind)
+        return self._made[kind]
 
     def _make(self, method: Method, dtype: str, backend: str | None) -> Any:
         """A model of this dtype; a backend that no method names is whatever `load` has chosen."""
         loaded = [lm for (its, _), lm in self._made.items() if its == dtype]
         for lm in loaded:
-            if backend is None or backend == _place(lm)[1]:
+            if backend is None or backend == _kind(lm)[1]:
                 return lm
         if loaded and backend is not None:
             return fitted(loaded[0].model, loaded[0].tokenizer, loaded[0].name, backend, self._say)
@@ -76,6 +76,6 @@ class Models:
         return stock
 
 
-def _place(lm: Any) -> tuple[str, str]:
+def _kind(lm: Any) -> tuple[str, str]:
     """A loaded model's dtype and backend, by the names that a method asks for them."""
     return str(lm.dtype).removeprefix("torch."), lm.backend.capabilities.name

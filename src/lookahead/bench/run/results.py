@@ -43,7 +43,7 @@ class Results:
             self._write({"kind": "about", **about})
 
     def check(self, facts: Record) -> None:
-        """Refuse facts that are not those of the file, as far as they are given."""
+        """Refuse facts that differ from those of the file; facts that are not given are not compared."""
         known = self.about or {}
         for name in FIXED if known else ():
             if name in facts and known.get(name) != facts[name]:

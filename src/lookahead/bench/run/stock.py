@@ -27,7 +27,7 @@ class Streamer:
             self._prompt = False
             return
         count = tokens.numel()
-        fed = 0 if self._source else count  # `generate` does not tell how many candidates a step was given
+        fed = 0 if self._source else count  # `generate` does not say how many candidates a step was given
         self._stats.count_step(fed, count, [self._source] * (count - 1))
         self._stats.first_token_seconds = self._stats.first_token_seconds or perf_counter() - self._begin
 

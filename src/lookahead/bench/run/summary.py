@@ -75,45 +75,46 @@ class Line:
 
 Answers = dict[str, list[Record]]
 """A method's records on a set, by prompt: one per repeat."""
-Place = tuple[str, float, Method]
+Cell = tuple[str, float, Method]
+"""Set, temperature and method."""
 
 
 def lines(jobs: Sequence[Job], records: Mapping[str, Record]) -> list[Line]:
-    found: dict[Place, Answers] = {}
-    errors: dict[Place, list[str]] = {}
+    found: dict[Cell, Answers] = {}
+    errors: dict[Cell, list[str]] = {}
     for job in jobs:
-        place = job.data, job.temperature, job.method
-        answers = found.setdefault(place, {})
+        cell = job.data, job.temperature, job.method
+        answers = found.setdefault(cell, {})
         record = records.get(job.key, {})
         if "error" in record:
-            errors.setdefault(place, []).append(record["error"])
+            errors.setdefault(cell, []).append(record["error"])
         elif record:
             answers.setdefault(job.prompt.id, []).append(record)
     made = []
-    for place, answers in found.items():
-        line = _line(place, answers, errors.get(place, []))
-        line.reference = _compare(answers, _reference(found, place))
-        line.own = _compare(answers, _own(found, place))
+    for cell, answers in found.items():
+        line = _line(cell, answers, errors.get(cell, []))
+        line.reference = _compare(answers, _reference(found, cell))
+        line.own = _compare(answers, _own(found, cell))
         made.append(line)
     return made
 
 
-def _reference(found: Mapping[Place, Answers], place: Place) -> Answers:
-    beside = [(one, answers) for (*where, one), answers in found.items() if tuple(where) == place[:2] and answers]
-    hows = REFERENCES if not place[1] else REFERENCES[1:]
+def _reference(found: Mapping[Cell, Answers], cell: Cell) -> Answers:
+    beside = [(one, answers) for (*where, one), answers in found.items() if tuple(where) == cell[:2] and answers]
+    hows = REFERENCES if not cell[1] else REFERENCES[1:]
     return next((answers for how in hows for one, answers in beside if (one.how, one.dtype) == (how, None)), {})
 
 
-def _own(found: Mapping[Place, Answers], place: Place) -> Answers:
+def _own(found: Mapping[Cell, Answers], cell: Cell) -> Answers:
     """Our autoregressive decoding by the same engine: backend and dtype are the method's."""
-    data, temperature, method = place
+    data, temperature, method = cell
     engine = "autoregressive", method.dtype, method.backend, 1
     beside = [(one, answers) for (*where, one), answers in found.items() if where == [data, temperature]]
     return next((a for one, a in beside if (one.how, one.dtype, one.backend, one.ranks) == engine), {})
 
 
-def _line(place: Place, answers: Answers, errors: list[str]) -> Line:
-    data, temperature, method = place
+def _line(cell: Cell, answers: Answers, errors: list[str]) -> Line:
+    data, temperature, method = cell
     names = [one.name for one in fields(Stats)]
     stats = Stats.total(
         Stats(**{name: repeats[0][name] for name in names if name in repeats[0]}) for repeats in answers.values()
