@@ -85,7 +85,7 @@ def test_settings_reach_the_runs(model: ScriptedModel) -> None:
     run(model, "--max-tokens", "12", "--temperature", "0.7", "--raw")
     lengths = {settings.max_tokens for _, _, settings in model.asked}
     assert lengths == {tuner.WARM_UP_TOKENS, 12}
-    assert all(s["raw"] and s["temperature"] == 0.7 and s["seed"] == 0 for _, _, s in model.asked)
+    assert all((s.raw, s.temperature, s.seed) == (True, 0.7, 0) for _, _, s in model.asked)
 
 
 def test_a_plot_is_written(model: ScriptedModel, tmp_path: Path) -> None:
