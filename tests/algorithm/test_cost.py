@@ -99,6 +99,30 @@ def test_a_capture_is_no_reason_to_stop_guessing() -> None:
     assert disturbed.slope <= MOST_SLOPE
 
 
+@given(
+    st.lists(st.floats(0.0, 3.0), min_size=1, max_size=20),
+    st.lists(st.tuples(st.integers(1, 20), st.floats(1e-3, 10.0)), max_size=40),
+)
+def test_no_pass_takes_less_than_nothing(rises: list[float], passes: list[tuple[int, float]]) -> None:
+    """A long pass that is faster than the table says must not move the short ones below zero: on a steep table the line
+    would go on from there with times that mean nothing."""
+    table = [1.0 + sum(rises[: k + 1]) for k in range(len(rises))]
+    cost = PassCost(table)
+    for rows, seconds in passes:
+        cost.note(rows, seconds)
+    assert cost.after(0).min() > 0
+    assert (np.diff(cost.after(0)) >= 0).all()
+
+
+def test_a_steep_table_recovers_from_one_fast_long_pass() -> None:
+    table = [50.0 + 10.0 * rows for rows in range(100)]
+    cost = PassCost(table)
+    cost.note(100, 400.0)
+    for _ in range(100):
+        cost.note(1, 50.0)
+    assert cost.seconds(1) == pytest.approx(50.0, rel=0.05)
+
+
 def test_prompts_beside_take_the_table_s_first_rows() -> None:
     times = PassCost(TABLE)
     assert np.array_equal(times.after(100), TABLE[100:])

@@ -1,4 +1,4 @@
-"""A model that replays a known stream of tokens, for steps whose times and texts are both known beforehand."""
+"""A machine whose text and times are both known: it replays streams of tokens, and a clock advances by its curve."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from toys import ToyBackend
 
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
+from lookahead.backends.base import Capabilities, StepInput
 
 LEVELS = [2, 5, 7, 8, 9, 10, 11, 12]
 """The probability levels of the model's first, second, ... token."""
@@ -26,30 +27,33 @@ def words_of(path: Path) -> list[int]:
     return [ids.setdefault(piece, len(ids)) for piece in re.findall(r"\w+|[^\w\s]", path.read_text())]
 
 
-def noise(count: int, vocabulary: int = 64, seed: int = 0) -> list[int]:
-    """A stream that repeats its tokens all the time and never goes on as it did before, except by chance."""
-    rng = random.Random(seed)
-    return [rng.randrange(vocabulary) for _ in range(count)]
+def unguessable(count: int, vocabulary: int = 64) -> list[int]:
+    """A stream in which tokens repeat all the time, and no two of them ever follow each other twice."""
+    rng, used, stream = random.Random(0), set[tuple[int, int]](), [0]
+    while len(stream) < count:
+        token = rng.choice([one for one in range(vocabulary) if (stream[-1], one) not in used])
+        used.add((stream[-1], token))
+        stream.append(token)
+    return stream
 
 
 class Replay:
     """Wants the next token of its stream after what is a beginning of the stream. After anything else it wants a token
-    that has followed the last one somewhere in the stream."""
+    that has followed the last one somewhere in the stream; unless it is `forgetful`, and wants always the same."""
 
-    def __init__(self, stream: Sequence[int]) -> None:
+    def __init__(self, stream: Sequence[int], forgetful: bool = False) -> None:
         self.stream = stream
         counts = defaultdict[int, Counter[int]](Counter)
-        for token, following in pairwise(stream):
+        for token, following in [] if forgetful else pairwise(stream):
             counts[token][following] += 1
         self._usual = {token: [one for one, _ in found.most_common(KEPT_TOKENS)] for token, found in counts.items()}
 
-    def output(self, sequence: DecodingSequence, tree: TokenTree, begin: int) -> StepOutput:
-        """What a backend returns for a tree of a sequence whose prompt begins at this index of the stream."""
-        root = begin + len(sequence.tokens) - 1
-        on_stream = [False] * len(tree)
-        targets, top = list[int](), list[list[int]]()
+    def output(self, tree: TokenTree, root: int, top: bool) -> StepOutput:
+        """What a backend returns for a tree whose root has this index in the stream."""
+        on_stream = [False] * tree.size
+        targets, rows = list[int](), list[list[int]]()
         tokens, parents, depths = tree.tokens, tree.parents, tree.depths
-        for node in range(len(tree)):
+        for node in range(tree.size):
             above = node == 0 or on_stream[parents[node]]
             on_stream[node] = above and tokens[node] == self.stream[root + depths[node]]
         for node in tree.needed:
@@ -58,12 +62,37 @@ class Replay:
             likely = [target, *[one for one in usual if one != target]]
             likely += [one for one in self.stream[: 2 * KEPT_TOKENS] if one not in likely]
             targets.append(target)
-            top.append([*likely[:KEPT_TOKENS], *LEVELS])
-        return StepOutput(targets, np.array(top, dtype=np.int32) if sequence.wants_top else None)
+            rows.append([*likely[:KEPT_TOKENS], *LEVELS])
+        return StepOutput(targets, np.array(rows, dtype=np.int32) if top else None)
 
-    def run(self, sequence: DecodingSequence, tree: TokenTree, begin: int) -> int:
-        """Let a sequence absorb a step. Returns how many tokens it gained."""
-        verdict = sequence.absorb(tree, self.output(sequence, tree, begin))
-        sequence.count(tree, verdict)
-        sequence.learn_while_running()
-        return len(verdict.tokens)
+
+class Clock:
+    """Stands still, except while a pass runs."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ReplayBackend(ToyBackend):
+    """Replays a model's stream. The n-th slot begins at `begins[n]`, and a pass takes what the `table` says."""
+
+    def __init__(
+        self, model: Replay, begins: Sequence[int], clock: Clock, table: Sequence[float], *, pads: bool = False
+    ) -> None:
+        super().__init__()
+        self.model, self.begins, self.clock, self.table = model, begins, clock, table  # type: ignore[assignment]
+        self.capabilities = Capabilities("replay", pads=pads)
+        self.vocab_size = 1 << 20
+
+    def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
+        sizes = [len(item.trail) + item.tree.size for item in inputs]
+        rows = len(sizes) * max(sizes) if self.capabilities.pads else sum(sizes)
+        self.clock.now += self.table[rows - 1]
+        return super().launch(inputs)
+
+    def _read(self, item: StepInput) -> StepOutput:
+        root = self.begins[item.slot - 1] + len(self.slots[item.slot]) + len(item.trail)
+        model: Replay = self.model  # type: ignore[assignment]
+        return model.output(item.tree, root, item.top > 0)

@@ -121,6 +121,8 @@ class PassCost:
         slope = (self._xy - self._x * self._y + prior) / (self._xx - self._x**2 + prior)
         self.slope = min(max(slope, LEAST_SLOPE), MOST_SLOPE)
         self.constant = self._y - self.slope * self._x
+        if self.constant < (LEAST_SLOPE - self.slope) * self.table[0]:  # then one row would take next to nothing
+            self.constant, self.slope = 0.0, self._y / self._x
 
     def seconds(self, rows: int) -> float:
         """The time of a pass of this many rows. Beyond the table it is the table's last."""
