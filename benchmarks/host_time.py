@@ -106,14 +106,14 @@ class Played(GraphBackend):
         begin, start = perf_counter(), 0
         fields, out = step.packet.fields, step.top.arrays[0]
         needed = fields["needed"][: step.packet.needed].astype(np.int64)
-        for line, length, first, trail, nodes in fields["entries"][: fields["entry_of"].max() + 1].tolist():
-            root, depths = first + trail, [-1]
+        for line, length, first, chunk, nodes in fields["entries"][: fields["entry_of"].max() + 1].tolist():
+            root, depths = first + chunk, [-1]
             for parent in fields["parents"][root : root + nodes].tolist():  # parents stand before their children
                 depths.append(depths[parent + 1] + 1)
             end = start + int(((needed >= root) & (needed < root + nodes)).sum())
             rows = needed[start:end]
             tokens, played = fields["tokens"][rows], self.played[line]
-            positions = length + trail + np.array(depths[1:], dtype=np.int64)[rows - root]
+            positions = length + chunk + np.array(depths[1:], dtype=np.int64)[rows - root]
             targets = played[np.minimum(positions + 1, len(played) - 1)]
             chosen = self.rng.random(len(rows)) < 0.5
             self.likely[tokens[chosen], self.rng.integers(0, 8, int(chosen.sum()))] = targets[chosen]

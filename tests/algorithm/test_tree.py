@@ -15,7 +15,7 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import (
     TokenTree,
-    below_trail,
+    below_chunk,
     dense_visibility,
     packed_visibility,
     visibility,
@@ -243,22 +243,22 @@ def test_packed_equals_dense_bit_by_bit(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 20])
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_a_tree_below_a_trail(size: int, count: int) -> None:
-    """The root hangs from the trail's last token, and every row is the node it was."""
+def test_a_tree_below_a_chunk(size: int, count: int) -> None:
+    """The root hangs from the chunk's last token, and every row is the node it was."""
     parents = [-1, *[max(0, i - 3) for i in range(1, size)]]
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     tree = TokenTree(list(range(50, 50 + size)), parents, depths, list(range(0, size, 2)))
-    trail = list(range(count))
-    joined = below_trail(trail, tree)
-    assert list(joined.tokens) == [*trail, *tree.tokens]
+    chunk = list(range(count))
+    joined = below_chunk(chunk, tree)
+    assert list(joined.tokens) == [*chunk, *tree.tokens]
     assert [joined.tokens[row] for row in joined.needed] == [tree.tokens[row] for row in tree.needed]
     seen = visibility(joined.parents)
     for node, before in enumerate(visibility(tree.parents)):
         assert seen[node + count] == before << count | (1 << count) - 1
         assert joined.depths[node + count] == tree.depths[node] + count
-    assert list(joined.depths[:count]) == trail
+    assert list(joined.depths[:count]) == chunk
 
 
 def test_path_tokens_lead_from_below_the_root() -> None:

@@ -127,7 +127,7 @@ def test_a_call_between_steps_may_find_the_device_lost() -> None:
 def test_without_memory_the_largest_request_fails_and_the_others_go_on() -> None:
     class Small(PagedToy):
         def launch(self, inputs: Sequence[StepInput]) -> Any:
-            if sum(len(item.trail) + len(item.tree) for item in inputs) > 12:
+            if sum(len(item.chunk) + len(item.tree) for item in inputs) > 12:
                 raise DeviceMemoryError("a step of 16 tokens needs 2.00 GiB of memory; lower kv_tokens")
             return super().launch(inputs)
 

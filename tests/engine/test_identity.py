@@ -157,7 +157,7 @@ def test_a_long_prompt_stops_nobody() -> None:
     while not long.sequence.output:
         running = {request.id for request in early if request.id in engine.running}
         assert running <= {event.request.id for event in engine.step()}
-    pieces = [trail for one in backend.passes[passes:] for slot, trail, _ in one if slot == long.slot]
+    pieces = [chunk for one in backend.passes[passes:] for slot, chunk, _ in one if slot == long.slot]
     assert sum(pieces) == 299
     assert min(pieces[:-1]) >= 8  # half of the rows are the prompt's, whatever the others guess
     while engine.running:
@@ -172,7 +172,7 @@ def test_passes_with_prompts_and_decoding_requests_are_bounded() -> None:
         return Request(DecodingSequence([1 + i % 5 for i in range(tokens)], CONFIGS[0], rules=StopRules(30)))
 
     def rows(one: list[tuple[int, int, int]]) -> int:
-        return sum(trail + nodes for _, trail, nodes in one)
+        return sum(chunk + nodes for _, chunk, nodes in one)
 
     backend = PagedToy(pages=400, most_rows=64)
     engine = Engine(backend, most_beside=10)
@@ -201,7 +201,7 @@ def test_several_prompts_share_a_pass() -> None:
     for sequence in sequences:
         engine.submit(Request(sequence))
     assert len(engine.step()) == 5
-    assert [trail for _, trail, _ in backend.passes[0]] == [8] * 5
+    assert [chunk for _, chunk, _ in backend.passes[0]] == [8] * 5
     engine.step()
     assert len(backend.passes) == 2
 

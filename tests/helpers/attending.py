@@ -78,9 +78,9 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def parts_of(*shapes: tuple[int, int, int]) -> list[Part]:
-    """Parts of (length, trail, nodes), with random trees."""
+    """Parts of (length, chunk, nodes), with random trees."""
     rng = random.Random(repr(shapes))
     return [
-        Part(length, trail, random_parents(nodes, rng)) if nodes else Part(length, trail, ())
-        for length, trail, nodes in shapes
+        Part(length, chunk, random_parents(nodes, rng)) if nodes else Part(length, chunk, ())
+        for length, chunk, nodes in shapes
     ]

@@ -1,4 +1,4 @@
-"""Flat steps for kernel tests: sequences with random pages, trails and trees, described as a packet describes them."""
+"""Flat steps for kernel tests: sequences with random pages, chunks and trees, described as a packet describes them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lookahead.backends.graph.sizes import PAGE
 
 @dataclass
 class Part:
-    """One sequence of a step: its cached tokens, its trail's length, and its tree's parents."""
+    """One sequence of a step: its cached tokens, its chunk's length, and its tree's parents."""
 
     length: int
-    trail: int = 0
+    chunk: int = 0
     parents: Sequence[int] = (-1,)
 
     @property
     def end(self) -> int:
-        return self.length + self.trail + len(self.parents)
+        return self.length + self.chunk + len(self.parents)
 
 
 def tree_of(parents: Sequence[int]) -> TokenTree:
@@ -59,12 +59,12 @@ def rows_of(
     lines: Sequence[int] | None = None,
 ) -> Rows:
     """The rows of a step of these parts, placed. `padding` rows are left over. Part i uses line lines[i]."""
-    size = sum(part.trail + len(part.parents) for part in parts) + padding
+    size = sum(part.chunk + len(part.parents) for part in parts) + padding
     group, block = queries
     packet = Packet(size, size, [2 * len(parts) + -(-size * group // block)], 1, False)
     packet.begin()
-    trails, trees = [[1] * part.trail for part in parts], [tree_of(part.parents) for part in parts]
-    packet.put(lines or range(len(parts)), [part.length for part in parts], trails, trees, [queries])
+    chunks, trees = [[1] * part.chunk for part in parts], [tree_of(part.parents) for part in parts]
+    packet.put(lines or range(len(parts)), [part.length for part in parts], chunks, trees, [queries])
     packet.end((), [()])
     most = max(len(part.parents) for part in parts)
     rows = new_rows(packet.views(packet.host.to(tables.device)), 0, tables, max(32, most))

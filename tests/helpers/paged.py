@@ -15,7 +15,7 @@ from lookahead.kv.pages import PagePool, PageTable
 class PagedToy(ToyBackend):
     """Keeps each page's tokens in place of their K/V. Whoever is given a page with other tokens gets other text.
 
-    `passes` has, for every pass, per input: its slot, its trail's length and its tree's size.
+    `passes` has, for every pass, per input: its slot, its chunk's length and its tree's size.
     """
 
     def __init__(self, pages: int = 64, page_size: int = 4, most_rows: int = 32, pads: bool = False) -> None:
@@ -56,20 +56,20 @@ class PagedToy(ToyBackend):
 
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         assert len({item.slot for item in inputs}) == len(inputs)
-        rows = [(item.slot, len(item.trail), len(item.tree)) for item in inputs]
-        total = sum(trail + tree for _, trail, tree in rows)
+        rows = [(item.slot, len(item.chunk), len(item.tree)) for item in inputs]
+        total = sum(chunk + tree for _, chunk, tree in rows)
         assert inputs
         assert total <= self.most_rows, f"{total} rows"
-        for slot, trail, tree in rows:
+        for slot, chunk, tree in rows:
             room = len(self.tables[slot].pages) * self.pool.page_size
-            assert len(self.slots[slot]) + trail + tree <= room, "no room was reserved"
+            assert len(self.slots[slot]) + chunk + tree <= room, "no room was reserved"
         self.passes.append(rows)
         for item in inputs:  # what is cached is read from the pages
             assert self._text(item.slot) == self.slots[item.slot], "a page was overwritten"
         outputs = super().launch([item for item in inputs if len(item.tree)])
         for item in inputs:
             if not len(item.tree):
-                self._write(item.slot, item.trail)
+                self._write(item.slot, item.chunk)
                 outputs.insert(inputs.index(item), StepOutput([]))
         return outputs
 

@@ -81,8 +81,8 @@ def outputs(*args: Any, **kwargs: Any) -> list[list[int]]:
     return [sequence.output for sequence in run(*args, **kwargs)]
 
 
-def greedy(slot: int, trail: Sequence[int], tree: TokenTree, top: int = 0, *, logits: bool = False) -> StepInput:
-    return StepInput(slot, list(trail), tree, SamplingParams(), (), top, logits)
+def greedy(slot: int, chunk: Sequence[int], tree: TokenTree, top: int = 0, *, logits: bool = False) -> StepInput:
+    return StepInput(slot, list(chunk), tree, SamplingParams(), (), top, logits)
 
 
 def root(token: int) -> TokenTree:

@@ -85,12 +85,12 @@ class ToyBackend:
             item = self._last.pop(slot)
             parents = [item.tree.parents[node] for node in path]
             assert parents == [0, *path][: len(path)], "the accepted nodes are no path"
-            self.slots[slot] += [*item.trail, item.tree.tokens[0], *(item.tree.tokens[node] for node in path)]
+            self.slots[slot] += [*item.chunk, item.tree.tokens[0], *(item.tree.tokens[node] for node in path)]
 
     def logits_of(self, item: StepInput) -> torch.Tensor:
         """[len(needed), V]"""
         tree, rows = item.tree, []
-        prefix = [*self.slots[item.slot], *item.trail]
+        prefix = [*self.slots[item.slot], *item.chunk]
         for row in tree.needed:
             path, node = [], row
             while node >= 0:
@@ -104,7 +104,7 @@ class ToyBackend:
     def _read(self, item: StepInput) -> StepOutput:
         logits = scores = self.logits_of(item)
         if item.adjustment is not None:
-            assert [*self.slots[item.slot], *item.trail, item.tree.tokens[0]] == list(item.adjustment.text)
+            assert [*self.slots[item.slot], *item.chunk, item.tree.tokens[0]] == list(item.adjustment.text)
             paths = [item.tree.path_tokens(node) for node in item.tree.needed]
             scores = adjusted(logits, item.sampling, item.adjustment, paths)
         targets = pick(scores, item.sampling, item.uniforms)

@@ -90,10 +90,10 @@ class FakeBackend:
         assert list(item.tree.needed) == list(range(size))
         assert list(item.tree.depths) == [0, *(item.tree.depths[parent] + 1 for parent in item.tree.parents[1:])]
         assert max(item.tree.depths) <= DEPTH
-        last = self.lengths[item.slot] + len(item.trail) + size
+        last = self.lengths[item.slot] + len(item.chunk) + size
         if self.max_length is not None and last > self.max_length:
             raise IndexError(f"{last} tokens in a context of {self.max_length}")
-        self._fed = len(item.trail) + 1
+        self._fed = len(item.chunk) + 1
         self.sizes.append(size)
         self.clock.now += self.times(size)
         return [StepOutput([0] * size)]
@@ -417,11 +417,11 @@ class FlatBackend:
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         for item in inputs:
-            assert self.lengths[item.slot] + len(item.trail) + len(item.tree) <= self.reserved[item.slot]
-        rows = sum(len(item.trail) + len(item.tree) for item in inputs)
+            assert self.lengths[item.slot] + len(item.chunk) + len(item.tree) <= self.reserved[item.slot]
+        rows = sum(len(item.chunk) + len(item.tree) for item in inputs)
         assert rows <= self.most_rows
         self.passes.append([len(item.tree) for item in inputs])
-        self.fed = {item.slot: len(item.trail) + 1 for item in inputs}
+        self.fed = {item.slot: len(item.chunk) + 1 for item in inputs}
         self.clock.now += self.times(rows)
         return [StepOutput([0] * len(item.tree.needed)) for item in inputs]
 

@@ -73,7 +73,7 @@ def test_a_rank_that_forgets_what_it_lacks_is_seen(monkeypatch: pytest.MonkeyPat
 
     def forgetful(self: ParallelBackend, step_input: StepInput, share: Any) -> StepInput:
         part = own(self, step_input, share)
-        part.trail = step_input.trail
+        part.chunk = step_input.chunk
         return part
 
     monkeypatch.setattr(ParallelBackend, "_own", forgetful)

@@ -115,7 +115,7 @@ def test_a_request_without_memory_is_refused_in_one_line_and_the_others_go_on(
     launch = doomed.backend.launch
 
     def limited(inputs: Any) -> Any:
-        if any(len(item.trail) > 20 for item in inputs):
+        if any(len(item.chunk) > 20 for item in inputs):
             raise DeviceMemoryError("a step of 64 tokens needs 2.00 GiB of memory; lower kv_tokens")
         return launch(inputs)
 

@@ -192,11 +192,11 @@ def _integers(numbers: Iterable[int]) -> array[int]:
     return numbers if isinstance(numbers, array) else array("i", numbers)
 
 
-def below_trail(trail: Sequence[int], tree: TokenTree) -> TokenTree:
-    """One tree: the trail as a chain, and `tree` at its end. Its root becomes node len(trail)."""
-    shift = len(trail)
+def below_chunk(chunk: Sequence[int], tree: TokenTree) -> TokenTree:
+    """One tree: the prompt chunk as a chain, and `tree` at its end. Its root becomes node len(chunk)."""
+    shift = len(chunk)
     return TokenTree(
-        tokens=[*trail, *tree.tokens],
+        tokens=[*chunk, *tree.tokens],
         parents=[*range(-1, shift), *[parent + shift for parent in tree.parents[1:]]],
         depths=[*range(shift), *[depth + shift for depth in tree.depths]],
         needed=[node + shift for node in tree.needed],

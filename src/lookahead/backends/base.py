@@ -29,7 +29,7 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class StepInput:
     """One sequence's part of a forward pass.
 
-    `trail` is its prompt chunk: the tokens before the tree's root that are not cached yet. On the first step these are
+    `chunk` is its prompt chunk: the tokens before the tree's root that are not cached yet. On the first step these are
     the prompt without its last token, later none; with several ranks also accepted tokens that another rank computed.
     Any but the last chunk of a long prompt comes with `NO_TREE`: it is cached, and there is nothing to commit.
 
@@ -45,7 +45,7 @@ class StepInput:
     """
 
     slot: int
-    trail: Sequence[int]
+    chunk: Sequence[int]
     tree: TokenTree
     sampling: SamplingParams
     uniforms: Sequence[float]

@@ -169,7 +169,7 @@ class Engine:
             return settled  # the time of a capture says nothing about the next step
         if self.budget.cost is not None and len(begun.passes) == 1:
             self.budget.cost.note(begun.passes[0].rows_run(pads=self.backend.capabilities.pads), seconds)
-        if self.budget.guarded and settled and not any(part.trail for one in begun.passes for part in one.parts):
+        if self.budget.guarded and settled and not any(part.chunk for one in begun.passes for part in one.parts):
             drafted = any(result.input.tree.size > 1 for result in results)
             self.budget.note_step(len(results), drafted, settled.mean_tokens, seconds)
         return settled
@@ -181,7 +181,7 @@ class Engine:
         begin = perf_counter()
         sequences = [part.request.sequence for part in one.parts]
         try:
-            trees = self._drafting.propose(sequences, one.limit, sum([len(part.trail) for part in one.parts]))
+            trees = self._drafting.propose(sequences, one.limit, sum([len(part.chunk) for part in one.parts]))
         except Exception:
             failed = self._culprits(one.parts)
             if not failed:
@@ -304,7 +304,7 @@ class Engine:
                 if result.request.finished is not None:
                     result.request.finished(result.request)
                 self.cancel(result.request.id)
-            elif result.input.trail:
+            elif result.input.chunk:
                 self._scheduler.remember(result.request)
         failed, self._failed, self._spent = self._failed, [], results
         for request, _ in failed:

@@ -23,13 +23,13 @@ def input_of(part: Part, only_pass: bool, backend: Backend) -> StepInput:
     """The input of a part. `only_pass`: its step has no other pass. ValueError if the request's mask cannot be used."""
     request, sequence, tree = part.request, part.request.sequence, part.tree
     if not part.whole:
-        return StepInput(request.slot, part.trail, tree, GREEDY, ())
+        return StepInput(request.slot, part.chunk, tree, GREEDY, ())
     top = KEPT_TOKENS if sequence.wants_top else 0
     if request.verifier is not None:
-        return StepInput(request.slot, part.trail, tree, GREEDY, (), top, logits=True)
+        return StepInput(request.slot, part.chunk, tree, GREEDY, (), top, logits=True)
     if (noise := request.noise) is not None:
-        return StepInput(request.slot, part.trail, tree, noise.sampling, (), top, noise=noise.lines(tree))
-    item = StepInput(request.slot, part.trail, tree, sequence.sampling, sequence.uniforms(tree), top)
+        return StepInput(request.slot, part.chunk, tree, noise.sampling, (), top, noise=noise.lines(tree))
+    item = StepInput(request.slot, part.chunk, tree, sequence.sampling, sequence.uniforms(tree), top)
     if only_pass and sequence.continues_alone:
         item.continues_alone, item.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
     if sequence.sampling.logprobs is not None:
@@ -61,4 +61,4 @@ def needs_most(inputs: Sequence[StepInput], slot: int | None) -> int:
     """The index of the input that a pass had too little memory for: that of `slot`, or the one with the most tokens."""
     if slot is not None:
         return [item.slot for item in inputs].index(slot)
-    return max(range(len(inputs)), key=lambda index: len(inputs[index].trail) + inputs[index].tree.size)
+    return max(range(len(inputs)), key=lambda index: len(inputs[index].chunk) + inputs[index].tree.size)

@@ -23,13 +23,13 @@ sliding window back while they go on, about one for every 64 tokens."""
 
 @dataclass(slots=True)
 class Part:
-    """One request's part of a pass: `trail` tokens that are not cached yet, then its tree.
+    """One request's part of a pass: its prompt chunk, whose tokens are not cached yet, then its tree.
 
     A part that is not `whole` ends before the text does, and has no tree.
     """
 
     request: Request
-    trail: Sequence[int] = ()
+    chunk: Sequence[int] = ()
     whole: bool = True
     tree: TokenTree = field(default_factory=lambda: NO_TREE)
 
@@ -51,13 +51,13 @@ class Pass:
     @property
     def tokens(self) -> int:
         """How many tokens the parts have together."""
-        return sum([len(part.trail) + part.tree.size for part in self.parts])
+        return sum([len(part.chunk) + part.tree.size for part in self.parts])
 
     def rows_run(self, *, pads: bool) -> int:
         """How many rows the backend runs for these tokens: where it `pads`, each part has as many as the longest."""
         if not pads:
             return self.tokens
-        return len(self.parts) * max([len(part.trail) + part.tree.size for part in self.parts])
+        return len(self.parts) * max([len(part.chunk) + part.tree.size for part in self.parts])
 
 
 class Scheduler:
@@ -183,9 +183,9 @@ class Scheduler:
         waiting = deque(unread)
         while waiting and waiting[0].verifier not in held and self._rest(waiting[0]) < share:
             parts.append(self._part(waiting.popleft()))
-            share -= len(parts[-1].trail) + 1
+            share -= len(parts[-1].chunk) + 1
         share = min(share, sum([self._rest(request) + 1 for request in waiting]))
-        limit = rows - share - sum([len(part.trail) for part in parts])
+        limit = rows - share - sum([len(part.chunk) for part in parts])
         if most_nodes is not None:  # every prompt may come to its root
             limit = min(limit, max(len(parts), most_nodes - len(waiting)))
         return Pass(parts, limit, list(waiting), rows)
@@ -195,7 +195,7 @@ class Scheduler:
         if not one.waiting:
             return
         held = self._held(one.waiting)
-        rows = one.rows - sum(len(part.trail) + len(part.tree) for part in one.parts)
+        rows = one.rows - sum(len(part.chunk) + len(part.tree) for part in one.parts)
         for request in one.waiting:
             if rows < 1:
                 return
@@ -203,7 +203,7 @@ class Scheduler:
             part.whole = self._rest(request) < rows and request.verifier not in held
             if part.whole:
                 part.tree = request.sequence.bare_root()
-            rows -= len(part.trail) + len(part.tree)
+            rows -= len(part.chunk) + len(part.tree)
             one.parts.append(part)
 
     def _held(self, unread: Iterable[Request]) -> set[Verifier | None]:

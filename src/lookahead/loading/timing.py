@@ -92,14 +92,14 @@ def measure(
     prefix = min(PREFIX, context // 4)
     slot = backend.open()
 
-    def step(size: int, trail: Sequence[int] = ()) -> float:
+    def step(size: int, chunk: Sequence[int] = ()) -> float:
         top = KEPT_TOKENS if size > 1 else 0
-        return timed(backend, [StepInput(slot, trail, bush(size), SamplingParams(), (), top=top)])
+        return timed(backend, [StepInput(slot, chunk, bush(size), SamplingParams(), (), top=top)])
 
     taken_by = {size: list[float]() for size in sizes}
     warm, spent = set[int](), 0.0
     try:
-        step(1, trail=[1] * prefix)
+        step(1, chunk=[1] * prefix)
         for number in range(rounds):
             if number and spent > patience:
                 break

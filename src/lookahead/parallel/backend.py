@@ -144,7 +144,7 @@ class ParallelBackend:
             if len(step_input.tree):
                 self._last[step_input.slot] = step_input, share
             else:
-                self._slots[step_input.slot].length += len(step_input.trail)
+                self._slots[step_input.slot].length += len(step_input.chunk)
         return SharedStep(list(inputs), shares, inner)
 
     def collect(self, shared_step: SharedStep) -> list[StepOutput]:
@@ -172,7 +172,7 @@ class ParallelBackend:
         for slot, path in accepted:
             state, (step_input, shares) = self._slots[slot], self._last.pop(slot)
             held = [share.local(path) for share in shares]
-            state.length += len(step_input.trail) + 1 + len(path)
+            state.length += len(step_input.chunk) + 1 + len(path)
             state.path = [step_input.tree.tokens[node] for node in path]
             state.lacks = [len(path) - len(local) for local in held]
             own.append((state.inner, held[self.group.share]))
@@ -216,7 +216,7 @@ class ParallelBackend:
         if adjustment is not None and adjustment.mask is not None:
             index = {node: row for row, node in enumerate(step_input.tree.needed)}
             adjustment = replace(adjustment, mask=adjustment.mask[[index[node] for node in share.needed or [0]]])
-        chunk = [*(state.path[-lacks:] if lacks else ()), *step_input.trail]
+        chunk = [*(state.path[-lacks:] if lacks else ()), *step_input.chunk]
         own = StepInput(state.inner, chunk, share.tree(step_input.tree), step_input.sampling, uniforms, step_input.top)
         own.adjustment = adjustment
         return own

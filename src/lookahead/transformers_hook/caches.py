@@ -108,11 +108,11 @@ def complete(
     have = layers[0][0].shape[1]
     if have == length:
         return layers
-    *trail, root = tokens[have - length :]
+    *chunk, root = tokens[have - length :]
     slot = backend.open()
     try:
         backend.adopt(slot, have, layers, offset)
-        backend.step([StepInput(slot, trail, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())])
+        backend.step([StepInput(slot, chunk, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())])
         backend.commit([(slot, ())])
         return backend.cached(slot)
     finally:

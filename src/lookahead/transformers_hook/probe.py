@@ -105,14 +105,14 @@ def _only_logits(backend: EagerBackend, start: Start, path: Sequence[int]) -> to
 
 
 def _tree_logits(
-    backend: EagerBackend, start: Start, trail: Sequence[int], tree: TokenTree, entries: int | None = None
+    backend: EagerBackend, start: Start, chunk: Sequence[int], tree: TokenTree, entries: int | None = None
 ) -> torch.Tensor:
-    """[B, nodes, V] logits of this tree behind the prompts of the first `entries` or all entries, and a trail."""
+    """[B, nodes, V] logits of a tree behind the prompts of the first `entries` entries (or all) and a prompt chunk."""
     slots = [backend.open() for _ in start.offsets[:entries]]
     try:
         for entry, slot in enumerate(slots):
             backend.adopt(slot, start.batch.cached(entry), start.layers(entry), start.offsets[entry])
-        inputs = [StepInput(slot, trail, tree, SamplingParams(), (), logits=True) for slot in slots]
+        inputs = [StepInput(slot, chunk, tree, SamplingParams(), (), logits=True) for slot in slots]
         outputs = backend.step(inputs)
         backend.commit([(slot, ()) for slot in slots])
         return torch.stack([output.logits.float() for output in outputs if output.logits is not None])

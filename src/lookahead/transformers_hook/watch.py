@@ -64,19 +64,19 @@ class Watch:
     def _hidden_states(self, event: Event, entry: int, place: int) -> PerLayer:
         """One token's hidden states, [1, 1, D] per layer."""
         seen = self.backend.outputs[event.request.slot]
-        token = seen.trail + [0, *event.path][place]
+        token = seen.chunk + [0, *event.path][place]
         return tuple(layer[seen.entry : seen.entry + 1, token : token + 1] for layer in seen.output.hidden_states)
 
     def _attentions(self, event: Event, entry: int, place: int) -> PerLayer:
         """One token's weights, [1, H, 1, positions] per layer, with zeros where the prompt has padding."""
         seen = self.backend.outputs[event.request.slot]
         nodes = [0, *event.path][: place + 1]
-        own = [seen.start + seen.trail + node for node in nodes]
-        columns = [*range(seen.length), *(seen.start + i for i in range(seen.trail)), *own]
+        own = [seen.start + seen.chunk + node for node in nodes]
+        columns = [*range(seen.length), *(seen.start + i for i in range(seen.chunk)), *own]
         told = torch.nn.functional.pad(self.batch.mask[entry], (0, self.tokens), value=True)
         layers = []
         for layer in seen.output.attentions:
             weights = layer.new_zeros(1, layer.shape[1], 1, len(told))
-            weights[..., told.to(layer.device)] = layer[seen.entry, :, seen.trail + nodes[-1], columns][None, :, None]
+            weights[..., told.to(layer.device)] = layer[seen.entry, :, seen.chunk + nodes[-1], columns][None, :, None]
             layers.append(weights)
         return tuple(layers)

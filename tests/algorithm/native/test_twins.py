@@ -423,8 +423,8 @@ def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(mo
             tree = sequence.propose()
             if not late:
                 sequence.learn_while_running()
-            trail = sequence.tokens[backend.length(slot) : -1]
-            outputs = backend.step([StepInput(slot, trail, tree, SamplingParams(), (), 8)])
+            chunk = sequence.tokens[backend.length(slot) : -1]
+            outputs = backend.step([StepInput(slot, chunk, tree, SamplingParams(), (), 8)])
             verdict = OURS.verification([tree], [sequence.learner]).accept(outputs)[0]
             assert isinstance(verdict, Verdict)
             backend.commit([(slot, sequence.absorb(tree, outputs[0], sequence.cut(verdict)).path)])

@@ -19,20 +19,20 @@ def test_home_cells_leave_the_spare_ones_of_each_block_free() -> None:
 
 
 @given(st.integers(0, 400), st.integers(0, 150), st.integers(1, 40))
-def test_a_chain_is_at_home(length: int, trail: int, nodes: int) -> None:
+def test_a_chain_is_at_home(length: int, chunk: int, nodes: int) -> None:
     """So an accepted chain need not move."""
-    if (length + trail) % HOME + nodes <= HOME + SPARE:
-        cells = cells_of(length, trail, range(nodes))
-        assert cells.tolist() == home(np.arange(length, length + trail + nodes)).tolist()
+    if (length + chunk) % HOME + nodes <= HOME + SPARE:
+        cells = cells_of(length, chunk, range(nodes))
+        assert cells.tolist() == home(np.arange(length, length + chunk + nodes)).tolist()
 
 
 @given(st.integers(0, 400), st.integers(0, 120), st.integers(1, SPARE + 1), st.integers(0, 99))
-def test_trees_keep_the_order_of_sums(length: int, trail: int, size: int, seed: int) -> None:
+def test_trees_keep_the_order_of_sums(length: int, chunk: int, size: int, seed: int) -> None:
     """Each node stands in the block of its position, behind its ancestors of that block, in a cell of its own."""
     tree = random_tree(size, seed)
-    cells = cells_of(length, trail, tree.depths)[trail:]
+    cells = cells_of(length, chunk, tree.depths)[chunk:]
     assert len(set(cells.tolist())) == size
-    root = length + trail
+    root = length + chunk
     assert cells[0] == home(np.array([root]))[0]
     for node in range(1, size):
         assert cells[node] // BLOCK == (root + tree.depths[node]) // HOME

@@ -101,7 +101,7 @@ def test_pieces_of_a_prompt_are_cached_without_a_commit(plain: Plain) -> None:
     made.close(slot)
 
 
-def test_a_trail_longer_than_a_pass(monkeypatch: pytest.MonkeyPatch, plain: Plain) -> None:
+def test_a_chunk_longer_than_a_pass(monkeypatch: pytest.MonkeyPatch, plain: Plain) -> None:
     made = backend()
     expected = plain(model("llama"), PROMPTS[2], 1)
     for most in (1, 8, 28, 29, 30):
@@ -138,15 +138,15 @@ def test_what_a_step_returns() -> None:
 def test_commit_keeps_what_the_model_would_cache() -> None:
     made = CpuBackend(model("llama"), probed=False)
     slot, other = made.open(), made.open()
-    trail = [(5 * i) % VOCABULARY for i in range(HOME - 2)]  # the path crosses into the next block
-    made.step([greedy(slot, trail, root(6)), greedy(other, [9] * 9, root(2))])
+    chunk = [(5 * i) % VOCABULARY for i in range(HOME - 2)]  # the path crosses into the next block
+    made.step([greedy(slot, chunk, root(6)), greedy(other, [9] * 9, root(2))])
     made.commit([(slot, ()), (other, ())])
     tree = TokenTree([7, 11, 12, 13, 14], [-1, 0, 0, 2, 2], [0, 1, 1, 2, 2], [0, 1, 2, 3, 4])
     made.step([greedy(slot, (), tree), greedy(other, (), tree)])
     made.commit([(other, ()), (slot, [2, 4])])
     assert (made.length(slot), made.length(other)) == (HOME + 2, 11)
     with torch.inference_mode():
-        cache = model("llama")(torch.tensor([[*trail, 6, 7, 12, 14]]), use_cache=True).past_key_values
+        cache = model("llama")(torch.tensor([[*chunk, 6, 7, 12, 14]]), use_cache=True).past_key_values
     for ours, theirs in zip(made.cached(slot), cache.layers, strict=True):
         assert torch.allclose(ours[0], theirs.keys[0], atol=1e-4)
         assert torch.allclose(ours[1], theirs.values[0], atol=1e-4)

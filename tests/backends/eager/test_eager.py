@@ -253,8 +253,8 @@ def test_move_copies_the_given_tokens_of_the_given_sequences_alone(indices: list
 def test_commit_keeps_the_prefix_and_the_accepted_rows(llama: Any) -> None:
     backend = EagerBackend(llama)
     slot, other = backend.open(), backend.open()
-    trail = [3, 4, 5]
-    backend.step([greedy(slot, trail, root(6)), greedy(other, [9] * 9, root(2))])
+    chunk = [3, 4, 5]
+    backend.step([greedy(slot, chunk, root(6)), greedy(other, [9] * 9, root(2))])
     backend.commit([(slot, ()), (other, ())])
     assert (backend.length(slot), backend.length(other)) == (4, 10)
 
@@ -272,7 +272,7 @@ def test_commit_keeps_the_prefix_and_the_accepted_rows(llama: Any) -> None:
 
     # What is cached is what the model itself would cache for the accepted tokens in a row.
     with torch.inference_mode():
-        cache = llama(torch.tensor([[*trail, 6, 7, 12, 14]]), use_cache=True).past_key_values
+        cache = llama(torch.tensor([[*chunk, 6, 7, 12, 14]]), use_cache=True).past_key_values
     for layer in range(2):
         group, index = buffer.group_of[layer]
         assert torch.allclose(buffer.keys[group][index, row, :, :7], cache.layers[layer].keys[0], atol=1e-4)

@@ -508,12 +508,12 @@ def trees(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
     return made
 
 
-def with_trail(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
+def with_chunk(slots: Sequence[int], tokens: Sequence[int]) -> list[StepInput]:
     """As in lookahead parallelism: a rank has yet to run tokens that another one accepted."""
     return [greedy(slots[0], [3, 4], root(tokens[0]), 8), greedy(slots[1], (), root(tokens[1]), 8)]
 
 
-ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, with_trail)
+ASKED = (same, with_logits, drawn, other_root, other_order, one_of_them, trees, with_chunk)
 
 
 @pytest.mark.parametrize("commit", [True, False])
@@ -535,7 +535,7 @@ def test_asked_for_something_else(ask: Ask, commit: bool, device: str, ran: list
     assert all(map(torch.equal, after, wanted))
 
 
-@pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_trail])
+@pytest.mark.parametrize("ask", [with_logits, drawn, trees, with_chunk])
 def test_a_hint_that_is_not_followed(ask: Ask, device: str, ran: list[str]) -> None:
     """No step may run ahead of these inputs: their next token is unknown, or the results would be overwritten."""
     backend = GraphBackend(tiny("Llama", device=device))

@@ -173,8 +173,8 @@ def test_capture_changes_nothing(dtype: torch.dtype) -> None:
             paths[i] = path if path[0] else []
         results = []
         for backend, own in zip(backends, slots, strict=True):
-            trails = {i: prompts[i] if not backend.length(own[i]) else () for i in members}
-            items = [greedy(own[i], trails[i], trees[i], 8, logits=True) for i in members]
+            chunks = {i: prompts[i] if not backend.length(own[i]) else () for i in members}
+            items = [greedy(own[i], chunks[i], trees[i], 8, logits=True) for i in members]
             results.append([(r.targets, r.logits.clone(), [list(t) for t in r.top]) for r in backend.step(items)])
             backend.commit([(own[i], paths[i]) for i in members])
         for captured, plain in zip(*results, strict=True):

@@ -248,9 +248,9 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     if bug == "every earlier token is seen":
         put = Packet.put
 
-        def put_chains(packet: Packet, lines: Any, lengths: Any, trails: Any, trees: Any, queries: Any) -> list[int]:
+        def put_chains(packet: Packet, lines: Any, lengths: Any, chunks: Any, trees: Any, queries: Any) -> list[int]:
             chains = [replace(tree, parents=list(range(-1, len(tree) - 1))) for tree in trees]
-            return put(packet, lines, lengths, trails, chains, queries)
+            return put(packet, lines, lengths, chunks, chains, queries)
 
         monkeypatch.setattr(Packet, "put", put_chains)
     elif bug == "accepted K/V does not move":
@@ -283,7 +283,7 @@ def test_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trails", "trees", "rows", "needed", "small", "within"),
+    ("chunks", "trees", "rows", "needed", "small", "within"),
     [
         ([0], [1], 1, 1, True, True),
         ([0], [16], 16, 16, True, True),
@@ -301,13 +301,13 @@ def test_buckets() -> None:
 )
 @pytest.mark.parametrize("invariant", [True, False])
 def test_the_kind_of_a_step(
-    trails: list[int], trees: list[int], rows: int, needed: int, small: bool, within: bool, invariant: bool
+    chunks: list[int], trees: list[int], rows: int, needed: int, small: bool, within: bool, invariant: bool
 ) -> None:
     """Rows of all sequences together; small tiles if most of them have few; invariant unless a tree is too large."""
     backend = GraphBackend(make("llama").to(torch.bfloat16), invariant=invariant)
     items = [
-        greedy(backend.open(), [3] * trail, random_tree(tree, 0) if tree else NO_TREE)
-        for trail, tree in zip(trails, trees, strict=True)
+        greedy(backend.open(), [3] * chunk, random_tree(tree, 0) if tree else NO_TREE)
+        for chunk, tree in zip(chunks, trees, strict=True)
     ]
     backend.step(items)
     (kind,) = backend._steps.pairs
@@ -361,15 +361,15 @@ def test_prompts_longer_than_a_pass(name: str, most: int, device: str, plain: Pl
 
 
 def test_a_step_larger_than_a_pass(device: str) -> None:
-    """Several long trails in one step: what does not fit runs before. Trees have to fit."""
+    """Several long chunks in one step: what does not fit runs before. Trees have to fit."""
     model = make("llama", device)
     rng = random.Random(1)
-    trails = [rng.choices(range(VOCABULARY), k=count) for count in (40, 3, 25, 90)]
+    chunks = [rng.choices(range(VOCABULARY), k=count) for count in (40, 3, 25, 90)]
     trees = [random_tree(size, 5) for size in (9, 4, 1, 12)]
     results, kept = [], []
     for one in (GraphBackend(model, most_rows=32), EagerBackend(model)):
-        slots = [one.open() for _ in trails]
-        items = [greedy(*parts, logits=True) for parts in zip(slots, trails, trees, strict=True)]
+        slots = [one.open() for _ in chunks]
+        items = [greedy(*parts, logits=True) for parts in zip(slots, chunks, trees, strict=True)]
         results.append([result.logits for result in one.step(items)])
         one.commit([(slot, ()) for slot in slots])
         kept.append([one.cached(slot) for slot in slots])
@@ -398,7 +398,7 @@ def test_trees_that_fit_into_no_pass(device: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("pieces", [[70, 60, 1, 5], [64, 64, 8], [1, 1, 134]])
 def test_a_prompt_in_pieces(name: str, pieces: list[int], device: str) -> None:
-    """Trails without a tree are cached, and there is nothing to commit. The prompt in one piece gives the same."""
+    """Chunks without a tree are cached, and there is nothing to commit. A prompt in one piece gives the same."""
     model = make(name, device)
     backend = GraphBackend(model)
     prompt, tree = random.Random(3).choices(range(VOCABULARY), k=136), random_tree(10, 1)
@@ -417,12 +417,12 @@ def test_a_prompt_in_pieces(name: str, pieces: list[int], device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-hybrid"])
-def test_trails_and_trees_in_one_pass(name: str, device: str) -> None:
+def test_chunks_and_trees_in_one_pass(name: str, device: str) -> None:
     """Pieces of prompts, prompts with their trees, trees and single tokens of seven sequences, as one by one."""
     model = make(name, device)
     rng = random.Random(7)
     cached = [rng.choices(range(VOCABULARY), k=count) for count in (0, 0, 63, 64, 65, 100, 3)]
-    trails = [rng.choices(range(VOCABULARY), k=count) for count in (80, 30, 20, 0, 0, 70, 0)]
+    chunks = [rng.choices(range(VOCABULARY), k=count) for count in (80, 30, 20, 0, 0, 70, 0)]
     trees = [NO_TREE, random_tree(9, 1), random_tree(1, 2), random_tree(40, 3), root(4), NO_TREE, random_tree(3, 5)]
     found: list[list[StepOutput]] = []
     kept: list[list[Any]] = []
@@ -432,7 +432,7 @@ def test_trails_and_trees_in_one_pass(name: str, device: str) -> None:
         for slot, text in zip(slots, cached, strict=True):
             if text:
                 backend.step([greedy(slot, text, NO_TREE)])
-        items = [greedy(*parts, logits=True) for parts in zip(slots, trails, trees, strict=True)]
+        items = [greedy(*parts, logits=True) for parts in zip(slots, chunks, trees, strict=True)]
         found.append(backend.step(items) if together else [backend.step([item])[0] for item in items])
         backend.commit([(slot, descent(tree)) for slot, tree in zip(slots, trees, strict=True) if len(tree)])
         kept.append([backend.cached(slot) for slot in slots])
@@ -485,13 +485,13 @@ def test_random_trees_of_many_sequences(seed: int, device: str, plain: Plain) ->
         items: dict[int, StepInput] = {}
         for number in members:
             slot, text = running[number], done[number]
-            trail = text[backend.length(slot) : -1]
+            chunk = text[backend.length(slot) : -1]
             left = answers[number][len(text) - len(prompts[number]) :]
             tree = guesses(rng, text[-1], left, rng.choice([1, 2, 7, 20]))
-            if trail and rng.random() < 0.5:
-                trail, tree = trail[: rng.randint(1, len(trail))], NO_TREE
-            if backend.reserve(slot, backend.length(slot) + len(trail) + len(tree)):
-                items[number] = greedy(slot, trail, tree)
+            if chunk and rng.random() < 0.5:
+                chunk, tree = chunk[: rng.randint(1, len(chunk))], NO_TREE
+            if backend.reserve(slot, backend.length(slot) + len(chunk) + len(tree)):
+                items[number] = greedy(slot, chunk, tree)
             else:
                 refused += 1
         if not items:  # nobody has room: the youngest begins anew
@@ -547,21 +547,21 @@ def test_commits_across_pages(name: str, length: int, device: str) -> None:
     others = [backend.open() for _ in range(9)]  # they take pages between those of the sequence
     crossed, total = 0, length
     for begin in range(0, length, 40):  # in pieces, so that its pages do not stand in a row
-        trail = prompt[begin : begin + 40]
+        chunk = prompt[begin : begin + 40]
         if begin + 40 < length:
-            backend.step([greedy(slots[backend], trail, NO_TREE)])
-            eager.step([greedy(slots[eager], trail[:-1], root(trail[-1]))])
+            backend.step([greedy(slots[backend], chunk, NO_TREE)])
+            eager.step([greedy(slots[eager], chunk[:-1], root(chunk[-1]))])
             eager.commit([(slots[eager], ())])
             backend.step([greedy(others[-1], [2] * 40, NO_TREE)])
-    trail = prompt[backend.length(slots[backend]) :]
+    chunk = prompt[backend.length(slots[backend]) :]
     for step in range(8):
         tree, path = skipping_tree(13, step)
-        results = [one.step([greedy(slot, trail, tree, logits=True)])[0].logits.clone() for one, slot in slots.items()]
+        results = [one.step([greedy(slot, chunk, tree, logits=True)])[0].logits.clone() for one, slot in slots.items()]
         torch.testing.assert_close(*results, atol=2e-4, rtol=1e-4)
         for one, slot in slots.items():
             one.commit([(slot, path)])
         crossed += any((total + node) // PAGE > (total + i) // PAGE for i, node in enumerate(path, start=1))
-        total, trail = total + 1 + len(path), []
+        total, chunk = total + 1 + len(path), []
         backend.step([greedy(others.pop(), [1], NO_TREE)])
         assert [one.length(slot) for one, slot in slots.items()] == [total, total]
     state = backend._slots[slots[backend]]
@@ -1285,15 +1285,15 @@ def test_results_of_a_ragged_batch(device: str) -> None:
 
 @pytest.mark.parametrize("kind", [EagerBackend, GraphBackend])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
-    """Sequences of a batch have no trail, a short one and a long one. Afterwards all K/V stands where it belongs:
+def test_chunks_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
+    """Sequences of a batch have no chunk, a short one and a long one. Afterwards all K/V stands where it belongs:
 
-    a further step without trails gives the logits of the whole text.
+    a further step without chunks gives the logits of the whole text.
     """
     model = make(name, device)
     backend = kind(model)
     rng = random.Random(0)
-    trails = [[rng.randrange(VOCABULARY) for _ in range(count)] for count in (0, 3, 32, 70)]
+    chunks = [[rng.randrange(VOCABULARY) for _ in range(count)] for count in (0, 3, 32, 70)]
     trees = [random_tree(size, size) for size in (12, 5, 20, 7)]
     paths = [descent(tree) for tree in trees]
     slots = [backend.open() for _ in PROMPTS]
@@ -1301,13 +1301,13 @@ def test_trails_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
     for slot, prompt in zip(slots, PROMPTS, strict=True):
         backend.step([greedy(slot, prompt, root(9))])
         backend.commit([(slot, ())])
-    backend.step([greedy(*parts) for parts in zip(slots, trails, trees, strict=True)])
+    backend.step([greedy(*parts) for parts in zip(slots, chunks, trees, strict=True)])
     backend.commit(list(zip(slots, paths, strict=True)))
-    for text, trail, tree, path in zip(texts, trails, trees, paths, strict=True):
-        text += [*trail, tree.tokens[0], *(tree.tokens[node] for node in path)]
+    for text, chunk, tree, path in zip(texts, chunks, trees, paths, strict=True):
+        text += [*chunk, tree.tokens[0], *(tree.tokens[node] for node in path)]
     assert [backend.length(slot) for slot in slots] == list(map(len, texts))
     if kind is GraphBackend:  # all in one pass
-        assert max(step.rows for step in backend._steps.pairs) == bucket(sum(map(len, (*trails, *trees))))
+        assert max(step.rows for step in backend._steps.pairs) == bucket(sum(map(len, (*chunks, *trees))))
     found = backend.step([greedy(slot, (), root(2), logits=True) for slot in slots])
     for text, result in zip(texts, found, strict=True):
         ids = torch.tensor([[*text, 2]], device=device)
@@ -1500,19 +1500,19 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
 def test_prepare_knows_every_kind(
     name: str, tokens: int, budget: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all steps that one sequence may have, whatever its trail, its tree, and how many nodes are needed."""
+    """Of all steps that one sequence may have, whatever its chunk, its tree, and how many nodes are needed."""
     backend = GraphBackend(make(name).to(torch.bfloat16), most_rows=most)
 
-    def kind(trail: int, nodes: int, needed: int) -> ForwardKind:
+    def kind(chunk: int, nodes: int, needed: int) -> ForwardKind:
         tree = chain([0] * nodes, needed)
-        return backend._steps.kind([StepInput(slot, range(trail), tree, SamplingParams(), ())], [0]).forward
+        return backend._steps.kind([StepInput(slot, range(chunk), tree, SamplingParams(), ())], [0]).forward
 
     kinds = set[ForwardKind]()
     monkeypatch.setattr(backend._steps, "forward", kinds.add)  # captures nothing
     monkeypatch.setattr(backend._steps, "end", lambda kind: None)
     backend.prepare(tokens, budget)
     budget, slot = min(budget, most), backend.open()
-    shapes = [(trail, nodes) for nodes in range(budget + 1) for trail in range(min(tokens, most - nodes) + 1)][1:]
+    shapes = [(chunk, nodes) for nodes in range(budget + 1) for chunk in range(min(tokens, most - nodes) + 1)][1:]
     wanted = {kind(*shape, needed) for shape in shapes for needed in {min(1, shape[1]), min(64, shape[1]), shape[1]}}
     assert kinds >= wanted
     assert len(kinds) <= 2 * len(wanted)
@@ -1527,12 +1527,12 @@ def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, mon
     def sizes() -> list[int]:
         return sorted(kind.rows for kind in backend._steps.forwards)
 
-    def same(trail: int, nodes: int) -> None:
+    def same(chunk: int, nodes: int) -> None:
         found = []
         for one in (backend, exact):
             slot = one.open()
-            tree, trail_tokens = random_tree(nodes, 0), [place % VOCABULARY for place in range(trail)]
-            found += one.step([StepInput(slot, trail_tokens, tree, SamplingParams(), (), logits=True)])
+            tree, chunk_tokens = random_tree(nodes, 0), [place % VOCABULARY for place in range(chunk)]
+            found += one.step([StepInput(slot, chunk_tokens, tree, SamplingParams(), (), logits=True)])
             one.commit([(slot, ())])
             one.close(slot)
         torch.testing.assert_close(found[0].logits, found[1].logits, rtol=0.02, atol=0.02)
@@ -1568,9 +1568,9 @@ def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: s
     kinds, slot = set(backend._steps.pairs), backend.open()
     assert {kind.rows for kind in kinds} == {32, 128, 256, 512}
     assert all((kind.targets.targets is Targets.MULTINOMIAL) == noise for kind in kinds)
-    for trail, nodes in ((0, 1), (0, 30), (0, 33), (0, 128), (30, 1), (100, 128), (300, 60)):
+    for chunk, nodes in ((0, 1), (0, 30), (0, 33), (0, 128), (30, 1), (100, 128), (300, 60)):
         lines = [-1] * nodes if noise else ()
-        backend.step([StepInput(slot, [1] * trail, random_tree(nodes, 0), SamplingParams(), (), noise=lines)])
+        backend.step([StepInput(slot, [1] * chunk, random_tree(nodes, 0), SamplingParams(), (), noise=lines)])
         backend._slots[slot].length = 0
     assert set(backend._steps.pairs) == kinds
 

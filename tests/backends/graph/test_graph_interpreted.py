@@ -69,8 +69,8 @@ def told(backend: GraphBackend, prompt: Sequence[int], answer: Sequence[int]) ->
             nodes += [(right + 1) % VOCABULARY, right]
         size = len(nodes)
         tree = TokenTree(nodes, [-1, 0, 0, 2, 2][:size], [0, 1, 1, 2, 2][:size], list(range(size)))
-        trail = tokens[backend.length(slot) : -1]
-        path, accepted = accept(tree, backend.step([greedy(slot, trail, tree)])[0].targets)
+        chunk = tokens[backend.length(slot) : -1]
+        path, accepted = accept(tree, backend.step([greedy(slot, chunk, tree)])[0].targets)
         backend.commit([(slot, path)])
         tokens += accepted
         steps += 1
@@ -130,12 +130,12 @@ def test_penalties_and_a_bias(interpreted: Callable[[Any], GraphBackend]) -> Non
 
 
 @pytest.mark.slow
-def test_trails_and_trees_in_one_pass(interpreted: Callable[[Any], GraphBackend]) -> None:
+def test_chunks_and_trees_in_one_pass(interpreted: Callable[[Any], GraphBackend]) -> None:
     """A piece of a prompt, a tree behind a page's border, and single tokens, against the eager backend."""
     model = tiny("Llama", num_hidden_layers=1)
     rng = random.Random(0)
     texts = [rng.choices(range(VOCABULARY), k=count) for count in (63, 4, 0)]
-    trails, trees = ([], [9, 8, 7], [5, 6]), (random_tree(6, 1), random_tree(3, 2), root(4))
+    chunks, trees = ([], [9, 8, 7], [5, 6]), (random_tree(6, 1), random_tree(3, 2), root(4))
     results = []
     for make in (interpreted, EagerBackend):
         backend = make(model)
@@ -144,7 +144,7 @@ def test_trails_and_trees_in_one_pass(interpreted: Callable[[Any], GraphBackend]
         for slot, text in zip(slots, texts, strict=True):
             layer = tuple(torch.randn(2, len(text), 8, generator=generator) for _ in range(2))
             backend.adopt(slot, len(text), [layer])
-        items = [greedy(*parts, logits=True) for parts in zip(slots, trails, trees, strict=True)]
+        items = [greedy(*parts, logits=True) for parts in zip(slots, chunks, trees, strict=True)]
         first = [result.logits.clone() for result in backend.step(items)]
         backend.commit([(slots[0], [2] if trees[0].parents[2] == 0 else [1]), (slots[1], ()), (slots[2], ())])
         again = backend.step([greedy(slot, (), root(3), logits=True) for slot in slots])

@@ -22,9 +22,9 @@ def device(*shapes: HeadShape, invariant: bool = True) -> Device:
     return Device(shapes, PROCESSORS, invariant)
 
 
-def kind(on: Device, trail: int, nodes: int, needed: int) -> ForwardKind:
+def kind(on: Device, chunk: int, nodes: int, needed: int) -> ForwardKind:
     tree = chain([0] * nodes, needed) if nodes else NO_TREE
-    item = StepInput(0, [0] * trail, tree, SamplingParams(), ())
+    item = StepInput(0, [0] * chunk, tree, SamplingParams(), ())
     return kind_of([item], [0], on).forward
 
 
@@ -35,11 +35,11 @@ def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: 
     on = device(HeadShape(heads, kv_heads, dim))
     prepared = set(every_forward(on, 1, tokens, budget, MOST_ROWS))
     wanted = set()
-    for trail in range(tokens + 1):
-        for nodes in range(0 if trail else 1, budget + 1):
+    for chunk in range(tokens + 1):
+        for nodes in range(0 if chunk else 1, budget + 1):
             for needed in {nodes, min(1, nodes)}:
-                wanted.add(kind(on, trail, nodes, needed))
-                assert kind(on, trail, nodes, needed) in prepared, (trail, nodes, needed)
+                wanted.add(kind(on, chunk, nodes, needed))
+                assert kind(on, chunk, nodes, needed) in prepared, (chunk, nodes, needed)
     assert len(prepared) <= 2 * len(wanted)  # each takes time to capture
 
 
@@ -57,24 +57,24 @@ def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim
     assert set(ahead) <= prepared
     for _ in range(400):
         count, rows = rng.randint(1, sequences), rng.choice([1, 2, 3, 6, 12, 20, 40, 70, 120, 200, 400, 700, MOST_ROWS])
-        trees, trails, left, nodes = list[int](), list[int](), rows, 512
+        trees, chunks, left, nodes = list[int](), list[int](), rows, 512
         for _ in range(count):
             if not left or not nodes:
                 break
             trees.append(min(rng.choice([1, 1, 2, 4, 9, 30, 60, 128]), left, nodes))
             left, nodes = left - trees[-1], nodes - trees[-1]
-            trails.append(min(rng.choice([0, 0, 0, 5, 30, 100, 300, left]), left))
-            left -= trails[-1]
-            if trails[-1] and rng.random() < 0.2:  # a piece of a prompt that does not come to its root
+            chunks.append(min(rng.choice([0, 0, 0, 5, 30, 100, 300, left]), left))
+            left -= chunks[-1]
+            if chunks[-1] and rng.random() < 0.2:  # a piece of a prompt that does not come to its root
                 left, nodes, trees[-1] = left + trees[-1], nodes + trees[-1], 0
         lengths = [rng.choice([0, 50, 300, 5000]) for _ in trees]
         needed = rng.choice([sum(trees), len(trees)])
-        found = forward_kind(trees, trails, lengths, needed, on)
-        assert found in prepared, (trees, trails, lengths)
+        found = forward_kind(trees, chunks, lengths, needed, on)
+        assert found in prepared, (trees, chunks, lengths)
 
 
 @pytest.mark.parametrize(
-    ("trees", "trails", "length", "small"),
+    ("trees", "chunks", "length", "small"),
     [
         ([4] * 63 + [60], [], 250, True),  # one large tree among many small ones
         ([60] * 8, [], 250, False),
@@ -84,13 +84,13 @@ def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim
     ],
 )
 def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
-    trees: list[int], trails: list[int], length: int, small: bool
+    trees: list[int], chunks: list[int], length: int, small: bool
 ) -> None:
     on = device(HeadShape(32, 32, 128))
-    trails = [0] * (len(trees) - len(trails)) + trails
+    chunks = [0] * (len(trees) - len(chunks)) + chunks
     items = [
-        StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
-        for nodes, trail in zip(trees, trails, strict=True)
+        StepInput(0, [0] * chunk, chain([0] * nodes, nodes), SamplingParams(), ())
+        for nodes, chunk in zip(trees, chunks, strict=True)
     ]
     (cut,) = kind_of(items, [length] * len(items), on).forward.cuts
     assert (cut.size is TileSize.SMALL) == small
@@ -107,17 +107,17 @@ def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) 
     for _ in range(400):
         count = rng.choice([1, 2, 3, 5, 9, 40, 64])
         trees = [rng.randrange(1, rng.choice([2, 9, 1 + 512 // count])) for _ in range(count)]
-        trails = [rng.choice([0, 0, rng.randrange(1 + (1024 - sum(trees)) // count)]) for _ in range(count)]
+        chunks = [rng.choice([0, 0, rng.randrange(1 + (1024 - sum(trees)) // count)]) for _ in range(count)]
         items = [
-            StepInput(0, [0] * trail, chain([0] * nodes, nodes), SamplingParams(), ())
-            for nodes, trail in zip(trees, trails, strict=True)
+            StepInput(0, [0] * chunk, chain([0] * nodes, nodes), SamplingParams(), ())
+            for nodes, chunk in zip(trees, chunks, strict=True)
         ]
         lengths = [rng.randrange(3000)] * count
         own = kind_of(items, lengths, device(shape, invariant=rng.random() < 0.8)).forward
-        for kind in (own, stand_in(own, any(trails), MOST_ROWS)):
+        for kind in (own, stand_in(own, any(chunks), MOST_ROWS)):
             (cut,) = kind.cuts
             tiled = tiles_for(kind.rows, shape, cut, invariant=kind.invariant, processors=PROCESSORS)
-            tiles = sum(-(-rows * shape.group // tiled.block_m) for rows in (*trees, *trails))
+            tiles = sum(-(-rows * shape.group // tiled.block_m) for rows in (*trees, *chunks))
             assert cut.grid is Grid.WHOLE or tiles <= tiled.programs
             found.add((count > 1, cut.grid))
     assert found >= {(False, Grid.SINGLE), (True, Grid.SPLIT), (True, Grid.WHOLE)}

@@ -18,8 +18,8 @@ FORKED = TokenTree([5, 6, 7, 8], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
 ENTRIES: dict[str, list[tuple[int, Sequence[int], TokenTree]]] = {
     "trees": [(3, (), FORKED), (70, (), chain([9], 1)), (0, (), FORKED)],
     "a window": [(3, (), FORKED), (12, (), WINDOWED)],
-    "trails": [(3, (), FORKED), (0, range(100, 105), chain([9], 1)), (64, [1, 2, 3], NO_TREE), (5, (), WINDOWED)],
-    "one trail": [(0, [4] * 7, NO_TREE)],
+    "chunks": [(3, (), FORKED), (0, range(100, 105), chain([9], 1)), (64, [1, 2, 3], NO_TREE), (5, (), WINDOWED)],
+    "one chunk": [(0, [4] * 7, NO_TREE)],
 }
 
 
@@ -31,24 +31,24 @@ def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
     for field in packet.fields.values():
         field.fill(77)  # what an earlier step has left
     packet.begin()
-    lengths, trails, trees = (list(part) for part in zip(*entries, strict=True))
-    starts = packet.put([10 + i for i in range(len(entries))], lengths, trails, trees, [queries, (1, 64)])
+    lengths, chunks, trees = (list(part) for part in zip(*entries, strict=True))
+    starts = packet.put([10 + i for i in range(len(entries))], lengths, chunks, trees, [queries, (1, 64)])
     packet.end([0, 2], [[8, 9, 10, 11], [4, 5, 6, 7]], [5, 3, 90, 4])
 
     tokens, parents, owners, needed = list[int](), list[int](), list[int](), list[int]()
     expected, tiles, begins = list[list[int]](), list[list[int]](), list[int]()
-    for i, (length, trail, tree) in enumerate(entries):
-        line, first, begin = 10 + i, len(tokens), length + len(trail)
-        root = first + len(trail)
+    for i, (length, chunk, tree) in enumerate(entries):
+        line, first, begin = 10 + i, len(tokens), length + len(chunk)
+        root = first + len(chunk)
         begins.append(len(needed))
         needed += [root + node for node in tree.needed]
-        tokens += [*trail, *tree.tokens]
-        parents += [*[-1] * len(trail), *tree.parents]
-        owners += [i] * (len(trail) + len(tree))
-        expected.append([line, length, first, len(trail), len(tree)])
-        for start, rows, is_tree in ((first, len(trail), 0), (root, len(tree), 1)):
+        tokens += [*chunk, *tree.tokens]
+        parents += [*[-1] * len(chunk), *tree.parents]
+        owners += [i] * (len(chunk) + len(tree))
+        expected.append([line, length, first, len(chunk), len(tree)])
+        for start, rows, is_tree in ((first, len(chunk), 0), (root, len(tree), 1)):
             tiles += [[line, begin, start, rows, n, is_tree] for n in range(-(-rows * group // block))]
-    others = sum(-(-len(rows) // 64) for _, trail, tree in entries for rows in (trail, tree.tokens))
+    others = sum(-(-len(rows) // 64) for _, chunk, tree in entries for rows in (chunk, tree.tokens))
     fields, pad = packet.fields, 32 - len(tokens)
     assert (starts, packet.needed) == (begins, len(needed))
     assert fields["tokens"].tolist() == tokens + [0] * pad

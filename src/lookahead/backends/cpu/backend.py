@@ -90,9 +90,9 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         outputs: dict[int, StepOutput] = {}
         for item in inputs:
-            if item.trail:
+            if item.chunk:
                 outputs |= self._run([self._after_full_passes(item)])
-        trees = [item for item in inputs if not item.trail and item.tree.tokens]
+        trees = [item for item in inputs if not item.chunk and item.tree.tokens]
         if trees:
             outputs |= self._run(trees)
         return [outputs.get(item.slot, StepOutput([])) for item in inputs]
@@ -107,7 +107,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, path in accepted:
             part = self._last.pop(slot)
-            before = len(part.item.trail) + 1
+            before = len(part.item.chunk) + 1
             kept = np.concatenate([part.cells[:before], part.cells[[before - 1 + node for node in path]]])
             self._buffer.move(self._index[slot], kept, home(np.arange(part.length, part.length + len(kept))))
             self._length[slot] = part.length + len(kept)
@@ -130,11 +130,11 @@ class CpuBackend(BatchedSlots[KVBuffer]):
 
     def _after_full_passes(self, item: StepInput) -> StepInput:
         """Run a long prompt chunk in passes of MOST_ROWS. Returns an input with the rest of it, which is not empty."""
-        chunk = item.trail
+        chunk = item.chunk
         while len(chunk) > MOST_ROWS:
-            self._run([replace(item, trail=chunk[:MOST_ROWS], tree=NO_TREE)])
+            self._run([replace(item, chunk=chunk[:MOST_ROWS], tree=NO_TREE)])
             chunk = chunk[MOST_ROWS:]
-        return replace(item, trail=chunk)
+        return replace(item, chunk=chunk)
 
     def _run(self, items: Sequence[StepInput]) -> dict[int, StepOutput]:
         """Run these inputs at once. An input without a tree is cached, and has no output."""
@@ -157,7 +157,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         for part in parts:
             item = part.item
             if computed is None or not item.tree.tokens:
-                self._length[item.slot] += len(item.trail)
+                self._length[item.slot] += len(item.chunk)
                 continue
             self._last[item.slot] = part
             outputs[item.slot] = _output(item, computed, start)

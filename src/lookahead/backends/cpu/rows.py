@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lookahead.algorithm.tree import below_trail, dense_visibility
+from lookahead.algorithm.tree import below_chunk, dense_visibility
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import BLOCK, Integers, cells_of, positions_of
 from lookahead.backends.cpu.groups import Group
@@ -28,7 +28,7 @@ class Part:
 
     @classmethod
     def of(cls, item: StepInput, index: int, length: int, shift: int) -> Part:
-        return cls(item, index, length, shift, cells_of(length, len(item.trail), item.tree.depths))
+        return cls(item, index, length, shift, cells_of(length, len(item.chunk), item.tree.depths))
 
     @property
     def blocks(self) -> int:
@@ -55,7 +55,7 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
     start = 0
     for part, size in zip(parts, sizes, strict=True):
         index = part.index - first
-        tree = below_trail(part.item.trail, part.item.tree) if part.item.tree.tokens else None
+        tree = below_chunk(part.item.chunk, part.item.tree) if part.item.tree.tokens else None
         rows = np.arange(start, start + size)
         padded[index] = rows[0]
         padded[index, :size] = rows
@@ -64,7 +64,7 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
         seen = np.tri(size, dtype=np.bool_) if tree is None else dense_visibility(tree.parents)
         for window, mask in masks.items():
             mask[index, :size] = visible(own, seen, part, home, window)
-        tokens.append(np.asarray(part.item.trail if tree is None else tree.tokens, dtype=np.int64))
+        tokens.append(np.asarray(part.item.chunk if tree is None else tree.tokens, dtype=np.int64))
         positions.append(own + part.shift)
         needed += [] if tree is None else [start + node for node in tree.needed]
         start += size

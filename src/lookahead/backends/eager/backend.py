@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.tree import below_trail, dense_visibility
+from lookahead.algorithm.tree import below_chunk, dense_visibility
 from lookahead.backends.base import NO_LIMIT, Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.eager.kv import KVBuffer, StepCache
@@ -47,7 +47,7 @@ class Seen:
 
     output: Any
     entry: int
-    trail: int
+    chunk: int
     length: int
     start: int
 
@@ -156,8 +156,8 @@ class EagerBackend(BatchedSlots[KVBuffer]):
 
     def _prefill(self, item: StepInput) -> None:
         """Run a long prompt chunk in passes of PREFILL_CHUNK. At most one of these is left for the step itself."""
-        while len(item.trail) > PREFILL_CHUNK:
-            chunk, item.trail = item.trail[:PREFILL_CHUNK], item.trail[PREFILL_CHUNK:]
+        while len(item.chunk) > PREFILL_CHUNK:
+            chunk, item.chunk = item.chunk[:PREFILL_CHUNK], item.chunk[PREFILL_CHUNK:]
             start, index = self._length[item.slot], self._index[item.slot]
             self._buffer.reserve(len(self._index), start + len(chunk))
             positions = np.arange(start, start + len(chunk))[None]
@@ -168,7 +168,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
     def _forward(self, items: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
         """Run one batch. Returns logits [B, R, V] at every index that one of its inputs needs, and these R indices."""
         lengths = [self._length[item.slot] for item in items]
-        sizes = [len(item.trail) + len(item.tree) for item in items]
+        sizes = [len(item.chunk) + len(item.tree) for item in items]
         start, width = max(lengths), max(sizes)
         first = self._index[items[0].slot]
         self._buffer.reserve(len(self._index), start + width)
@@ -178,17 +178,17 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (len(items), width, width)).copy()
         needed: set[int] = set()
         for i, (item, length, size) in enumerate(zip(items, lengths, sizes, strict=True)):
-            tree = below_trail(item.trail, item.tree)
+            tree = below_chunk(item.chunk, item.tree)
             tokens[i, :size] = tree.tokens
             positions[i, :size] = np.asarray(tree.depths) + length
             seen[i, :size, :size] = dense_visibility(tree.parents)
             needed.update(tree.needed)
-            self._last[item.slot] = start, len(item.trail), length
+            self._last[item.slot] = start, len(item.chunk), length
         indices = sorted(needed)
         output = self._run(tokens, positions, seen, items, lengths, first, start, indices)
         if self._keeps_outputs:
             pairs = enumerate(zip(items, lengths, strict=True))
-            self.outputs |= {item.slot: Seen(output, i, len(item.trail), n, start) for i, (item, n) in pairs}
+            self.outputs |= {item.slot: Seen(output, i, len(item.chunk), n, start) for i, (item, n) in pairs}
         logits: torch.Tensor = output.logits
         return logits if self._selects_logits else logits[:, indices], indices
 
@@ -239,7 +239,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
     def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, indices: list[int]) -> dict[int, StepOutput]:
         """[B, len(indices), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
         row = {index: i for i, index in enumerate(indices)}
-        rows = [[row[len(item.trail) + node] for node in item.tree.needed] for item in batch]
+        rows = [[row[len(item.chunk) + node] for node in item.tree.needed] for item in batch]
         own = [logits[i] if needed == list(range(len(indices))) else logits[i][needed] for i, needed in enumerate(rows)]
         top = min(max(item.top for item in batch), self.vocab_size)
         scores = [item.adjusted(own_logits) for own_logits, item in zip(own, batch, strict=True)]

@@ -155,7 +155,7 @@ def is_plain(item: StepInput) -> bool:
     """Whether this is a step of the root alone that takes the logits as they come, and returns nothing of them."""
     if item.adjustment is not None or item.logprobs is not None:
         return False
-    return len(item.tree) == 1 and not item.trail and not item.logits
+    return len(item.tree) == 1 and not item.chunk and not item.logits
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:

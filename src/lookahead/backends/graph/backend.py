@@ -319,8 +319,8 @@ class GraphBackend:
         sizes, lengths = [item.tree.size for item in items], [slot.length for slot in slots]
         self._check_trees(sizes)
         needs = list(map(add, lengths, sizes))
-        if trailed := any(item.trail for item in items):
-            needs = [need + len(item.trail) for need, item in zip(needs, items, strict=True)]
+        if has_chunks := any(item.chunk for item in items):
+            needs = [need + len(item.chunk) for need, item in zip(needs, items, strict=True)]
         self._slots.need_pages(slots, needs, PAGE // 2)
         for item in items:
             if item.adjustment is not None and item.slot not in self._rules_lines:
@@ -328,11 +328,11 @@ class GraphBackend:
         # 2. A pass has at most `most_rows` rows: run the rest of the prompt chunks in passes before it.
         rows = sum(needs) - sum(lengths)
         while rows > self._most_rows:
-            place = max(range(len(items)), key=lambda i: len(items[i].trail))
-            trail = items[place].trail
-            self._run_alone(StepInput(items[place].slot, trail[: self._most_rows], NO_TREE, SamplingParams(), ()))
-            items[place] = replace(items[place], trail=trail[self._most_rows :])
-            rows -= len(trail) - len(items[place].trail)
+            place = max(range(len(items)), key=lambda i: len(items[i].chunk))
+            chunk = items[place].chunk
+            self._run_alone(StepInput(items[place].slot, chunk[: self._most_rows], NO_TREE, SamplingParams(), ()))
+            items[place] = replace(items[place], chunk=chunk[self._most_rows :])
+            rows -= len(chunk) - len(items[place].chunk)
             lengths[place] = slots[place].length
             self._slots.need_pages([slots[place]], [needs[place]])  # those of the next rows, where there is a window
         # 3. Choose the captured step.
@@ -345,17 +345,17 @@ class GraphBackend:
         if len(changes) > 2 * packet.changes_room:
             self.kv.write_tables(changes)
             changes = []
-        trails, trees = [item.trail for item in items], [item.tree for item in items]
-        starts = packet.put([slot.line for slot in slots], lengths, trails, trees, step.queries)
+        chunks, trees = [item.chunk for item in items], [item.tree for item in items]
+        starts = packet.put([slot.line for slot in slots], lengths, chunks, trees, step.queries)
         packet.end(commits, moves, changes)
         if targets is not Targets.GREEDY:
             ends.put_draws(items)
         if adjusted:
             self.state.buffers.adjusting.put(ends, self._rules_lines, items)
             ends.end(packet)
-        if trailed:
-            for slot, trail in zip(slots, trails, strict=True):
-                slot.length += len(trail)  # now it is the root's position, where `commit` starts
+        if has_chunks:
+            for slot, chunk in zip(slots, chunks, strict=True):
+                slot.length += len(chunk)  # now it is the root's position, where `commit` starts
         if adjusted:
             self.state.buffers.adjusting.send_masks()
         step.run()
@@ -379,7 +379,7 @@ class GraphBackend:
             raise ValueError(f"a tree of {max(sizes)} tokens; at most {MOST_NEEDED} are captured")
 
     def _run_alone(self, item: StepInput) -> None:
-        """Run a pass of one trail, and wait for it: its packet may be written again then."""
+        """Run a pass of one prompt chunk, and wait for it: its packet may be written again then."""
         self._start([item]).wait()
 
     def _commits(self, most: int, most_moves: int) -> tuple[list[int], list[list[int]]]:

@@ -21,7 +21,7 @@ attention per layer in small tiles and 220 in large ones, of which there are as 
 
 
 STAND_INS = (32, 128, 256, 512, ROW_SIZES[-1])
-TRAIL_STAND_INS = (256, 512, ROW_SIZES[-1])
+CHUNK_STAND_INS = (256, 512, ROW_SIZES[-1])
 """Sizes that stand in for the smaller ones. A prompt runs once, so that its pass may take twice as long."""
 
 
@@ -85,7 +85,7 @@ class Device(NamedTuple):
 
 def kind_of(items: Sequence[StepInput], lengths: Sequence[int], device: Device) -> StepKind:
     """The kind of a step of these inputs, whose sequences have `lengths` tokens cached."""
-    trees, trails = [item.tree.size for item in items], [len(item.trail) for item in items]
+    trees, chunks = [item.tree.size for item in items], [len(item.chunk) for item in items]
     needed, targets, plain = 0, Targets.GREEDY, True
     for item in items:
         needed += len(item.tree.needed)
@@ -93,7 +93,7 @@ def kind_of(items: Sequence[StepInput], lengths: Sequence[int], device: Device) 
             targets = Targets.DRAWN
         if item.adjustment is not None or item.logprobs is not None or item.noise:
             plain = False
-    forward = forward_kind(trees, trails, lengths, needed, device)
+    forward = forward_kind(trees, chunks, lengths, needed, device)
     if plain:
         return StepKind(forward, TargetsKind(forward.needed, targets))
     if any(item.noise for item in items):
@@ -104,17 +104,17 @@ def kind_of(items: Sequence[StepInput], lengths: Sequence[int], device: Device) 
 
 
 def forward_kind(
-    trees: Sequence[int], trails: Sequence[int], lengths: Sequence[int], needed: int, device: Device
+    trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[int], needed: int, device: Device
 ) -> ForwardKind:
-    """The kind of a forward pass over trees and prompt chunks (`trails`) of these sizes, with `needed` logits rows."""
-    largest, some_trail = max(trees), any(trails)
-    rows = bucket(sum(trees) + sum(trails))
+    """The kind of a forward pass over trees and prompt chunks of these sizes, with `needed` logits rows."""
+    largest, any_chunk = max(trees), any(chunks)
+    rows = bucket(sum(trees) + sum(chunks))
     cuts = []
     for shape in device.shapes:
         group, size, parts = shape.group, TileSize.SMALL, list(trees)
-        if largest > few_rows(group) or some_trail:  # otherwise small tiles are faster
-            size = _faster_size(trees, trails, lengths, group)
-            parts += trails
+        if largest > few_rows(group) or any_chunk:  # otherwise small tiles are faster
+            size = _faster_size(trees, chunks, lengths, group)
+            parts += chunks
         block = queries_per_tile(shape.dim, size)
         tiles = sum([-(-count * group // block) for count in parts])
         grid = Grid.SINGLE if tiles <= -(-rows * group // block) else Grid.SPLIT
@@ -129,7 +129,7 @@ def few_rows(group: int) -> int:
     return 2 * TileSize.SMALL // group
 
 
-def _faster_size(trees: Sequence[int], trails: Sequence[int], lengths: Sequence[int], group: int) -> TileSize:
+def _faster_size(trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[int], group: int) -> TileSize:
     """The tiles in which attention takes less time, for trees and prompt chunks with these numbers of rows.
 
     A tile reads the keys of its sequence once for all of its queries. In a batch, most trees are small, and one large
@@ -137,20 +137,20 @@ def _faster_size(trees: Sequence[int], trails: Sequence[int], lengths: Sequence[
     faster in small tiles, but gain little.
     """
     small_work = large_work = 0
-    for tree, trail, length in zip(trees, trails, lengths, strict=True):
-        before = length + trail
-        for rows, keys in ((tree, before + tree), (trail, before if before > SHORT else 0)):
+    for tree, chunk, length in zip(trees, chunks, lengths, strict=True):
+        before = length + chunk
+        for rows, keys in ((tree, before + tree), (chunk, before if before > SHORT else 0)):
             small_work += -(-rows * group // TileSize.SMALL) * keys
             large_work += -(-rows * group // TileSize.LARGE) * keys
     return TileSize.SMALL if small_work <= LARGE_TIME * large_work else TileSize.LARGE
 
 
-def stand_in(kind: ForwardKind, trail: bool, most: int) -> ForwardKind:
+def stand_in(kind: ForwardKind, chunk: bool, most: int) -> ForwardKind:
     """The kind of a larger pass, of at most `most` rows, that can do what this one does, with the same bits if it is
-    invariant. `trail`: some of the rows are a prompt's.
+    invariant. `chunk`: some of the rows are a prompt's.
 
     Few kinds stand in for all others, so that few have to be captured before anything can run.
     """
-    rows = min(next(size for size in (TRAIL_STAND_INS if trail else STAND_INS) if size >= kind.rows), most)
+    rows = min(next(size for size in (CHUNK_STAND_INS if chunk else STAND_INS) if size >= kind.rows), most)
     kind = kind._replace(rows=rows, needed=needed_bucket(rows, min(rows, MOST_NEEDED)))
-    return kind._replace(cuts=(Cut(TileSize.LARGE, Grid.WHOLE),) * len(kind.cuts)) if trail else kind
+    return kind._replace(cuts=(Cut(TileSize.LARGE, Grid.WHOLE),) * len(kind.cuts)) if chunk else kind

@@ -58,14 +58,14 @@ class Fields:
 class Packet(Fields):
     """The numbers of one step of R rows, as named fields, int32.
 
-    An *entry* is one sequence's part of the step. Its rows are its trail (tokens to be cached, in the text's order) and
-    then the nodes of its tree. A *tile* is a block of queries of one entry, all of its trail or all of its tree, which
+    An *entry* is one sequence's part of the step. Its rows are its prompt chunk (tokens to cache, in order) and
+    then the nodes of its tree. A *tile* is a block of queries of one entry, all of its chunk or all of its tree, which
     one program of attention works on. How targets are chosen is sent apart: see `targets_packet`.
 
     counts [S, 2]      for each of the S head shapes of the model's layers, how many tiles and commits there are
     tokens [R]         the rows' tokens
     entry_of [R]       the rows' entries, -1 for a row that pads the step
-    parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a trail
+    parents [R]        the rows' parents as nodes of their tree, -1 for a root and in a chunk
     entries [E, 5]     see `records.Entry`
     tiles_s [T, 6]     for head shape s, see `records.Tile`
     commits [E, 2]     for each sequence whose accepted K/V move: its first move, and how many it has
@@ -119,7 +119,7 @@ class Packet(Fields):
         self,
         lines: Sequence[int],
         lengths: Sequence[int],
-        trails: Sequence[Sequence[int]],
+        chunks: Sequence[Sequence[int]],
         trees: Sequence[TokenTree],
         queries: Sequence[tuple[int, int]],
     ) -> list[int]:
@@ -128,23 +128,23 @@ class Packet(Fields):
         `lines` are the sequences' lines in the page tables, `lengths` their cached tokens. `queries` are, for each head
         shape, how many queries a row has per K/V head, and how many a tile has.
         """
-        # 1. The rows: of each entry its trail, then its tree.
-        trail_rows, nodes = [len(trail) for trail in trails], [tree.size for tree in trees]
-        rows, ends, some_trail = nodes, lengths, any(trail_rows)
-        forest = None if some_trail else forest_of(trees)
+        # 1. The rows: of each entry its chunk, then its tree.
+        chunk_rows, nodes = [len(chunk) for chunk in chunks], [tree.size for tree in trees]
+        rows, ends, any_chunk = nodes, lengths, any(chunk_rows)
+        forest = None if any_chunk else forest_of(trees)
         tokens: list[Numbers] = [tree.tokens for tree in trees] if forest is None else [forest.tokens]
         parents: list[Numbers] = [tree.parents for tree in trees] if forest is None else [forest.parents]
-        if some_trail:
-            none = [self._minus_ones[: 4 * count] for count in trail_rows]
-            tokens = list(chain.from_iterable(zip([array("i", trail) for trail in trails], tokens, strict=True)))
+        if any_chunk:
+            none = [self._minus_ones[: 4 * count] for count in chunk_rows]
+            tokens = list(chain.from_iterable(zip([array("i", chunk) for chunk in chunks], tokens, strict=True)))
             parents = list(chain.from_iterable(zip(none, parents, strict=True)))
-            rows, ends = list(map(add, trail_rows, nodes)), list(map(add, trail_rows, lengths))
+            rows, ends = list(map(add, chunk_rows, nodes)), list(map(add, chunk_rows, lengths))
         self._write("tokens", b"".join(tokens), self._zeros)
         self._write("parents", b"".join(parents), self._minus_ones)
         self._write("entry_of", b"".join(map(mul, self._numbers, rows)), self._minus_ones)
         # 2. Which of them are needed.
         *firsts, count = accumulate(rows, initial=0)
-        roots = list(map(add, firsts, trail_rows)) if some_trail else firsts
+        roots = list(map(add, firsts, chunk_rows)) if any_chunk else firsts
         wanted = [len(tree.needed) for tree in trees]
         if wanted == rows:  # all of them
             self._write("needed", self._counting[: 4 * count], self._zeros)
@@ -155,14 +155,14 @@ class Packet(Fields):
             self._write("needed", pack(f"{len(needed)}i", *needed), self._zeros)
         # 3. The entries and their tiles.
         entries = [0] * (ENTRY * len(lines))
-        for place, field in enumerate((lines, lengths, firsts, trail_rows, nodes)):  # in the order of `Entry`
+        for place, field in enumerate((lines, lengths, firsts, chunk_rows, nodes)):  # in the order of `Entry`
             entries[place::ENTRY] = field
         self._write_first("entries", entries)
         for shape, (group, block) in enumerate(queries):
             tiles: list[int] = []
-            for line, end, first, trail, root, size in zip(lines, ends, firsts, trail_rows, roots, nodes, strict=True):
-                for number in range(-(-trail * group // block)):
-                    tiles += line, end, first, trail, number, 0
+            for line, end, first, chunk, root, size in zip(lines, ends, firsts, chunk_rows, roots, nodes, strict=True):
+                for number in range(-(-chunk * group // block)):
+                    tiles += line, end, first, chunk, number, 0
                 for number in range(-(-size * group // block)):
                     tiles += line, end, root, size, number, 1
             count = self._tiles[shape] = len(tiles) // TILE

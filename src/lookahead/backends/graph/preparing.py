@@ -76,7 +76,7 @@ def every_end(needed: int) -> Iterator[TargetsKind]:
 def first_forwards(device: Device, most: int) -> Iterator[ForwardKind]:
     """The stand-ins that most calls of one sequence need."""
     few = min(few_rows(shape.group) for shape in device.shapes)
-    for trail, nodes in ((0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)):
-        if trail + nodes <= most:
-            kind = forward_kind([nodes], [trail], [0], nodes, device)
-            yield stand_in(kind, trail > 0, most)
+    for chunk, nodes in ((0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)):
+        if chunk + nodes <= most:
+            kind = forward_kind([nodes], [chunk], [0], nodes, device)
+            yield stand_in(kind, chunk > 0, most)

@@ -52,7 +52,7 @@ class CapturedSteps:
         if self.patient and forward.invariant and forward not in self.forwards:
             self._missed[forward] += 1
             if self._missed[forward] <= PATIENCE and not any(item.continues_alone for item in items):
-                forward = stand_in(forward, any(item.trail for item in items), self.state.most_rows)
+                forward = stand_in(forward, any(item.chunk for item in items), self.state.most_rows)
                 kind = StepKind(forward, kind.targets._replace(needed=forward.needed))
         return self.get(kind)
 

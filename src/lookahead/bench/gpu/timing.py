@@ -95,8 +95,8 @@ def step_ms(backend: GraphBackend, count: int, context: int, sequences: int = 1)
     slots, rng = [backend.open() for _ in range(sequences)], random.Random(0)
     vocabulary = min(1000, backend.vocab_size)
 
-    def item(slot: int, size: int, trail: Sequence[int] = ()) -> StepInput:
-        return StepInput(slot, trail, tree_of(size, vocabulary), SamplingParams(), (), top=8)
+    def item(slot: int, size: int, chunk: Sequence[int] = ()) -> StepInput:
+        return StepInput(slot, chunk, tree_of(size, vocabulary), SamplingParams(), (), top=8)
 
     def collect(launched: Any, slots: Sequence[int] = slots) -> None:
         backend.collect(launched)

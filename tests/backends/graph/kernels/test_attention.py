@@ -38,7 +38,7 @@ UNITS = pytest.mark.skipif(not torch.cuda.is_available(), reason="is about how t
         slow_interpreted([(127, 0, 33)], 2, 2, 64),
         slow_interpreted([(128, 0, 32)], 6, 2, 64),  # a block and a word, just full
         slow_interpreted([(129, 0, 31)], 4, 1, 96),
-        ([(70, 0, 17), (3, 2, 5), (0, 0, 1), (30, 20, 0)], 2, 1, 80),  # ragged, with trails
+        ([(70, 0, 17), (3, 2, 5), (0, 0, 1), (30, 20, 0)], 2, 1, 80),  # ragged, with chunks
         slow_interpreted([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 2, 80),
         slow_interpreted([(0, 70, 0), (64, 1, 1)], 2, 1, 64),  # a prompt, and a token that was computed elsewhere
         slow_interpreted([(100, 90, 3)], 2, 1, 64),
@@ -212,7 +212,7 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
 
 
 def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
-    """Two tiles, of eight tokens each. The first sees no later node, the second few earlier ones. A trail's tile has no
+    """Two tiles, of eight tokens each. The first sees no later node, the second few earlier ones. A chunk's tile has no
     nodes."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
     count, tiles = len(parents), Tiles(16, 64, 1, reach=16)

@@ -265,7 +265,7 @@ def test_log_probs(kind: str) -> None:
 
 
 def adjust_inputs(vocabulary: int = 1301) -> dict[str, Any]:
-    """The rows of three trees: of 5 nodes, of 4 behind a trail of one token, and a root whose logits stay as they are.
+    """The rows of three trees: of 5 nodes, of 4 behind a chunk of one token, and a root whose logits stay as they are.
 
     Seven rows have logits.
     """
@@ -291,8 +291,8 @@ def adjust_inputs(vocabulary: int = 1301) -> dict[str, Any]:
 
 
 def rows_below(trees: Sequence[tuple[int, int, Sequence[int]]]) -> Rows:
-    """The rows of trees, each given as its cached tokens, its trail's length and its parents."""
-    parts = [Part(length, trail, parents) for length, trail, parents in trees]
+    """The rows of trees, each given as its cached tokens, its chunk's length and its parents."""
+    parts = [Part(length, chunk, parents) for length, chunk, parents in trees]
     return rows_of(parts, tables_of(parts, DEVICE)[0], (1, 16))
 
 
@@ -313,7 +313,7 @@ def test_adjust_is_its_twin() -> None:
 def test_adjust_as_transformers_and_a_plain_count_have_it(module: Any) -> None:
     """From texts, so that the bits of `counts` and the way up the tree are checked, too."""
     vocabulary, prompt, output = 60, [3, 4, 4, 50], [7, 7, 3, 9]
-    tokens = [1, 2, 9, 11, 7, 12]  # a trail of two, and the root, which repeats the output's last token
+    tokens = [1, 2, 9, 11, 7, 12]  # a chunk of two, and the root, which repeats the output's last token
     below = {2: [], 4: [11, 7], 5: [12]}
     logits = some_logits(vocabulary, 3, "float32")
     counts = torch.zeros(1, vocabulary, dtype=torch.int32)

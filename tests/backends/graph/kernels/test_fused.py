@@ -31,9 +31,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     "shapes", [[(0, 0, 1)], [(7, 0, 33)], [(61, 5, 16), (107, 70, 0), (64, 0, 2)], [(3, 0, 130)], [(190, 2, 64)] * 3]
 )
 def test_place_nodes(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
-    """Random trees, trails and rows that are left over, against `tree.visibility`."""
+    """Random trees, chunks and rows that are left over, against `tree.visibility`."""
     rng = random.Random(repr(shapes))
-    parts = [Part(length, trail, random_parents(nodes, rng)) for length, trail, nodes in shapes]
+    parts = [Part(length, chunk, random_parents(nodes, rng)) for length, chunk, nodes in shapes]
     tables, _ = tables_of(parts, device)
     rows = rows_of(parts, tables, (1, 16), padding=5)  # placed by the twin
     found = replace(
@@ -45,15 +45,15 @@ def test_place_nodes(device: torch.device, shapes: list[tuple[int, int, int]]) -
     start = 0
     for line, part in enumerate(parts):
         depths = tree_of(part.parents).depths
-        end = start + part.trail + len(part.parents)
-        first_node = part.length + part.trail
+        end = start + part.chunk + len(part.parents)
+        first_node = part.length + part.chunk
         positions = [*range(part.length, first_node), *[first_node + depth for depth in depths]]
         assert found.positions[start:end].tolist() == positions
         places = range(part.length, part.end)
         assert found.places[start:end].tolist() == [64 * int(tables[line, at // 64]) + at % 64 for at in places]
         seen = [
             sum((int(word) & 0xFFFFFFFF) << 32 * place for place, word in enumerate(words))
-            for words in found.bits[start + part.trail : end]
+            for words in found.bits[start + part.chunk : end]
         ]
         assert seen == visibility(part.parents)
         start = end

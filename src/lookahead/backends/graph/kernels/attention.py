@@ -27,7 +27,7 @@ step (`Tiles.reach`) therefore adds every row's keys in one order:
 The first part is added in blocks. Where it ends depends on the row's position alone. It ends at a multiple of 16,
 because the matrix units add 16 keys at once, and it lies within the prefix, because no guess is further from the root
 than 16. The rest is added one key at a time, in the order of positions, so that it does not matter whether a key stands
-in the prefix or somewhere in the tree. A prompt's rows (a *trail*) are treated alike: their keys are in place when
+in the prefix or somewhere in the tree. A prompt chunk's rows are treated alike: their keys are in place when
 attention begins, so the keys before a row are its prefix, whatever pass they came with.
 """
 
@@ -105,7 +105,7 @@ def _attend_tile(
     longest, kv_heads, splits, near_splits, words, order_size, most_nodes = sizes
     dim = tl.arange(0, DIM)
     whole = dim < HEAD
-    # 1. The tile's queries: pair i is row i // GROUP of a trail or a tree, and head i % GROUP of the group that
+    # 1. The tile's queries: pair i is row i // GROUP of a chunk or a tree, and head i % GROUP of the group that
     # shares these keys. All its rows see the keys before `end` that do not come after them.
     end, first_row, count, first_pair, is_tree, line = load_tile(tiles, tile, BLOCK_M)
     table = tables + line * longest
@@ -280,7 +280,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of a step's rows, every one over its own text and tree, into `out`.
 
-    q, out [R, H, D]; keys, values [pages, Hkv, PAGE, D], with the step's own already in place. A trail's row sees all
+    q, out [R, H, D]; keys, values [pages, Hkv, PAGE, D], with the step's own already in place. A chunk's row sees all
     of its text up to itself; a tree's row all of its text before the tree, and the nodes that its bits tell. `window`:
     the sliding window's tokens, 0 for none. With `tiles.reach`, `depths.order_by_depth` must have filled `work.order`.
     """

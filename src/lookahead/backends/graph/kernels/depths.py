@@ -28,7 +28,7 @@ def _order_by_depth(
     """Grid: (tiles at a time). See `order_by_depth` for the tensors.
 
     Only nodes below the root that some token of the tile sees get a place: behind all groups of lesser depths, and
-    behind the earlier nodes of the same depth. A trail's tile has no nodes.
+    behind the earlier nodes of the same depth. A chunk's tile has no nodes.
     """
     node = tl.arange(0, BLOCK)
     local = tl.arange(0, TOKENS)

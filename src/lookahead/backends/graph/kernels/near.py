@@ -45,7 +45,7 @@ def add_near(
     HEAD: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of an invariant step's near keys, added one by one: first those from the border on, up to the
-    row itself in a trail and up to the root in a tree; then the tree's other nodes by depth, in groups of 16 nodes of
+    row itself in a chunk and up to the root in a tree; then the tree's other nodes by depth, in groups of 16 nodes of
     one depth (see `depths`), PART_N nodes per product. `by_depth`: the tile's part of `order`, the most nodes that a
     tree may have, and the tile's first token."""
     keys, values, table, _longest, head, kv_heads = text

@@ -27,8 +27,8 @@ def attend(
     entries = rows.entries.tolist()
     for entry in sorted(set(rows.entry_of.tolist()) - {-1}):
         record = entries[entry]
-        first, trail, nodes = record[Entry.FIRST_ROW], record[Entry.CHUNK_ROWS], record[Entry.NODES]
-        end, root, last = record[Entry.LENGTH] + trail, first + trail, first + trail + nodes
+        first, chunk, nodes = record[Entry.FIRST_ROW], record[Entry.CHUNK_ROWS], record[Entry.NODES]
+        end, root, last = record[Entry.LENGTH] + chunk, first + chunk, first + chunk + nodes
         pages = rows.tables[record[Entry.LINE], : -(-(end + nodes) // page)].long()
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
         k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
@@ -37,7 +37,7 @@ def attend(
         seen = torch.arange(end, device=q.device) <= position[:, None]
         node = torch.arange(nodes, device=q.device)
         bits = (rows.bits[first:last, node // 32] >> (node % 32)) & 1 == 1
-        bits[:trail] = False
+        bits[:chunk] = False
         seen = torch.cat([seen, bits], dim=1)
         if window:
             seen &= position[:, None] - key_position[None, :] < window
@@ -73,8 +73,8 @@ def place_nodes(rows: Rows) -> None:
     row = torch.arange(size, device=like.device)
     used = rows.entry_of >= 0
     records = rows.entries[rows.entry_of.clamp_min(0).long()].long().unbind(1)
-    line, length, trail = records[Entry.LINE], records[Entry.LENGTH], records[Entry.CHUNK_ROWS]
-    root = records[Entry.FIRST_ROW] + trail
+    line, length, chunk = records[Entry.LINE], records[Entry.LENGTH], records[Entry.CHUNK_ROWS]
+    root = records[Entry.FIRST_ROW] + chunk
     node = row - root
     seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)
     depth = torch.full_like(row, -1)
@@ -84,9 +84,9 @@ def place_nodes(rows: Rows) -> None:
         seen.scatter_add_(1, above[:, None], climbing.long()[:, None])
         depth += climbing
         at = rows.parents.long()[torch.where(climbing, root + above, 0)].where(climbing, -1)
-    place = length + trail + node
+    place = length + chunk + node
     pages = rows.tables[line, torch.where(used, place // page, 0)].long()
-    rows.positions.copy_(torch.where(used, length + trail + torch.where(node >= 0, depth, node), 0))
+    rows.positions.copy_(torch.where(used, length + chunk + torch.where(node >= 0, depth, node), 0))
     rows.places.copy_(torch.where(used, pages * page + place % page, row % page))
     weights = 1 << torch.arange(32, device=like.device)
     rows.bits.copy_((seen.view(size, words, 32) * weights).sum(-1).to(torch.int32))
