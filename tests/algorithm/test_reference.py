@@ -11,7 +11,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -241,7 +240,7 @@ def guess_tree() -> TokenTree:
                 tree.depths.append(tree.depths[node] + 1)
                 known = [len(tree.tokens) - 1]
             node = known[0]
-    return replace(tree, needed=list(range(len(tree.tokens))))
+    return TokenTree(tree.tokens, tree.parents, tree.depths, range(len(tree.tokens)))
 
 
 def path(tree: TokenTree, node: int) -> list[int]:

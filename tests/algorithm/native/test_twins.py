@@ -144,7 +144,7 @@ def test_what_a_table_refuses() -> None:
     with pytest.raises(ValueError, match="top tokens of 1 nodes, and 2 nodes are needed"):
         table.keep(tree, (-1, -1), np.array([(1, 0)], dtype=np.int32))
     with pytest.raises(ValueError, match="a tree of 2 tokens with 1 parents"):
-        table.keep(replace(tree, parents=[-1]), (-1, -1), np.zeros((2, 2), dtype=np.int32))
+        table.keep(TokenTree([3, 4], [-1], [0, 1], [0, 1]), (-1, -1), np.zeros((2, 2), dtype=np.int32))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied(table)
@@ -292,10 +292,10 @@ def test_a_large_draft_takes_all_of_the_room() -> None:
 
 def test_what_points_nowhere_is_refused() -> None:
     """Memory that is not ours is never read."""
-    table, tree = OURS.new_table(), TokenTree([1, 2], [-1, 0], [0, 1], [0, 1])
+    table = OURS.new_table()
     for needed, parents in (([2], [-1, 0]), ([-1], [-1, 0]), ([1], [-1, 1]), ([1], [-1, 7])):
         with pytest.raises(IndexError, match="does not exist"):
-            table.keep(replace(tree, parents=parents, needed=needed), (-1, -1), np.array([(5, 0)], dtype=np.int32))
+            table.keep(TokenTree([1, 2], parents, [0, 1], needed), (-1, -1), np.array([(5, 0)], dtype=np.int32))
     for origin in (-1, 3):
         candidates = Candidates.after([1], array("d", [0.5] * 3))
         candidates.add_chain([5], [origin])

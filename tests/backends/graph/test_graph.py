@@ -10,7 +10,6 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,7 +248,10 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
         put = Packet.put
 
         def put_chains(packet: Packet, lines: Any, lengths: Any, chunks: Any, trees: Any, queries: Any) -> list[int]:
-            chains = [replace(tree, parents=list(range(-1, len(tree) - 1))) for tree in trees]
+            chains = [
+                TokenTree(tree.tokens, range(-1, tree.size - 1), tree.depths, tree.needed, tree.branch)
+                for tree in trees
+            ]
             return put(packet, lines, lengths, chunks, chains, queries)
 
         monkeypatch.setattr(Packet, "put", put_chains)
