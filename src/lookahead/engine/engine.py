@@ -1,4 +1,5 @@
-"""The engine runs many requests on one backend. A step is: schedule, propose, one forward pass, settle."""
+"""The engine runs many requests on one backend. A step is: schedule, propose, launch, learn, collect,
+verify, commit."""
 
 from __future__ import annotations
 
@@ -155,8 +156,8 @@ class Engine:
         self._begun = Begun(passes, begin, captures, first)
 
     def finish(self) -> Settled:
-        """Wait for the step that has begun, and settle it: verify, learn, commit. The next one can begin then, even
-        before anybody is told of this one."""
+        """Learn, collect, verify and commit the step that has begun. The next one can begin then, even before the
+        events of this one are made."""
         begun, self._begun = self._begun, NOT_BEGUN
         results = list[StepResult]()
         for place, one in enumerate(begun.passes):
@@ -217,12 +218,32 @@ class Engine:
                 del inputs[index]
         return None
 
+    def _learn(self, parts: Sequence[Part]) -> None:
+        """Do while the device runs what need not delay it: free memory, learn, draw noise, get ready to verify."""
+        self._spent = ()
+        requests = [part.request for part in parts]
+        failed = self._drafting.learn(
+            [request.sequence for request in requests],
+            [part.tree for part in parts],
+            [request.verifier is not None for request in requests],
+        )
+        for index, request in enumerate(requests):
+            if request.noise is not None and index not in failed:
+                try:
+                    request.noise.draw_ahead()
+                except Exception as error:
+                    failed[index] = error
+        self._failed += [(requests[index], error) for index, error in failed.items()]
+
     def _collect(self, launched: Launched) -> list[StepResult]:
         """Learn from the step before while the device runs; then wait for the whole pass, and verify."""
+        # 4. Learn from the step before.
         one = launched.one
         self._learn(one.parts)
+        # 5. Collect.
         outputs = self.backend.collect(launched.running)
         done = perf_counter()
+        # 6. Verify: what the targets confirm.
         accepted = self._drafting.verify(outputs)
         seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
         if self.watch is not None:
@@ -251,30 +272,13 @@ class Engine:
         one.parts = parts
         return inputs
 
-    def _learn(self, parts: Sequence[Part]) -> None:
-        """Do while the device runs what need not delay it: free memory, learn, draw noise, get ready to verify."""
-        self._spent = ()
-        requests = [part.request for part in parts]
-        failed = self._drafting.learn(
-            [request.sequence for request in requests],
-            [part.tree for part in parts],
-            [request.verifier is not None for request in requests],
-        )
-        for index, request in enumerate(requests):
-            if request.noise is not None and index not in failed:
-                try:
-                    request.noise.draw_ahead()
-                except Exception as error:
-                    failed[index] = error
-        self._failed += [(requests[index], error) for index, error in failed.items()]
-
     def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> Settled:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.
 
         `commit=False` is for a step that ran outside of the backend and whose K/V were given to `Backend.adopt`
         (a prompt given as embeddings, in `transformers_hook.run`).
         """
-        # 1. Verify and absorb: each sequence accepts tokens and learns.
+        # 7. Accept: each sequence takes its tokens, up to the one that ends it.
         begin = perf_counter()
         settled = list[tuple[StepResult, Verdict]]()
         if self._failed:
@@ -294,11 +298,11 @@ class Engine:
             except Exception as error:
                 self._failed.append((request, error))
         absorbed = perf_counter()
-        # 2. Commit: the accepted tokens' K/V move next to the prefix.
+        # 8. Commit: the accepted tokens' K/V move next to the prefix.
         if commit and settled:
             self.backend.commit([(result.input.slot, verdict.path) for result, verdict in settled])
         done = perf_counter()
-        # 3. Some leave.
+        # 9. Finished and failed requests leave.
         for result, verdict in settled:
             if verdict.finish_reason is not None:
                 if result.request.finished is not None:
