@@ -35,8 +35,8 @@ from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import CapturedStep
-from lookahead.backends.graph.steps import CapturedSteps
+from lookahead.backends.graph.kinds import StepKind
+from lookahead.backends.graph.steps import CapturedStep, CapturedSteps
 from lookahead.bench.run.decode import Decoded, decode_steps
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 
@@ -72,7 +72,7 @@ class Played(GraphBackend):
         self.likely = self.rng.integers(0, VOCABULARY, (VOCABULARY, 8), dtype=np.int32)
         self.seconds: dict[str, float] = defaultdict(float)
         self._launched = 0.0
-        self._steps.choose = self._choose  # type: ignore[method-assign]
+        self.runner.steps.get = self._get  # type: ignore[method-assign]
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:
         for item in inputs:
@@ -92,20 +92,20 @@ class Played(GraphBackend):
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         """A sequence begins as its text does. Nothing is shared, so that every prompt is as long as it says."""
         slot = super().open()
-        self.played[self._slots[slot].line] = next(t for t in self.texts if t[: len(tokens)].tolist() == list(tokens))
+        self.played[self.slots[slot].line] = next(t for t in self.texts if t[: len(tokens)].tolist() == list(tokens))
         return slot
 
-    def _choose(self, items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
-        """The captured step for these inputs, which plays the texts."""
-        step = CapturedSteps.choose(self._steps, items, lengths)
+    def _get(self, kind: StepKind) -> CapturedStep:
+        """The captured step of this kind, which plays the texts."""
+        step = CapturedSteps.get(self.runner.steps, kind)
         step.run = lambda: self._play(step)  # type: ignore[method-assign]
         return step
 
     def _play(self, step: CapturedStep) -> None:
         """Targets from the text; the top-8 of a token, in which a target takes a random rank half of the time."""
         begin, start = perf_counter(), 0
-        fields, out = step.packet.fields, step.top.arrays[0]
-        needed = fields["needed"][: step.packet.needed].astype(np.int64)
+        fields, out = step.packet.forward.fields, step.top.arrays[0]
+        needed = fields["needed"][: step.packet.forward.needed].astype(np.int64)
         for line, length, first, chunk, nodes in fields["entries"][: fields["entry_of"].max() + 1].tolist():
             root, depths = first + chunk, [-1]
             for parent in fields["parents"][root : root + nodes].tolist():  # parents stand before their children

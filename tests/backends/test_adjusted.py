@@ -243,8 +243,10 @@ def test_counts_outlive_put_backs_pieces_and_shared_pages(device: str, monkeypat
         assert all(event.error is None for event in engine.step())
     assert engine.preemptions
     assert backend.pool.hit_tokens
-    assert len(backend.state.buffers.adjusting.counts) > 2
-    assert len(backend.state.buffers.adjusting._free) == len(backend.state.buffers.adjusting.counts)
+    rules, tables = backend.planner.rules, backend.runner.state.buffers.adjusting
+    assert len(tables.counts) == rules.lines > 2
+    assert sorted(rules.free_lines) == list(range(rules.lines))
+    assert not rules.by_slot
     for one in requests:
         if one is not cancelled:
             assert one.sequence.output == alone(device, one)
@@ -291,7 +293,9 @@ def test_requests_that_cannot_be_right_are_refused() -> None:
 
 
 def test_tables_that_cannot_grow_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = adjusting.Adjusting(50, torch.device("cpu"), False)
+    backend = GraphBackend(model("cpu"))
+    rules, tables = backend.planner.rules, backend.runner.state.buffers.adjusting
+    rules.reserve(1)
 
     def fail(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -299,18 +303,18 @@ def test_tables_that_cannot_grow_stay_as_they_are(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as short:
         short.setattr(torch, "cat", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            tables.grow(100)
-    assert tables.lines == len(tables._free) == 64
-    tables.grow(100)
-    assert sorted(tables._free) == list(range(100))
-    assert len(tables.bias) == tables.lines == 100
+            rules.reserve(100)
+    assert tables.lines == rules.lines == len(rules.free_lines) == 64
+    rules.reserve(100)
+    assert sorted(rules.free_lines) == list(range(100))
+    assert len(tables.bias) == tables.lines == rules.lines == 100
 
 
 def test_only_adjusted_steps_send_more(device: str) -> None:
     """A plain step's packet and kind are those of a backend that never heard of penalties."""
     backend = GraphBackend(model(device))
     finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams())])
-    assert all(not kind.targets.adjusted and not kind.targets.logprobs for kind in backend._steps.pairs)
-    assert all(not step.targets.packet.fields and step.logprobs is None for step in backend._steps.pairs.values())
+    assert all(not kind.targets.adjusted and not kind.targets.logprobs for kind in backend.runner.steps.pairs)
+    assert all(not step.targets.packet.fields and step.logprobs is None for step in backend.runner.steps.pairs.values())
     finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams(presence_penalty=1.0, logprobs=2))])
-    assert any(kind.targets.adjusted and kind.targets.logprobs for kind in backend._steps.pairs)
+    assert any(kind.targets.adjusted and kind.targets.logprobs for kind in backend.runner.steps.pairs)

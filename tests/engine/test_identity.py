@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -246,6 +247,29 @@ def test_a_request_that_can_never_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"need room for 46 tokens, and the backend holds 32; lower max_tokens"):
         engine.submit(Request(sequence_of(((1, 2, 3, 4, 5, 6), 24, 2, 0))))
     assert engine.running == []
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 8, 9])
+def test_padded_passes_have_prompt_chunks(chunk: int) -> None:
+    """All of a prompt runs in one step, but no pass has more of it than the backend says."""
+    asked = [(tuple(range(i, i + 9)), 5, 0, 0) for i in range(3)]
+    texts = list[list[int]]()
+    for pads in (False, True):
+        backend = PagedToy(pages=200, most_rows=NO_LIMIT if pads else 64, pads=pads)
+        backend.capabilities = replace(backend.capabilities, prompt_chunk=chunk if pads else None)
+        engine, sequences = Engine(backend), [sequence_of(one) for one in asked]
+        for sequence in sequences:
+            engine.submit(Request(sequence))
+        engine.step()
+        if pads:
+            assert [chunk_rows for ((_, chunk_rows, _),) in backend.passes] == [*[chunk] * (8 // chunk), 8 % chunk][
+                : -(-8 // chunk)
+            ] * 3
+            assert [nodes > 0 for ((_, _, nodes),) in backend.passes] == [*[False] * (-(-8 // chunk) - 1), True] * 3
+        while engine.running:
+            engine.step()
+        texts.append([token for sequence in sequences for token in sequence.output])
+    assert texts[0] == texts[1]
 
 
 def test_prompts_run_alone_where_passes_are_padded() -> None:

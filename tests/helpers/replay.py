@@ -87,12 +87,12 @@ class ReplayBackend(ToyBackend):
         self.vocab_size = 1 << 20
 
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
-        sizes = [len(item.trail) + item.tree.size for item in inputs]
+        sizes = [len(item.chunk) + item.tree.size for item in inputs]
         rows = len(sizes) * max(sizes) if self.capabilities.pads else sum(sizes)
         self.clock.now += self.table[rows - 1]
         return super().launch(inputs)
 
     def _read(self, item: StepInput) -> StepOutput:
-        root = self.begins[item.slot - 1] + len(self.slots[item.slot]) + len(item.trail)
+        root = self.begins[item.slot - 1] + len(self.slots[item.slot]) + len(item.chunk)
         model: Replay = self.model  # type: ignore[assignment]
         return model.output(item.tree, root, item.top > 0)

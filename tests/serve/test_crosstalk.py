@@ -29,7 +29,7 @@ def paged(model: Any, tokenizer: Any, settings: Any) -> Iterator[Running]:
     """The graph backend, as its twins run it on a CPU, with hardly any pages."""
     loaded = lookahead.load((model, tokenizer), config=settings, backend="graph")
     assert isinstance(loaded.backend, GraphBackend)
-    loaded.backend._slots.pool = PagePools([PagePool(PAGES, 64)])
+    loaded.backend.slots.pool = PagePools([PagePool(PAGES, 64)])
     loaded.engine = Engine(loaded.backend)
     loaded.front = Front(loaded.engine)
     with running(loaded, max_concurrency=16) as server:

@@ -65,7 +65,7 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
 def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
     """The tokens, and where the generator stands after them, are those of `generate`."""
     pair = both(model, prompt, max_new_tokens=50, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
+    assert any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph.runner.steps.pairs)  # type: ignore[union-attr]
     assert len(set(pair.ours[0].tolist()[-50:])) > 4
     after = []
     for hook in (None, graph()):
@@ -81,7 +81,7 @@ def test_draws_that_the_step_does_not_know(
     both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     both(model, inputs, max_new_tokens=MANY, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert not any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph._steps.pairs)  # type: ignore[union-attr]
+    assert not any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph.runner.steps.pairs)  # type: ignore[union-attr]
 
 
 def test_processors_and_what_comes_with_the_tokens(both: Both, model: Any, inputs: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def test_it_is_kept_for_the_next_call(both: Both, model: Any, prompt: dict[str, 
     both(model, batch, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
     assert kept is not None
-    assert not kept._slots, "every slot was closed"
+    assert not kept.slots, "every slot was closed"
 
 
 def test_pages_for_every_row_of_a_call(
@@ -180,7 +180,7 @@ def test_an_error_leaves_it_usable(both: Both, model: Any, prompt: dict[str, Any
         model.generate(**prompt, logits_processor=LogitsProcessorList([fail]), custom_generate=graph())
     kept = facts.known[model].graph
     assert kept is not None
-    assert not kept._slots
+    assert not kept.slots
     both(model, prompt, max_new_tokens=MANY, hook=graph()).same()
     assert facts.known[model].graph is kept
 

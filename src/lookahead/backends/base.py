@@ -84,7 +84,8 @@ class Capabilities:
     The form of a pass: with `pads` it is padded to its longest input, so that a prompt should run whole and in a pass
     of its own; without, it has the rows of all inputs and no others. `row_sizes` are the numbers of rows that passes
     are captured for, smallest first: a pass takes the time of the next larger one, and one of a whole budget hardly
-    longer than one of a single token. Empty where a pass has exactly the rows that it needs.
+    longer than one of a single token. Empty where a pass has exactly the rows that it needs. `prompt_chunk` is the most
+    prompt tokens that a pass may have of one sequence; None where only the pass's rows limit it.
 
     `overlaps`: the device runs beside the host, so that a next step may begin before the host has handled the results
     of the last one. `draws_noise`: `StepInput.noise` is understood. `ranks` is the number of processes that run every
@@ -99,6 +100,7 @@ class Capabilities:
     branches: bool = True
     pads: bool = False
     row_sizes: tuple[int, ...] = ()
+    prompt_chunk: int | None = None
     overlaps: bool = False
     draws_noise: bool = False
     ranks: int = 1

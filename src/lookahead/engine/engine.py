@@ -177,7 +177,7 @@ class Engine:
 
     def _propose(self, one: Pass) -> None:
         """Choose the trees of a pass. A request for which that fails is left out."""
-        if not one.parts:
+        if not one.parts or not one.parts[0].whole:  # a pass may be one prompt chunk, which has no tree
             return
         begin = perf_counter()
         sequences = [part.request.sequence for part in one.parts]

@@ -14,6 +14,7 @@ from time import perf_counter
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, Backend
 from lookahead.backends.exact import exact_limits
+from lookahead.backends.prompts import prompt_chunk
 from lookahead.engine.request import Request, Verifier
 
 RETRY_STEPS = 64
@@ -132,7 +133,7 @@ class Scheduler:
                 if cached(request.slot) > request.cached:  # before its pages behind a window are given back
                     self.remember(request)
         if self.backend.capabilities.pads:  # each prompt runs alone
-            passes = [Pass([self._part(request)]) for request in unread]
+            passes = [Pass([part]) for request in unread for part in self._prompt_parts(request)]
             return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
         if not self.running:
             return []
@@ -216,6 +217,12 @@ class Scheduler:
 
     def _rest(self, request: Request) -> int:
         return len(request.sequence.tokens) - 1 - self.backend.length(request.slot)
+
+    def _prompt_parts(self, request: Request) -> list[Part]:
+        """A request's whole prompt as prompt chunks, the last one with a tree."""
+        prompt, chunk = self._part(request).chunk, prompt_chunk(self.backend)
+        chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
+        return [Part(request, tokens, whole=number == len(chunks)) for number, tokens in enumerate(chunks, start=1)]
 
     def _part(self, request: Request, most: int | None = None) -> Part:
         start, end = self.backend.length(request.slot), len(request.sequence.tokens) - 1

@@ -161,6 +161,10 @@ class Slots:
         self._unsent.clear()
         return changes
 
+    def device_pages(self, slot: Slot) -> list[list[int]]:
+        """For each attention group, the sequence's pages as the device counts them: from 1, and 0 for a dropped one."""
+        return [[page + 1 for page in table.pages] for table in slot.tables]
+
     # Commits.
 
     def cell(self, slot: Slot, group: int, position: int) -> int:
@@ -184,10 +188,6 @@ class Slots:
                         moves[group] += source, self.cell(slot, group, slot.length + target)
                 self.pending.append(moves)
             slot.length += 1 + len(path)
-
-    def pending_fit(self, most: int, most_moves: int) -> bool:
-        """Whether a packet with room for this many commits and moves can carry all that is pending."""
-        return len(self.pending) <= most and sum([len(moves[0]) for moves in self.pending]) <= 2 * most_moves
 
     def take_pending(self) -> tuple[list[int], list[list[int]]]:
         """The pending commits (each one's first move, and how many it has) and their moves in each group, flat. They

@@ -34,6 +34,7 @@ from lookahead.algorithm.cost import CostCurve
 from lookahead.algorithm.successors import KEPT_TOKENS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
+from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 
 TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -94,7 +95,8 @@ def measure(
 
     def step(size: int, chunk: Sequence[int] = ()) -> float:
         top = KEPT_TOKENS if size > 1 else 0
-        return timed(backend, [StepInput(slot, chunk, bush(size), SamplingParams(), (), top=top)])
+        item = StepInput(slot, chunk, bush(size), SamplingParams(), (), top=top)
+        return timed(backend, run_prompt_chunks(backend, [item]))
 
     taken_by = {size: list[float]() for size in sizes}
     warm, spent = set[int](), 0.0

@@ -10,6 +10,7 @@ from transformers import cache_utils
 
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
+from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 from lookahead.transformers_hook.arguments import Batch
 
@@ -104,7 +105,7 @@ def extend(
 def complete(
     backend: Backend, layers: Layers, tokens: Sequence[int], length: int, offset: Sequence[int] = ()
 ) -> Layers:
-    """The K/V of all `length` tokens of an entry: `layers`, and those of the last `tokens`, which one step computes."""
+    """The K/V of all `length` tokens of an entry: `layers`, and those of the last `tokens`, which steps compute."""
     have = layers[0][0].shape[1]
     if have == length:
         return layers
@@ -112,7 +113,8 @@ def complete(
     slot = backend.open()
     try:
         backend.adopt(slot, have, layers, offset)
-        backend.step([StepInput(slot, chunk, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())])
+        item = StepInput(slot, chunk, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())
+        backend.step(run_prompt_chunks(backend, [item]))
         backend.commit([(slot, ())])
         return backend.cached(slot)
     finally:

@@ -22,12 +22,11 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import ahead
-from lookahead.backends.graph import backend as graph
+from lookahead.backends.graph import runner
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.ops import TopTokens
 from lookahead.backends.graph.state import DeviceState
+from lookahead.backends.graph.steps import CapturedStep
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.processors import PathVerifier, Rule
@@ -46,7 +45,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step, step_ahead = CapturedStep.run, CapturedStep.run_ahead
 
     def note_step(captured: CapturedStep) -> None:
-        told.append("step" if captured.packet.needed else "prompt")
+        told.append("step" if captured.packet.forward.needed else "prompt")
         step(captured)
 
     def note_ahead(captured: CapturedStep, turn: int) -> None:
@@ -248,8 +247,7 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
     """It waits for an event if a step ahead follows on the stream, else for the stream. The stream may change."""
     streams = [FakeStream("a", ran), FakeStream("b", ran)]
     now = [streams[0]]
-    for module in (ahead, graph):
-        monkeypatch.setattr(module, "stream_of", lambda device: now[0])
+    monkeypatch.setattr(runner, "stream_of", lambda device: now[0])
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
     engine.submit(Request(sequence_of(PROMPTS[0], 5)))
@@ -278,7 +276,7 @@ def test_a_step_ahead_moves_all_that_tells_the_length(device: str, ran: list[str
     backend = GraphBackend(tiny("Llama", device=device))
     assert len(outputs(backend, PROMPTS[:1], AUTOREGRESSIVE, 7)[0]) == 7
     assert ran.count("ahead") == 5
-    (step,) = (one for kind, one in backend._steps.pairs.items() if kind.rows == 1)
+    (step,) = (one for kind, one in backend.runner.steps.pairs.items() if kind.rows == 1)
     views = step.forward.views
     assert views["tiles_0"][0, 1] == views["entries"][0, 1] == len(PROMPTS[0]) + 5
 
@@ -366,13 +364,13 @@ def test_pages_of_a_wasted_step_ahead(device: str, plain: Plain, ran: list[str])
     for _ in range(3):
         tokens = hinted(backend, [slot], tokens)
     assert ran[-1] == "ahead"
-    pages = list(backend._slots[slot].tables[0].pages)
+    pages = list(backend.slots[slot].tables[0].pages)
     backend.close(slot)
     following = sequence_of(PROMPTS[2], 40)
     engine = Engine(backend)
     engine.submit(Request(following))
     engine.step()
-    assert backend._slots[slot + 1].tables[0].pages[0] == pages[0]
+    assert backend.slots[slot + 1].tables[0].pages[0] == pages[0]
     finish(engine)
     assert following.output == plain(model, PROMPTS[2], 40)
 
@@ -414,13 +412,13 @@ class Replayed:
 
 def test_the_first_step_ahead_is_captured_and_not_repeated(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeating a step ahead would go one token further."""
-    monkeypatch.setattr(GraphBackend, "_new_graph_pool", lambda backend: None)
+    monkeypatch.setattr(runner, "new_graph_pool", lambda capture: None)
     monkeypatch.setattr(DeviceState, "captured", lambda state, work: Replayed(work))
     backend = GraphBackend(tiny("Llama"), capture=True)
     assert outputs(backend, PROMPTS[:3], AUTOREGRESSIVE) == [plain(backend.model, prompt, 24) for prompt in PROMPTS[:3]]
     assert outputs(backend, PROMPTS[:1], AUTOREGRESSIVE) == [plain(backend.model, PROMPTS[0], 24)]
     assert {
-        kind.rows for kind, captured in backend._steps.pairs.items() if captured.forward.graph_ahead is not None
+        kind.rows for kind, captured in backend.runner.steps.pairs.items() if captured.forward.graph_ahead is not None
     } == {1, 4}
 
 
@@ -435,7 +433,7 @@ def test_a_step_ahead_is_captured_without_a_trace() -> None:
     backend.step([StepInput(slot, (), chain([1, 2, 3, 4], 4), SamplingParams(), ())])
     backend.commit([(slot, (1, 2, 3))])
     before = [part.clone() for layer in backend.cached(slot) for part in layer]
-    for step in list(backend._steps.pairs.values()):
+    for step in list(backend.runner.steps.pairs.values()):
         step.get_ready_ahead()
     assert all(map(torch.equal, before, [part for layer in backend.cached(slot) for part in layer]))
 

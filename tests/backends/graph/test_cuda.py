@@ -24,6 +24,7 @@ from lookahead.backends.choose import make_backend
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.sizes import PAGE, bucket
+from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import METHODS, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
@@ -117,7 +118,7 @@ def test_a_row_does_not_depend_on_the_step_it_is_in() -> None:
                 tree = random_tree(size, 0)
                 tree.tokens[0] = prompt[-1]
                 items.append(greedy(slot, prompt[:-1] if slot == slots[0] else prompt[:20], tree, logits=True))
-            found.append(backend.step(items)[0].logits[0].clone())
+            found.append(backend.step(run_prompt_chunks(backend, items))[0].logits[0].clone())
             for slot in slots:
                 backend.close(slot)
         assert all(torch.equal(other, found[0]) for other in found[1:])
@@ -184,8 +185,8 @@ def test_capture_changes_nothing(dtype: torch.dtype) -> None:
     for captured, plain in zip(*slots, strict=True):
         layers = zip(backends[0].cached(captured), backends[1].cached(plain), strict=True)
         assert all(torch.equal(a, b) for ours, theirs in layers for a, b in zip(ours, theirs, strict=True))
-    assert all(captured.forward.graph is not None for captured in backends[0]._steps.pairs.values())
-    assert all(captured.forward.graph is None for captured in backends[1]._steps.pairs.values())
+    assert all(captured.forward.graph is not None for captured in backends[0].runner.steps.pairs.values())
+    assert all(captured.forward.graph is None for captured in backends[1].runner.steps.pairs.values())
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -195,11 +196,13 @@ def test_a_replayed_step_gives_the_same_bits_every_time(context: int, count: int
     """Replay it thousands of times: programs wait for each other, and a race would show here."""
     backend = GraphBackend(medium(torch.bfloat16), invariant=invariant, kv_tokens=1 << 13)
     slot, prompt = backend.open(), texts(1, (context,))[0]
-    backend.step([greedy(slot, prompt, NO_TREE)])
+    backend.step(run_prompt_chunks(backend, [greedy(slot, prompt, NO_TREE)]))
     backend.step([greedy(slot, (), random_tree(count, 0), logits=True)])
-    (captured,) = [step for kind, step in backend._steps.pairs.items() if kind.rows == kind.needed == bucket(count)]
+    (captured,) = [
+        step for kind, step in backend.runner.steps.pairs.items() if kind.rows == kind.needed == bucket(count)
+    ]
     assert captured.forward.graph is not None
-    logits = backend.state.buffers.logits
+    logits = backend.runner.state.buffers.logits
     first, cache = logits[:count].clone(), backend.kv.caches[0].clone()
     differed = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(3000):
@@ -299,7 +302,7 @@ def test_replays_after_the_pages_were_replaced(dtype: torch.dtype) -> None:
         found = [run(backend, [prompt], LookaheadConfig(), 300)[0] for prompt in prompts]
         assert [sequence.output for sequence in found] == [sequence.output for sequence in expected]
         assert [sequence.stats.steps for sequence in found] == [sequence.stats.steps for sequence in expected]
-        assert all(captured.forward.graph is not None for captured in backend._steps.pairs.values())
+        assert all(captured.forward.graph is not None for captured in backend.runner.steps.pairs.values())
     if dtype is torch.float32:
         backend.check_room(3, 400)
         assert outputs(backend, prompts, LookaheadConfig(), 300) == [sequence.output for sequence in expected]
@@ -322,12 +325,12 @@ def test_nothing_is_captured_after_prepare() -> None:
     backend = GraphBackend(medium(torch.bfloat16))
     backend.prepare(500, 128)
     captures, memory = backend.captures, torch.cuda.memory_allocated()
-    assert all(captured.graph is not None for captured in backend._steps.forwards.values())
+    assert all(captured.graph is not None for captured in backend.runner.steps.forwards.values())
     for prompt in texts(8, (1, 2, 9, 40, 100, 300, 372)):
         for config in (LookaheadConfig(), AUTOREGRESSIVE, LookaheadConfig(window=0, budget=20)):
             outputs(backend, [prompt], config, 40)
     assert backend.captures == captures
-    assert any(captured.graph_ahead is not None for captured in backend._steps.forwards.values())
+    assert any(captured.graph_ahead is not None for captured in backend.runner.steps.forwards.values())
     assert torch.cuda.memory_allocated() <= memory + (1 << 20)
 
 
@@ -393,7 +396,9 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
         return backend, found, kept
 
     backend, found, kept = decoded()
-    ahead = {kind.rows for kind, captured in backend._steps.pairs.items() if captured.forward.graph_ahead is not None}
+    ahead = {
+        kind.rows for kind, captured in backend.runner.steps.pairs.items() if captured.forward.graph_ahead is not None
+    }
     assert {1, 4} <= ahead
     for hint, capture in ((True, False), (False, True)):
         if not hint:
@@ -402,7 +407,7 @@ def test_steps_ahead_give_the_bits_of_steps_that_were_asked_for(
         assert found == expected
         assert len(kept) == len(wanted)
         assert all(map(torch.equal, kept, wanted))
-        assert all(captured.forward.graph_ahead is None for captured in other._steps.pairs.values())
+        assert all(captured.forward.graph_ahead is None for captured in other.runner.steps.pairs.values())
 
 
 def test_a_step_ahead_that_nobody_waits_for() -> None:
@@ -473,4 +478,4 @@ def test_generate_on_the_graph_backend() -> None:
             assert found[0] == found[1]
     kept = known[model].graph
     assert kept is not None
-    assert all(captured.forward.graph is not None for captured in kept._steps.pairs.values())
+    assert all(captured.forward.graph is not None for captured in kept.runner.steps.pairs.values())

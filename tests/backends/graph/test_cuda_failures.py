@@ -60,11 +60,11 @@ def test_steps_run_uncaptured_while_the_memory_is_full(
     assert len(lines) == 1
     assert "needs" in lines[0]
     assert "GiB are free on cuda" in lines[0]
-    assert backend.state.full
+    assert backend.runner.state.full
     backend.check_room(2, 4000)  # larger pages: everything is captured again
-    assert not backend.state.full
+    assert not backend.runner.state.full
     assert outputs(backend, PROMPTS, settings) == expected
-    assert all(step.forward.graph is not None for step in backend._steps.pairs.values())
+    assert all(step.forward.graph is not None for step in backend.runner.steps.pairs.values())
 
 
 def test_pages_that_do_not_fit_are_one_line(settings: LookaheadConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,17 +33,17 @@ from lookahead.algorithm.verify import accept
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import kv, packet
+from lookahead.backends.graph import kv, packet, planner
 from lookahead.backends.graph import packet as packets
-from lookahead.backends.graph import steps as captured_steps
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.kernels.tiles import Cut, TileSize
 from lookahead.backends.graph.kinds import ForwardKind, Targets, TargetsKind
 from lookahead.backends.graph.matrices.dense import fuse_weights
 from lookahead.backends.graph.model import check_lowered
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
+from lookahead.backends.graph.steps import CapturedStep
+from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.processors import PathVerifier, Rule
@@ -158,7 +158,7 @@ def test_trees_reach_past_a_full_context(device: str, plain: Plain) -> None:
     config = LookaheadConfig(window=30, ngram=8, budget=300, step_cost=None)
     (sequence,) = run(backend, [PROMPTS[2]], config, 100)
     assert sequence.output == expected
-    assert max(kind.rows for kind in backend._steps.pairs) > 2 * INVARIANT_ROWS
+    assert max(kind.rows for kind in backend.runner.steps.pairs) > 2 * INVARIANT_ROWS
 
 
 def test_a_dynamic_rotary_module_that_has_seen_a_long_text(device: str, settings: LookaheadConfig) -> None:
@@ -222,9 +222,9 @@ def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadCon
 
 def assert_nothing_is_held(backend: GraphBackend) -> None:
     """All slots were closed, and gave their pages and their lines of the tables back."""
-    assert not len(backend._slots)
+    assert not len(backend.slots)
     assert backend.pool.used == 0
-    assert len(set(backend._slots.lines)) == len(backend._slots.lines) == backend.kv.tables.shape[1]
+    assert len(set(backend.slots.lines)) == len(backend.slots.lines) == backend.kv.tables.shape[1]
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -235,7 +235,7 @@ def test_invariant_or_not(invariant: bool, device: str, settings: LookaheadConfi
     backend = GraphBackend(model, invariant=invariant)
     assert outputs(backend, PROMPTS, settings) == expected
     assert outputs(backend, PROMPTS[:1], LookaheadConfig(budget=200), 24) == expected[:1]
-    assert max(kind.rows for kind in backend._steps.pairs) >= 192
+    assert max(kind.rows for kind in backend.runner.steps.pairs) >= 192
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Packet, "put", put_chains)
     elif bug == "accepted K/V does not move":
-        monkeypatch.setattr(backend.state.ops, "move_accepted", lambda *args: None)
+        monkeypatch.setattr(backend.runner.state.ops, "move_accepted", lambda *args: None)
     else:
         rotary = backend.kv.rotary
         monkeypatch.setattr(backend.kv, "rotary", lambda rope, dim: rotary(None, dim))
@@ -312,7 +312,7 @@ def test_the_kind_of_a_step(
         for chunk, tree in zip(chunks, trees, strict=True)
     ]
     backend.step(items)
-    (kind,) = backend._steps.pairs
+    (kind,) = backend.runner.steps.pairs
     forward = kind.forward
     size = TileSize.SMALL if small else TileSize.LARGE
     assert forward == ForwardKind(rows, needed, (Cut(size, forward.cuts[0].grid),), invariant and within)
@@ -346,7 +346,7 @@ def test_every_budget(budget: int, device: str, plain: Plain) -> None:
     backend = GraphBackend(model)
     assert outputs(backend, [prompt], config, 40) == [expected]
     assert outputs(backend, [prompt, PROMPTS[1]], config, 40) == [expected, plain(model, PROMPTS[1], 40)]
-    assert max(kind.rows for kind in backend._steps.pairs) >= bucket(budget)
+    assert max(kind.rows for kind in backend.runner.steps.pairs) >= bucket(budget)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -359,11 +359,11 @@ def test_prompts_longer_than_a_pass(name: str, most: int, device: str, plain: Pl
     for length in (1, most, most + 1, 30, 70):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
         assert outputs(backend, [prompt], config, 6) == [plain(model, prompt, 6)]
-    assert max(kind.rows for kind in backend._steps.pairs) == backend.most_rows == most
+    assert max(kind.rows for kind in backend.runner.steps.pairs) == backend.most_rows == most
 
 
 def test_a_step_larger_than_a_pass(device: str) -> None:
-    """Several long chunks in one step: what does not fit runs before. Trees have to fit."""
+    """Several long prompts in one step: what does not fit runs before. Trees have to fit."""
     model = make("llama", device)
     rng = random.Random(1)
     chunks = [rng.choices(range(VOCABULARY), k=count) for count in (40, 3, 25, 90)]
@@ -372,7 +372,7 @@ def test_a_step_larger_than_a_pass(device: str) -> None:
     for one in (GraphBackend(model, most_rows=32), EagerBackend(model)):
         slots = [one.open() for _ in chunks]
         items = [greedy(*parts, logits=True) for parts in zip(slots, chunks, trees, strict=True)]
-        results.append([result.logits for result in one.step(items)])
+        results.append([result.logits for result in one.step(run_prompt_chunks(one, items))])
         one.commit([(slot, ()) for slot in slots])
         kept.append([one.cached(slot) for slot in slots])
     for ours, theirs in zip(*results, strict=True):
@@ -391,8 +391,10 @@ def test_trees_that_fit_into_no_pass(device: str) -> None:
     large = GraphBackend(backend.model)
     with pytest.raises(ValueError, match=f"a tree of 600 tokens; at most {MOST_NEEDED} are captured"):
         large.step([greedy(large.open(), (), random_tree(600, 0, 3))])
+    with pytest.raises(ValueError, match="a step of 33 rows in a pass of 32; run long prompts with"):
+        backend.step([greedy(slots[0], [1] * 32, root(1))])
     assert [backend.length(slot) for slot in slots] == [0, 0]
-    assert backend._steps.pairs == large._steps.pairs == {}
+    assert backend.runner.steps.pairs == large.runner.steps.pairs == {}
     alone = [backend.step([item])[0].logits for item in items]
     torch.testing.assert_close(*alone, atol=1e-4, rtol=1e-4)
 
@@ -566,7 +568,7 @@ def test_commits_across_pages(name: str, length: int, device: str) -> None:
         total, chunk = total + 1 + len(path), []
         backend.step([greedy(others.pop(), [1], NO_TREE)])
         assert [one.length(slot) for one, slot in slots.items()] == [total, total]
-    state = backend._slots[slots[backend]]
+    state = backend.slots[slots[backend]]
     assert crossed or length in (0, 63, 64, 65, 127, 128, 129)
     assert 0 <= len(state.tables[0].pages) - -(-(total + 6) // PAGE) <= 1  # it may have taken its next page already
     assert state.tables[0].pages != list(range(len(state.tables[0].pages))) or len(state.tables[0].pages) == 1
@@ -578,15 +580,15 @@ def test_a_growing_sequence_copies_and_captures_nothing(device: str, plain: Plai
     backend = GraphBackend(make("llama", device))
     prompt, slot = PROMPTS[0], backend.open()
     answer, steps, cache, pages = plain(backend.model, prompt, 200), None, backend.kv.caches[0], list[int]()
-    text, rng, held = list(prompt), random.Random(0), backend._slots[slot].tables[0].pages
+    text, rng, held = list(prompt), random.Random(0), backend.slots[slot].tables[0].pages
     backend.step([greedy(slot, prompt[:-1], NO_TREE)])
     while len(text) < len(prompt) + 190:
         tree = guesses(rng, text[-1], answer[len(text) - len(prompt) :], 16)
         path, tokens = accept(tree, backend.step([greedy(slot, (), tree)])[0].targets)
         backend.commit([(slot, path)])
         text += tokens
-        steps = steps or dict(backend._steps.pairs)
-        assert backend._steps.pairs == steps
+        steps = steps or dict(backend.runner.steps.pairs)
+        assert backend.runner.steps.pairs == steps
         assert held[: len(pages)] == pages  # what it has stays where it is
         pages = list(held)
     assert len(pages) == 4
@@ -610,7 +612,7 @@ def test_a_new_sequence_while_commits_wait(device: str, settings: LookaheadConfi
     sequences = [DecodingSequence(prompt, settings, rules=StopRules(40)) for prompt in PROMPTS]
 
     def waiting() -> bool:
-        return bool(backend._slots.pending)
+        return bool(backend.slots.pending)
 
     for sequence in reversed(sequences):
         waited += waiting()
@@ -633,13 +635,13 @@ def test_more_commits_than_the_packet_has_room_for(count: int, device: str, monk
         tree, path = skipping_tree(size, 4)
         backend, eager = GraphBackend(model), EagerBackend(model)
         flushed: list[int] = []
-        flush = backend._flush
+        move = backend.runner.move
 
-        def note(one: GraphBackend = backend, flush: Any = flush, to: list[int] = flushed) -> None:
-            to += [len(one._slots.pending)] if one._slots.pending else []
-            flush()
+        def note(commits: Any, moves: Any, move: Any = move, to: list[int] = flushed) -> None:
+            to.append(len(commits) // 2)
+            move(commits, moves)
 
-        monkeypatch.setattr(backend, "_flush", note)
+        monkeypatch.setattr(backend.runner, "move", note)
         results, kept = [], []
         for one in (backend, eager):
             slots = [one.open() for _ in range(count)]
@@ -700,7 +702,7 @@ def test_a_commit_that_waits_while_pages_run_out(device: str) -> None:
         one.commit([(slot, path)])
     with pytest.raises(MemoryError):
         backend.step([greedy(slots[backend], [4] * 300, root(1))])
-    assert len(backend._slots.pending[0][0]) == 2 * len(path)
+    assert len(backend.slots.pending[0][0]) == 2 * len(path)
     found = [one.step([greedy(slot, (), root(2), logits=True)])[0].logits for one, slot in slots.items()]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
@@ -725,7 +727,7 @@ def test_what_the_pages_hold(device: str) -> None:
     assert wide.reserve(slot, wide.holds())
     assert not wide.reserve(slot, wide.holds() + 1)
     with pytest.raises(MemoryError, match="a sequence may have 20 of them"):
-        wide.step([greedy(slot, [1] * wide.holds(), root(1))])
+        wide.step(run_prompt_chunks(wide, [greedy(slot, [1] * wide.holds(), root(1))]))
     with pytest.raises(UnsupportedModelError, match=r"pages for 100 tokens .*at least 192"):
         GraphBackend(model, kv_tokens=100)
 
@@ -747,19 +749,19 @@ def test_room_is_made_while_nobody_is_there(device: str, settings: LookaheadConf
     expected = [plain(model, prompt, 24) for prompt in PROMPTS]
     backend = GraphBackend(model, kv_tokens=4 * PAGE)
     assert outputs(backend, PROMPTS[:1], settings) == expected[:1]
-    cache, steps = backend.kv.caches[0], dict(backend._steps.pairs)
+    cache, steps = backend.kv.caches[0], dict(backend.runner.steps.pairs)
     backend.check_room(1, 4 * PAGE - INVARIANT_ROWS)
     assert backend.kv.caches[0] is cache
-    assert backend._steps.pairs == steps
+    assert backend.runner.steps.pairs == steps
     slot = backend.open()
     with pytest.raises(UnsupportedModelError, match="pages hold 256 tokens and are in use"):
         backend.check_room(4, 100)
     backend.close(slot)
     backend.check_room(4, 100)
     assert sum(backend.kv.pages) == backend.pool.pages == 4 * 4
-    assert backend._steps.pairs == {}
+    assert backend.runner.steps.pairs == {}
     assert outputs(backend, PROMPTS, settings) == expected
-    steps, cache = dict(backend._steps.pairs), backend.kv.caches[0]
+    steps, cache = dict(backend.runner.steps.pairs), backend.kv.caches[0]
     backend.check_room(3, 100)
     backend.check_room(1, 800)  # more than the context: some models can go on
     assert backend.kv.caches[0] is cache
@@ -820,7 +822,7 @@ def test_a_shared_beginning(name: str, device: str) -> None:
     backend.commit([(first, path)])  # it waits, and the page it is in is not full
     whole = [*text, tree.tokens[0], *(tree.tokens[node] for node in path)]
     backend.remember(first, whole)
-    full = backend._slots[first].tables[0].pages[:2]
+    full = backend.slots[first].tables[0].pages[:2]
     before = contents(backend, full)
 
     def check(slot: int, prompt: Sequence[int]) -> None:
@@ -837,7 +839,7 @@ def test_a_shared_beginning(name: str, device: str) -> None:
 
     same, different = backend.open(text), backend.open([*text[:130], *([1] * 40)])
     assert [backend.length(slot) for slot in (same, different)] == [128, 128]
-    assert backend._slots[same].tables[0].pages[-1] == backend._slots[first].tables[0].pages[1]
+    assert backend.slots[same].tables[0].pages[-1] == backend.slots[first].tables[0].pages[1]
     check(same, text)
     check(different, [*text[:130], *([1] * 40)])
     # The last token of a prompt has to run, and a page is shared whole or not at all.
@@ -876,7 +878,7 @@ def test_pages_are_remembered_as_a_text_grows(device: str) -> None:
     backend.step([greedy(slot, text, tree)])
     backend.commit([(slot, path)])
     text += [tree.tokens[0], *(tree.tokens[node] for node in path)]
-    assert backend._slots.pending
+    assert backend.slots.pending
     backend.remember(slot, text)
     shared = backend.open([*text, 1, 2])
     assert backend.length(shared) == 64
@@ -912,7 +914,7 @@ def test_adopting_does_not_write_to_shared_pages(device: str) -> None:
     first = backend.open(text)
     backend.step([greedy(first, text, NO_TREE)])
     backend.remember(first, text)
-    full, second, other = backend._slots[first].tables[0].pages[:3], backend.open(text), eager.open()
+    full, second, other = backend.slots[first].tables[0].pages[:3], backend.open(text), eager.open()
     before = contents(backend, full)
     backend.step([greedy(second, text[128:], NO_TREE)])
     layers = [tuple(torch.randn(2, 140, 8, device=device) for _ in range(2)) for _ in range(2)]
@@ -948,8 +950,8 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     tree, path = skipping_tree(20, 2)
     backend.step([greedy(slot, PROMPTS[2], tree)])
     backend.commit([(slot, path)])
-    state = backend._slots[slot]
-    assert backend._slots.pending
+    state = backend.slots[slot]
+    assert backend.slots.pending
     assert len(state.tables[0].pages) > 0
     pages, line = list(state.tables[0].pages), state.line
     backend.close(slot)
@@ -958,13 +960,13 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
         backend.kv.caches[0].fill_(float("nan"))
 
     second = backend.open()
-    assert (backend._slots[second].line, backend.length(second)) == (line, 0)
+    assert (backend.slots[second].line, backend.length(second)) == (line, 0)
     fresh = GraphBackend(make("mistral", device))
     found, wanted = (
         one.step([greedy(s, [8, 9], root(3), logits=True)])[0] for one, s in ((backend, second), (fresh, fresh.open()))
     )
     assert torch.equal(found.logits, wanted.logits)
-    assert set(backend._slots[second].tables[0].pages) <= set(pages)
+    assert set(backend.slots[second].tables[0].pages) <= set(pages)
     backend.close(second)
     assert outputs(backend, [*PROMPTS[:3]], settings) == expected[:3]
     assert [outputs(backend, [prompt], settings)[0] for prompt in PROMPTS] == expected
@@ -1015,7 +1017,7 @@ def test_cached_and_adopt(name: str, device: str, settings: LookaheadConfig, pla
         one.step([greedy(slots[-1], PROMPTS[2], tree)])
         one.commit([(slots[-1], path)])
     slot = slots[0]
-    assert backend._slots.pending
+    assert backend.slots.pending
     ours, theirs = backend.cached(slot), eager.cached(slots[1])
     assert ours[0][0].shape == (model.config.num_key_value_heads, 31 + len(path), backend.layers.shapes[0].dim)
     assert_close(ours, theirs)
@@ -1309,7 +1311,7 @@ def test_chunks_behind_cached_tokens(kind: Any, name: str, device: str) -> None:
         text += [*chunk, tree.tokens[0], *(tree.tokens[node] for node in path)]
     assert [backend.length(slot) for slot in slots] == list(map(len, texts))
     if kind is GraphBackend:  # all in one pass
-        assert max(step.rows for step in backend._steps.pairs) == bucket(sum(map(len, (*chunks, *trees))))
+        assert max(step.rows for step in backend.runner.steps.pairs) == bucket(sum(map(len, (*chunks, *trees))))
     found = backend.step([greedy(slot, (), root(2), logits=True) for slot in slots])
     for text, result in zip(texts, found, strict=True):
         ids = torch.tensor([[*text, 2]], device=device)
@@ -1448,7 +1450,7 @@ def test_pages_come_with_the_packet(device: str, monkeypatch: pytest.MonkeyPatch
     launches = note_tables(backend, monkeypatch)
 
     def note_run(step: CapturedStep) -> None:
-        changed.append(int(step.packet.fields["changed"][0]))
+        changed.append(int(step.packet.forward.fields["changed"][0]))
         run(step)
 
     monkeypatch.setattr(CapturedStep, "run", note_run)
@@ -1480,7 +1482,7 @@ def test_prepared_for_every_length(device: str, plain: Plain) -> None:
     backend = GraphBackend(make("llama", device))
     backend.prepare(230, 64)
     captures, cache = backend.captures, backend.kv.caches[0]
-    assert {kind.rows for kind in backend._steps.forwards} == {1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384}
+    assert {kind.rows for kind in backend.runner.steps.forwards} == {1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384}
     assert_nothing_is_held(backend)
     for length in (1, 2, 3, 20, 60, 100, 200):
         prompt = random.Random(length).choices(range(VOCABULARY), k=length)
@@ -1507,11 +1509,11 @@ def test_prepare_knows_every_kind(
 
     def kind(chunk: int, nodes: int, needed: int) -> ForwardKind:
         tree = chain([0] * nodes, needed)
-        return backend._steps.kind([StepInput(slot, range(chunk), tree, SamplingParams(), ())], [0]).forward
+        return backend.planner.kind([StepInput(slot, range(chunk), tree, SamplingParams(), ())], [0]).forward
 
     kinds = set[ForwardKind]()
-    monkeypatch.setattr(backend._steps, "forward", kinds.add)  # captures nothing
-    monkeypatch.setattr(backend._steps, "end", lambda kind: None)
+    monkeypatch.setattr(backend.runner.steps, "forward", kinds.add)  # captures nothing
+    monkeypatch.setattr(backend.runner.steps, "end", lambda kind: None)
     backend.prepare(tokens, budget)
     budget, slot = min(budget, most), backend.open()
     shapes = [(chunk, nodes) for nodes in range(budget + 1) for chunk in range(min(tokens, most - nodes) + 1)][1:]
@@ -1522,12 +1524,12 @@ def test_prepare_knows_every_kind(
 
 def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are those of the exact kind (on a CPU up to rounding)."""
-    monkeypatch.setattr(captured_steps, "PATIENCE", 3)
+    monkeypatch.setattr(planner, "PATIENCE", 3)
     model = make("llama", device).to(torch.bfloat16)
     backend, exact = GraphBackend(model, patient=True), GraphBackend(model)
 
     def sizes() -> list[int]:
-        return sorted(kind.rows for kind in backend._steps.forwards)
+        return sorted(kind.rows for kind in backend.runner.steps.forwards)
 
     def same(chunk: int, nodes: int) -> None:
         found = []
@@ -1567,30 +1569,30 @@ def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: s
     backend = GraphBackend(make("llama", device).to(torch.bfloat16), patient=True)
     backend.capture = True  # so that it prepares on a CPU, too
     backend.prepare_stand_ins(noise)
-    kinds, slot = set(backend._steps.pairs), backend.open()
+    kinds, slot = set(backend.runner.steps.pairs), backend.open()
     assert {kind.rows for kind in kinds} == {32, 128, 256, 512}
     assert all((kind.targets.targets is Targets.MULTINOMIAL) == noise for kind in kinds)
     for chunk, nodes in ((0, 1), (0, 30), (0, 33), (0, 128), (30, 1), (100, 128), (300, 60)):
         lines = [-1] * nodes if noise else ()
         backend.step([StepInput(slot, [1] * chunk, random_tree(nodes, 0), SamplingParams(), (), noise=lines)])
-        backend._slots[slot].length = 0
-    assert set(backend._steps.pairs) == kinds
+        backend.slots[slot].length = 0
+    assert set(backend.runner.steps.pairs) == kinds
 
 
 def test_nothing_stands_in_where_steps_are_not_invariant() -> None:
     backend = GraphBackend(make("llama"), patient=True)
     backend.step([StepInput(backend.open(), (), chain([1, 2]), SamplingParams(), ())])
-    assert [kind.rows for kind in backend._steps.pairs] == [2]
+    assert [kind.rows for kind in backend.runner.steps.pairs] == [2]
     small = GraphBackend(make("llama").to(torch.bfloat16), patient=True, most_rows=16)
     small.step([StepInput(small.open(), (), chain([1, 2]), SamplingParams(), ())])
-    assert [kind.rows for kind in small._steps.pairs] == [16]
+    assert [kind.rows for kind in small.runner.steps.pairs] == [16]
 
 
 def test_prepare_in_few_pages(plain: Plain) -> None:
     """It runs no step that the pages do not hold."""
     backend = GraphBackend(make("llama"), kv_tokens=192)
     backend.prepare(1000, 128)
-    assert max(kind.rows for kind in backend._steps.forwards) == 192
+    assert max(kind.rows for kind in backend.runner.steps.forwards) == 192
     assert outputs(backend, PROMPTS[:1], LookaheadConfig()) == [plain(backend.model, PROMPTS[0], 24)]
 
 

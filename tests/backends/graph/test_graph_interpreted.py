@@ -168,11 +168,11 @@ def test_memory_of_a_captured_step_is_not_freed(interpreted: Callable[..., Graph
         given[len(q)] = [x.data_ptr() for x in (work.part, work.top, work.arrived, work.order)]
         return result
 
-    backend.state.ops.attend = noting
+    backend.runner.state.ops.attend = noting
     slot = backend.open()
     generator = torch.Generator().manual_seed(0)
     backend.adopt(slot, 70, [tuple(torch.randn(2, 70, 8, generator=generator) for _ in range(2))])
     backend.step([greedy(slot, (), root(3))])
     backend.step([greedy(slot, (), random_tree(14, 0))])
-    assert {kind.rows for kind in backend._steps.pairs} == set(given) == {1, 16}
+    assert {kind.rows for kind in backend.runner.steps.pairs} == set(given) == {1, 16}
     assert given[1] == given[16]

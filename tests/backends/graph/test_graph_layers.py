@@ -140,7 +140,7 @@ def test_pages_behind_a_window_are_given_back(
     launch = GraphBackend.launch
 
     def spoiling(inputs: Any) -> Any:
-        slots = [backend._slots[item.slot] for item in inputs]
+        slots = [backend.slots[item.slot] for item in inputs]
         held.append([sum(page >= 0 for page in table.pages) for table in slots[0].tables])
         for pool, cache in zip(backend.pool.pools, backend.kv.caches, strict=True):
             pool._free.sort()  # so that a new page is not one that was given back just now
@@ -202,7 +202,7 @@ def test_adopted_kv_of_a_windowed_layer(device: str, settings: LookaheadConfig) 
     assert all(30 <= keys.shape[1] < 281 for keys, _ in layers)
     other = backend.open()
     backend.adopt(other, 281, [(keys[:, -30:], values[:, -30:]) for keys, values in layers])
-    assert backend._slots[other].tables[0].dropped == (256 - 29) // PAGE
+    assert backend.slots[other].tables[0].dropped == (256 - 29) // PAGE
     found = [backend.step([greedy(one, text[281:], TREE, logits=True)])[0].logits for one in (slot, other)]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 

@@ -16,8 +16,7 @@ from tiny import PROMPTS, outputs, tiny
 from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import kv, steps
+from lookahead.backends.graph import kv, runner, steps
 from lookahead.backends.graph.adjusting import FIRST_LINES, Adjusting
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.memory import with_room
@@ -59,11 +58,11 @@ def test_it_is_tried_once_more_after_memory_was_given_back() -> None:
 def test_only_what_was_never_used_is_given_back() -> None:
     backend = GraphBackend(tiny("Llama"))
     outputs(backend, PROMPTS[:1], LookaheadConfig.autoregressive())
-    used = set(backend._steps.forwards), set(backend._steps.targets), set(backend._steps.pairs)
+    used = set(backend.runner.steps.forwards), set(backend.runner.steps.targets), set(backend.runner.steps.pairs)
     backend.prepare(64, 8, 2)
-    assert len(backend._steps.forwards) > len(used[0])
-    backend._steps.drop_unused()
-    found = set(backend._steps.forwards), set(backend._steps.targets), set(backend._steps.pairs)
+    assert len(backend.runner.steps.forwards) > len(used[0])
+    backend.runner.steps.drop_unused()
+    found = set(backend.runner.steps.forwards), set(backend.runner.steps.targets), set(backend.runner.steps.pairs)
     assert used[0] <= found[0]
     assert used[1] <= found[1]
     assert {kind.forward for kind in found[2]} == found[0]
@@ -84,7 +83,7 @@ def test_steps_that_cannot_be_captured_run_uncaptured(
             full()
 
     monkeypatch.setattr(DeviceState, "captured", captured)
-    backend.state.capture = True
+    backend.runner.state.capture = True
     with caplog.at_level(logging.WARNING, "lookahead"):
         backend.prepare(64, settings.budget, 2)
         assert outputs(backend, PROMPTS, settings) == expected
@@ -103,13 +102,13 @@ def test_a_step_ahead_that_cannot_be_captured_has_run(
     expected = outputs(GraphBackend(tiny("Llama")), PROMPTS[:1], plain)
     backend = GraphBackend(tiny("Llama"))
     outputs(backend, PROMPTS[:1], plain)
-    for step in backend._steps.pairs.values():
+    for step in backend.runner.steps.pairs.values():
         step.forward.graph_ahead = step.targets.graph_ahead = None
-    backend.state.capture = True
+    backend.runner.state.capture = True
     monkeypatch.setattr(DeviceState, "captured", lambda state, work: None if state.full else full())
     with caplog.at_level(logging.WARNING, "lookahead"):
         assert outputs(backend, PROMPTS[:1], plain) == expected
-    assert backend.state.full
+    assert backend.runner.state.full
     assert [record.name for record in caplog.records].count("lookahead") == 1
 
 
@@ -141,8 +140,9 @@ def test_a_step_that_does_not_fit_is_the_loss_of_the_largest_request(monkeypatch
 def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
-    adjusting = backend.state.buffers.adjusting
-    lines = [adjusting.take() for _ in range(FIRST_LINES)]
+    rules = backend.planner.rules
+    rules.reserve(FIRST_LINES)
+    lines, rules.free_lines = rules.free_lines, []
     monkeypatch.setattr(Adjusting, "grow", full)
     long, bad = request(list(range(40))), request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
     for one in (long, bad):
@@ -153,8 +153,7 @@ def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytes
     assert [event.request for event in errors] == [bad]
     assert "a table of penalties and biases needs 2.00 GiB" in str(errors[0].error)
     assert len(long.sequence.output) == 8
-    for line in lines:
-        adjusting.give_back(line)
+    rules.free_lines = lines
     again = request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
     engine.submit(again)
     while engine.running:
@@ -176,7 +175,7 @@ def test_pages_that_cannot_grow_leave_those_that_were_there(
         return full() if max(pages) > 8 else made(groups, pages, *rest)
 
     monkeypatch.setattr(kv, "PagedKV", limited)
-    monkeypatch.setattr(graph, "PagedKV", limited)
+    monkeypatch.setattr(runner, "PagedKV", limited)
     with pytest.raises(DeviceMemoryError, match=r"^room for 10 sequences of 200 tokens needs 2.00 GiB"):
         backend.check_room(10, 200)
     assert tries == 2

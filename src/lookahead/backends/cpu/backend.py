@@ -15,7 +15,7 @@ import torch
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sampling import LEVELS
-from lookahead.backends.base import NO_TREE, Capabilities, Layers, StepInput
+from lookahead.backends.base import Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.cpu.cells import blocks_for, home
 from lookahead.backends.cpu.groups import layer_groups, ropes_of
@@ -91,7 +91,7 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         outputs: dict[int, StepOutput] = {}
         for item in inputs:
             if item.chunk:
-                outputs |= self._run([self._after_full_passes(item)])
+                outputs |= self._run([item])
         trees = [item for item in inputs if not item.chunk and item.tree.tokens]
         if trees:
             outputs |= self._run(trees)
@@ -127,14 +127,6 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         return [self._buffer.read(self._index[slot], layer, cells) for layer in range(len(self.description.blocks))]
 
     # Runs
-
-    def _after_full_passes(self, item: StepInput) -> StepInput:
-        """Run a long prompt chunk in passes of MOST_ROWS. Returns an input with the rest of it, which is not empty."""
-        chunk = item.chunk
-        while len(chunk) > MOST_ROWS:
-            self._run([replace(item, chunk=chunk[:MOST_ROWS], tree=NO_TREE)])
-            chunk = chunk[MOST_ROWS:]
-        return replace(item, chunk=chunk)
 
     def _run(self, items: Sequence[StepInput]) -> dict[int, StepOutput]:
         """Run these inputs at once. An input without a tree is cached, and has no output."""

@@ -82,7 +82,11 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         self.max_length = context_length(config)
         self.vocab_size: int = config.vocab_size
         self.capabilities = Capabilities(
-            "eager", pads=True, overlaps=self.device.type == "cuda", ranks=tensor_parallel_ranks(model)
+            "eager",
+            pads=True,
+            prompt_chunk=PREFILL_CHUNK,
+            overlaps=self.device.type == "cuda",
+            ranks=tensor_parallel_ranks(model),
         )
         self.most_rows = NO_LIMIT
         self.most_nodes: int | None = None
@@ -104,10 +108,12 @@ class EagerBackend(BatchedSlots[KVBuffer]):
 
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
+        trees = [item for item in inputs if item.tree.size]
         try:
             for item in inputs:
-                self._prefill(item)
-            passes = [(batch, *self._forward(batch)) for batch in self._neighbours(inputs)]
+                if not item.tree.size:
+                    self._cache_chunk(item)
+            passes = [(batch, *self._forward(batch)) for batch in self._neighbours(trees)]
         except torch.OutOfMemoryError as error:  # what a pass wrote counts only after its commit
             raise memory_error(error, f"a step of {len(inputs)} sequences", self.device) from error
         return Launched([item.slot for item in inputs], passes)
@@ -117,7 +123,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         outputs: dict[int, StepOutput] = {}
         for batch, logits, indices in launched.passes:
             outputs.update(self._read(batch, logits, indices))
-        return [outputs[slot] for slot in launched.slots]
+        return [outputs.get(slot, StepOutput([])) for slot in launched.slots]
 
     def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         return self.collect(self.launch(inputs))
@@ -154,16 +160,14 @@ class EagerBackend(BatchedSlots[KVBuffer]):
                 runs.append([item])
         return runs
 
-    def _prefill(self, item: StepInput) -> None:
-        """Run a long prompt chunk in passes of PREFILL_CHUNK. At most one of these is left for the step itself."""
-        while len(item.chunk) > PREFILL_CHUNK:
-            chunk, item.chunk = item.chunk[:PREFILL_CHUNK], item.chunk[PREFILL_CHUNK:]
-            start, index = self._length[item.slot], self._index[item.slot]
-            self._buffer.reserve(len(self._index), start + len(chunk))
-            positions = np.arange(start, start + len(chunk))[None]
-            seen = np.tri(len(chunk), dtype=np.bool_)[None]
-            self._run(np.asarray(chunk)[None], positions, seen, [item], [start], index, start, [0])
-            self._length[item.slot] = start + len(chunk)
+    def _cache_chunk(self, item: StepInput) -> None:
+        """Run a prompt chunk that has no tree behind it."""
+        start, index, chunk = self._length[item.slot], self._index[item.slot], np.asarray(item.chunk)
+        self._buffer.reserve(len(self._index), start + len(chunk))
+        positions = np.arange(start, start + len(chunk))[None]
+        seen = np.tri(len(chunk), dtype=np.bool_)[None]
+        self._run(chunk[None], positions, seen, [item], [start], index, start, [0])
+        self._length[item.slot] = start + len(chunk)
 
     def _forward(self, items: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
         """Run one batch. Returns logits [B, R, V] at every index that one of its inputs needs, and these R indices."""

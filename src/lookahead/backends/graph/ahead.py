@@ -12,44 +12,30 @@ overwrites that.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from lookahead.algorithm.output import StepOutput, StepResults
 from lookahead.backends.base import MOST_AHEAD, StepInput
-from lookahead.backends.graph.captured import CapturedStep
+from lookahead.backends.graph.running import RunningStep
 
 
 @dataclass(slots=True)
-class RunningStep:
-    """A step that was launched.
+class LaunchedStep:
+    """A step that the device runs, and whose it is.
 
-    `starts` are where the needed rows of each input begin, `lengths` the positions of its roots, `turn` the host copy
-    that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set when a step ahead follows
-    on the same stream: waiting for the stream would wait for that step, too, so the host waits for this event instead.
-    `ahead`: how many steps ahead it is from the last one that the host sent a packet for. `results`, and with them the
-    `outputs`, are filled when they are read.
+    `starts` are where the needed rows of each input begin, `lengths` the positions of its roots. `ahead`: how many
+    steps ahead it is from the last one that the host sent a packet for. `results`, and with them the `outputs`, are
+    filled when they are read.
     """
 
-    step: CapturedStep
     inputs: list[StepInput]
     starts: list[int]
     lengths: list[int]
-    turn: int
-    stream: torch.cuda.Stream | None
-    done: torch.cuda.Event | None = None
+    running: RunningStep
     ahead: int = 0
     outputs: list[StepOutput] | None = None
     results: StepResults = field(default_factory=StepResults)
-
-    def wait(self) -> None:
-        """Block until the results are on the host. On a CPU they are there at once."""
-        if self.done is not None:
-            self.done.synchronize()
-        elif self.stream is not None:
-            self.stream.synchronize()
 
     def get_ready(self) -> list[StepOutput]:
         """Make the outputs, still without results, while the device runs."""
@@ -59,20 +45,18 @@ class RunningStep:
             self.outputs.append(StepOutput.of_results(results, start, end, item.top))
         return self.outputs
 
-    def read(self, logits: torch.Tensor) -> list[StepOutput]:
-        """Copies of the results, which are on the host; `logits` [N, V] are the step's, on the device."""
-        step, outputs = self.step, self.get_ready() if self.outputs is None else self.outputs
+    def read(self) -> list[StepOutput]:
+        """Copies of the results, which are on the host."""
+        running, outputs = self.running, self.get_ready() if self.outputs is None else self.outputs
         # One copy of everything: a call to NumPy takes as long for all inputs as for one.
-        self.results.rows = step.top.arrays[self.turn][: self.starts[-1] + len(self.inputs[-1].tree.needed)].copy()
+        self.results.rows = running.results(self.starts[-1] + len(self.inputs[-1].tree.needed))
         for start, item, output in zip(self.starts, self.inputs, outputs, strict=True):
             if item.logits or item.logprobs is not None:
                 end = start + len(item.tree.needed)
                 if item.logits and end > start:
-                    with torch.inference_mode():
-                        output.logits = logits[start:end].clone()
-                if item.logprobs is not None and step.logprobs is not None:
-                    output.likely = step.logprobs.likely[start:end, : item.logprobs].copy()
-                    output.logprobs = step.logprobs.array[start:end, : 1 + item.logprobs].copy()
+                    output.logits = running.logits(start, end)
+                if item.logprobs is not None and (found := running.logprobs(start, end, item.logprobs)):
+                    output.likely, output.logprobs = found
         return outputs
 
 
@@ -83,10 +67,11 @@ class StepAhead:
     sequences, none is started until the same sequences step twice in a row.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._running: RunningStep | None = None  # the step ahead
-        self._before: RunningStep | None = None  # the step that it follows
+    def __init__(self, follow: Callable[[RunningStep], None]) -> None:
+        """`follow` lets work that is launched next run after a step."""
+        self._follow = follow
+        self._running: LaunchedStep | None = None  # the step ahead
+        self._before: LaunchedStep | None = None  # the step that it follows
         self._roots: list[list[int]] = []  # that step's targets, which the step ahead has taken as its roots
         self._paused = False
         self._last_slots: list[int] = []  # those of the last step, noted while paused
@@ -96,31 +81,25 @@ class StepAhead:
         """Whether `take` must see the next step: one runs ahead, or none does until the same sequences step again."""
         return self._running is not None or self._paused
 
-    def may_follow(self, before: RunningStep) -> bool:
+    def may_follow(self, before: LaunchedStep) -> bool:
         """Whether the inputs of the step after `before` are known."""
         if self._paused or not all(item.continues_alone and is_plain(item) for item in before.inputs):
             return False
         drawn = [item for item in before.inputs if item.uniforms]
         return not drawn or (before.ahead < MOST_AHEAD and all(item.next_uniforms for item in drawn))
 
-    def start(self, before: RunningStep) -> None:
-        """Start the step after `before`, whose inputs are known and have pages for it."""
-        if before.stream is not None:
-            before.done = before.stream.record_event()
-        turn, lengths = 1 - before.turn, [length + 1 for length in before.lengths]
-        before.step.run_ahead(turn)
-        stream = stream_of(self._device)
-        self._running = RunningStep(
-            before.step, before.inputs, before.starts, lengths, turn, stream, ahead=before.ahead + 1
-        )
+    def start(self, before: LaunchedStep, running: RunningStep) -> None:
+        """Note the step that was started right after `before`, whose inputs were known."""
+        lengths = [length + 1 for length in before.lengths]
+        self._running = LaunchedStep(before.inputs, before.starts, lengths, running, before.ahead + 1)
         self._before = before
 
-    def collected(self, running: RunningStep, results: Sequence[StepOutput]) -> None:
+    def collected(self, launched: LaunchedStep, results: Sequence[StepOutput]) -> None:
         """Note the results that the host has read of a step: the step ahead follows from them."""
-        if running is self._before:
+        if launched is self._before:
             self._roots = [list(result.targets) for result in results]
 
-    def take(self, inputs: Sequence[StepInput], lengths: Sequence[int], open: Container[int]) -> RunningStep | None:
+    def take(self, inputs: Sequence[StepInput], lengths: Sequence[int], open: Container[int]) -> LaunchedStep | None:
         """The step ahead if it is the step of these inputs. Else forget it and return None.
 
         `lengths` are the inputs' cached tokens, `open` the slots that are open.
@@ -140,15 +119,13 @@ class StepAhead:
             return None
         return replace(running, inputs=list(inputs), outputs=None, results=StepResults())
 
-    def forget(self) -> RunningStep | None:
-        """Give up the step ahead. Work that is launched next, on any stream, will run after it."""
-        running = self._running
-        if running is not None and running.stream is not None:
-            here = stream_of(self._device)
-            if here is not None and here != running.stream:
-                here.wait_stream(running.stream)
+    def forget(self) -> LaunchedStep | None:
+        """Drop the step ahead. Work that is launched next, on any stream, will run after it."""
+        launched = self._running
+        if launched is not None:
+            self._follow(launched.running)
         self._running, self._before, self._roots = None, None, []
-        return running
+        return launched
 
 
 def is_plain(item: StepInput) -> bool:
@@ -156,8 +133,3 @@ def is_plain(item: StepInput) -> bool:
     if item.adjustment is not None or item.logprobs is not None:
         return False
     return len(item.tree) == 1 and not item.chunk and not item.logits
-
-
-def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The CUDA stream that work is launched on now. None on a CPU, where work is done when a call returns."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None

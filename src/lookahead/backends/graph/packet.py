@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import add, mul
 from struct import pack, pack_into
@@ -55,6 +56,18 @@ class Fields:
         return {name: memory[a:b].view(dtype).view(shape) for name, (a, b, shape, dtype) in self._places.items()}
 
 
+@dataclass(frozen=True)
+class Overflow:
+    """What a packet's fields have no room for, flat as in the fields. It is sent by launches before the step."""
+
+    commits: Sequence[int] = ()
+    moves: Sequence[Sequence[int]] = ()
+    changes: Sequence[int] = ()
+
+
+NO_OVERFLOW = Overflow()
+
+
 class Packet(Fields):
     """The numbers of one step of R rows, as named fields, int32.
 
@@ -99,7 +112,7 @@ class Packet(Fields):
         self._zeros, self._minus_ones = bytes(4 * rows), b"\xff" * (4 * rows)
         self._counting = array("i", range(rows)).tobytes()
         self._numbers = [array("i", (entry,)).tobytes() for entry in range(entries)]
-        self._changed = False
+        self._changed, self.overflow = False, NO_OVERFLOW
         self.entries_room, self.moves_room, self.tiles_room = entries, moves, list(tiles)
         self.begin()
 
@@ -185,7 +198,12 @@ class Packet(Fields):
 
     def end(self, commits: Sequence[int], moves: Sequence[Sequence[int]], changes: Sequence[int] = ()) -> None:
         """Write the commits, every group's moves of accepted K/V and the changes of page tables, flat as in the fields,
-        and how many tiles, commits and changes there are."""
+        and how many tiles, commits and changes there are. What has no room becomes the `overflow`."""
+        self.overflow = NO_OVERFLOW
+        if len(commits) > 2 * self.entries_room or (commits and len(moves[0]) > 2 * self.moves_room):
+            self.overflow, commits, moves = Overflow(commits, moves), (), ()
+        if len(changes) > 2 * self.changes_room:
+            self.overflow, changes = replace(self.overflow, changes=changes), ()
         if changes or self._changed:
             self._changed = bool(changes)
             self._write_first("changed", (len(changes) // 2, *changes))  # the two fields stand side by side

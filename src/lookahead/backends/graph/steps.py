@@ -1,66 +1,64 @@
-"""All captured steps of a graph backend, and which of them serves a step."""
+"""Captured steps: a forward pass, and how targets come from its logits. Each is a CUDA graph of its own."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from lookahead.backends.base import StepInput
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.backends.graph.captured import CapturedStep
 from lookahead.backends.graph.forward import CapturedForward
-from lookahead.backends.graph.kinds import Device, ForwardKind, StepKind, TargetsKind, kind_of, stand_in
+from lookahead.backends.graph.kinds import ForwardKind, StepKind, TargetsKind
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.state import DeviceState
 from lookahead.backends.graph.targets import CapturedTargets
+from lookahead.backends.graph.targets_packet import StepPacket
 
 C = TypeVar("C")
 
-PATIENCE = 128
-"""How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
-and far longer on a machine where a kernel has yet to be compiled or searched for."""
+
+class CapturedStep:
+    """All steps of one kind. Steps of other kinds may share its `forward` or its `targets`."""
+
+    def __init__(self, kind: StepKind, forward: CapturedForward, targets: CapturedTargets) -> None:
+        self.kind, self.forward, self.targets = kind, forward, targets
+        self.packet = StepPacket(forward.packet, targets.packet, forward.queries)
+        self.top, self.logprobs = targets.top, targets.logprobs
+
+    def run(self) -> None:
+        """Run the step that the packet describes."""
+        self.forward.run()
+        self.targets.run()
+
+    def get_ready_ahead(self) -> None:
+        """Capture the step ahead, of a step in which every row is padding: it must not write to any sequence's K/V."""
+        if self.forward.graph_ahead is None or self.targets.graph_ahead is None:
+            self.packet.forward.put_nothing()
+            self.packet.targets.put_nothing()
+            self.run()
+            self.run_ahead(0)
+
+    def run_ahead(self, turn: int) -> None:
+        """Run the one-token step that follows the last one run here, and send its results to host copy `turn`."""
+        self.forward.run_ahead()
+        self.targets.run_ahead(turn)
 
 
 class CapturedSteps:
     """The steps by their kinds: forward passes, ends of steps, and pairs of these. Each is captured when it is first
-    asked for.
+    needed."""
 
-    With `patient`, an invariant pass is made only when it has been asked for a number of times. Until then a larger one
-    stands in for it, of at most `most_rows` rows. `invariant`: steps are to be so where they can.
-    """
-
-    def __init__(self, state: DeviceState, *, invariant: bool, patient: bool) -> None:
-        self.state, self.patient = state, patient
-        self.device = Device(state.model.shapes, state.ops.processors, invariant)
+    def __init__(self, state: DeviceState) -> None:
+        self.state = state
         self.forwards: dict[ForwardKind, CapturedForward] = {}
         self.targets: dict[TargetsKind, CapturedTargets] = {}
         self.pairs: dict[StepKind, CapturedStep] = {}
-        self._missed: Counter[ForwardKind] = Counter()  # how often a kind was asked for that was not there
-
-    def kind(self, items: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
-        """The kind of a step of these inputs, whose sequences have `lengths` tokens cached."""
-        return kind_of(items, lengths, self.device)
-
-    def choose(self, items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
-        """The captured step for these inputs."""
-        kind = self.kind(items, lengths)
-        step = self.pairs.get(kind)
-        if step is not None:
-            return step
-        forward = kind.forward
-        if self.patient and forward.invariant and forward not in self.forwards:
-            self._missed[forward] += 1
-            if self._missed[forward] <= PATIENCE and not any(item.continues_alone for item in items):
-                forward = stand_in(forward, any(item.chunk for item in items), self.state.most_rows)
-                kind = StepKind(forward, kind.targets._replace(needed=forward.needed))
-        return self.get(kind)
 
     def get(self, kind: StepKind) -> CapturedStep:
         """The captured step of this kind."""
-        if kind not in self.pairs:
-            self.pairs[kind] = CapturedStep(kind, self.forward(kind.forward), self.end(kind.targets))
-        return self.pairs[kind]
+        step = self.pairs.get(kind)
+        if step is None:
+            step = self.pairs[kind] = CapturedStep(kind, self.forward(kind.forward), self.end(kind.targets))
+        return step
 
     def forward(self, kind: ForwardKind) -> CapturedForward:
         """The captured forward pass of this kind."""
@@ -100,7 +98,7 @@ class CapturedSteps:
             steps.clear()
         self.state.full = False
 
-    def forget_adjusted(self) -> None:
+    def drop_adjusted(self) -> None:
         """Drop the ends of steps whose logits are adjusted: the tables that they read are replaced."""
         self.targets = {kind: end for kind, end in self.targets.items() if not kind.adjusted}
         self.pairs = {kind: step for kind, step in self.pairs.items() if not kind.targets.adjusted}

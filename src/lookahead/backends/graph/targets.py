@@ -24,6 +24,7 @@ class CapturedTargets(Captured):
         super().__init__(state)
         self.kind, self.draws = kind, kind.targets is not Targets.GREEDY
         device, buffers = state.device, state.buffers
+        self.logits = buffers.logits
         self.packet = TargetsPacket(
             kind.needed, device.type == "cuda", drawn=self.draws, adjusted=kind.adjusted, most_rows=state.most_rows
         )

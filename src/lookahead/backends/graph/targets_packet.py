@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lookahead.backends.base import MOST_AHEAD, StepInput
@@ -18,6 +19,15 @@ NO_RULES = (1.0, 0.0, 0.0, 0.0)
 """The `rules` of an entry whose logits are taken as they come."""
 NOT_DRAWN = (0.0, 0.0, 1.0, 0.0)
 """The settings of a row whose target is the argmax."""
+
+
+class TableRow(NamedTuple):
+    """A sequence's line in the tables of counts and biases: how often its text has each token [V] int32 (see
+    `kernels.adjust`), and its bias [V] float32, if it has one."""
+
+    line: int
+    counts: npt.NDArray[np.int32]
+    bias: npt.NDArray[np.float32] | None
 
 
 class TargetsPacket(Fields):
@@ -37,6 +47,9 @@ class TargetsPacket(Fields):
     counted [2, C]     tokens that were accepted since the last step: the lines to count them in, and the tokens
     tokens, entry_of, parents [R], entries [E, 5], needed [N]: as in the step's `Packet`, whose own copy on the device
     is where the captured forward pass reads it, and nobody else
+
+    Two attachments are too large for a field, and few steps have them. `masks` [M, ceil(V / 32)] int32, in pinned
+    memory, are the bits of the tokens that rows allow, and `table_rows` the lines that are written before the step.
     """
 
     def __init__(self, needed: int, pinned: bool, *, drawn: bool, adjusted: bool, most_rows: int) -> None:
@@ -62,6 +75,8 @@ class TargetsPacket(Fields):
         """Start a new step: no entries yet."""
         self._line_of, self._rules, self._mask_of = array("i"), array("f"), array("i")
         self._counted = array("i"), array("i")
+        self.masks: torch.Tensor | None = None
+        self.table_rows: list[TableRow] = []
 
     def put_draws(self, items: Sequence[StepInput]) -> None:
         """Write how the targets of the inputs' needed rows are drawn: not at all without uniforms and without noise."""
@@ -122,3 +137,12 @@ class TargetsPacket(Fields):
         for name in ("noise", "line_of", "mask_of", "counted", "parents"):
             if name in self.fields:
                 self.fields[name].fill(-1)
+
+
+class StepPacket(NamedTuple):
+    """All that the host sends the device for one step: `forward` for the forward pass, `targets` for the choice of
+    targets. `queries`: for each head shape, how many queries a row has per K/V head, and how many a tile has."""
+
+    forward: Packet
+    targets: TargetsPacket
+    queries: Sequence[tuple[int, int]]

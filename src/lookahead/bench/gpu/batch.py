@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from time import perf_counter
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -21,9 +21,8 @@ from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.cost import PassCost, stairs
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.captured import CapturedStep
+from lookahead.backends.graph.running import RunningStep
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.bench.gpu.bench import GpuBench
 from lookahead.bench.gpu.timing import bytes_read, copy_bandwidth
@@ -31,6 +30,8 @@ from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
 from lookahead.loading.timing import measure_passes
+
+P = ParamSpec("P")
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 METHODS = {"autoregressive": LookaheadConfig.autoregressive(), "default": without_cost(LookaheadConfig())}
@@ -48,27 +49,21 @@ class Clock:
     _next: list[torch.cuda.Event] = field(default_factory=list)
 
     def watch(self, backend: GraphBackend) -> None:
-        """Mark every captured step of this backend from now on. Without a GPU nothing is marked."""
+        """Mark every step of this backend from now on. Without a GPU nothing is marked."""
         if backend.device.type == "cuda":
-            choose = backend._steps.choose
+            runner = backend.runner
+            runner.run = self._marked(runner.run)  # type: ignore[method-assign]
+            runner.run_ahead = self._marked(runner.run_ahead)  # type: ignore[method-assign]
 
-            def choose_marked(items: Sequence[StepInput], lengths: Sequence[int]) -> CapturedStep:
-                step = choose(items, lengths)
-                if step.forward.graph is not None and "run" not in vars(step):
-                    step.run = self._marked(step.run)  # type: ignore[method-assign]
-                    step.run_ahead = self._marked(step.run_ahead)  # type: ignore[method-assign]
-                return step
-
-            backend._steps.choose = choose_marked  # type: ignore[method-assign]
-
-    def _marked(self, call: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
+    def _marked(self, call: Callable[P, RunningStep]) -> Callable[P, RunningStep]:
+        def run(*args: P.args, **options: P.kwargs) -> RunningStep:
             begin, end = self._next or self._new_events()
             begin.record()
-            call(*args)
+            running = call(*args, **options)
             end.record()
             self.marks.append((begin, end))
             self._next = self._new_events()  # made now, so that the next step need not wait for them
+            return running
 
         return run
 

@@ -15,6 +15,7 @@ from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE, bucket
+from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 from lookahead.loading.timing import bush
 
@@ -105,7 +106,7 @@ def step_ms(backend: GraphBackend, count: int, context: int, sequences: int = 1)
     try:
         for slot in slots:
             prompt = [rng.randrange(vocabulary) for _ in range(context - 1)]
-            collect(backend.launch([item(slot, 1, prompt)]), [slot])
+            collect(backend.launch(run_prompt_chunks(backend, [item(slot, 1, prompt)])), [slot])
         timed = [item(slot, count) for slot in slots]
         device = median_ms(lambda: backend.launch(timed), collect)
         return device, wall_ms(lambda: collect(backend.launch(timed)), REPEATS if torch.cuda.is_available() else 3)

@@ -1,0 +1,196 @@
+"""The device half of the graph backend: it runs the steps that packets describe, and knows nothing else of them.
+
+It owns the weights, the K/V and all captured steps. All that a step needs comes with its packet: tokens, page tables'
+changes, moves of accepted K/V, uniforms, penalties and masks. What comes back are results in pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lookahead.backends.base import Layers
+from lookahead.backends.failures import DeviceMemoryError
+from lookahead.backends.graph.kinds import Device, ForwardKind, StepKind, Targets, TargetsKind
+from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv
+from lookahead.backends.graph.matrices.products import products_of
+from lookahead.backends.graph.memory import with_room
+from lookahead.backends.graph.model import GraphModel
+from lookahead.backends.graph.ops import Ops
+from lookahead.backends.graph.preparing import every_end
+from lookahead.backends.graph.running import RunningStep, stream_of
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE
+from lookahead.backends.graph.state import Buffers, DeviceState
+from lookahead.backends.graph.steps import CapturedSteps
+from lookahead.backends.graph.targets_packet import StepPacket
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.spec import Decoder
+
+
+class Runner:
+    """Runs the steps of one described model, each captured when its packet is first asked for.
+
+    `context` is how long the model's texts may be, None for any length; the other settings are the backend's.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        context: int | None,
+        invariant: bool,
+        capture: bool,
+        kv_tokens: int | None,
+        most_rows: int,
+        drop_pages: bool,
+    ) -> None:
+        like = decoder.embedding
+        self.device, self._context, self._drop_pages = like.device, context, drop_pages
+        self._ops, self._products = Ops(self.device), products_of(self.device, like.dtype, invariant)
+        model = GraphModel(decoder, self._ops, self._products, drop_pages=drop_pages)
+        self._pass_rows = max(most_rows, INVARIANT_ROWS)  # these may stand behind a sequence's cached tokens
+        buffers = Buffers(model, self._ops, most_rows)
+        if kv_tokens is None:
+            kv_tokens = default_tokens(model.groups, longest_text(context), self._pass_rows, like)
+        pages = group_pages(model.groups, kv_tokens, self._pass_rows)
+        self.state = DeviceState(
+            model=model,
+            ops=self._ops,
+            kv=new_kv(model.groups, pages, kv_tokens, longest_text(context), self._pass_rows, like),
+            buffers=buffers,
+            capture=capture,
+            pool=new_graph_pool(capture),
+            stream=torch.cuda.Stream(self.device) if self.device.type == "cuda" else None,
+            most_rows=most_rows,
+        )
+        self.steps = CapturedSteps(self.state)
+        exact = invariant and like.dtype in (torch.float16, torch.bfloat16)
+        self.kinds = Device(model.shapes, self._ops.processors, exact)
+
+    @property
+    def kv(self) -> PagedKV:
+        return self.state.kv
+
+    def reads_weights_of(self, decoder: Decoder) -> bool:
+        """Whether captured steps read the weights of this description. Its matrices are fused again where they were
+        replaced."""
+        now = GraphModel(decoder, self._ops, self._products, drop_pages=self._drop_pages)
+        return now.addresses() == self.state.model.addresses()
+
+    # Packets.
+
+    def packet(self, kind: StepKind) -> StepPacket:
+        """The packet of steps of this kind. The first call captures the step."""
+        return self.steps.get(kind).packet
+
+    def has_captured(self, kind: ForwardKind) -> bool:
+        """Whether a forward pass of this kind is captured."""
+        return kind in self.steps.forwards
+
+    def reserve_lines(self, lines: int, slot: int | None = None) -> int:
+        """Make sure that the tables of `adjusting` have this many lines, and return how many they have. Raises
+        DeviceMemoryError, for the sequence in `slot` or for all, if there is too little memory."""
+        adjusting = self.state.buffers.adjusting
+        if adjusting.lines < lines:  # the tables are replaced, and captured steps have the old ones
+            self.steps.drop_adjusted()
+            what = "a table of penalties and biases"
+            with_room(lambda: adjusting.grow(lines), self.steps.drop_unused, what, self.device, slot)
+        return adjusting.lines
+
+    # Steps.
+
+    def run(self, kind: StepKind, packet: StepPacket) -> RunningStep:
+        """Start the step that a packet of this kind describes. The packet may be written again after waiting for it."""
+        step, overflow = self.steps.pairs[kind], packet.forward.overflow
+        if overflow.commits:
+            self.move(overflow.commits, overflow.moves)
+        if overflow.changes:
+            self.kv.write_tables(overflow.changes)
+        if kind.targets.adjusted:
+            self.state.buffers.adjusting.receive(packet.targets)
+        step.run()
+        return RunningStep(step, 0, stream_of(self.device))
+
+    def run_ahead(self, before: RunningStep, changes: Sequence[int]) -> RunningStep:
+        """Start the one-token step that follows `before`, the last one that was started. It has no packet: `changes`
+        of the page tables are all that it may need."""
+        if before.stream is not None:
+            before.done = before.stream.record_event()
+        if changes:
+            self.kv.write_tables(changes)
+        before.step.run_ahead(1 - before.turn)
+        return RunningStep(before.step, 1 - before.turn, stream_of(self.device))
+
+    def follow(self, running: RunningStep) -> None:
+        """Let work that is launched next, on any stream, run after this step."""
+        here = stream_of(self.device)
+        if here is not None and running.stream is not None and here != running.stream:
+            here.wait_stream(running.stream)
+
+    def prepare(self, forwards: Sequence[ForwardKind], ahead: Iterable[ForwardKind]) -> None:
+        """Capture these forward passes, all ends of steps that they may have, and these steps ahead."""
+        for kind in forwards:
+            self.steps.forward(kind)
+        for needed in sorted({kind.needed for kind in forwards}, reverse=True):
+            for end in every_end(needed):
+                self.steps.end(end)
+        for kind in ahead if self.state.capture else ():
+            for targets in (Targets.GREEDY, Targets.DRAWN):
+                self.steps.get(StepKind(kind, TargetsKind(kind.needed, targets))).get_ready_ahead()
+
+    # K/V.
+
+    def move(self, commits: Sequence[int], moves: Sequence[Sequence[int]]) -> None:
+        """Move accepted K/V now, without a step; the numbers are as in a packet."""
+        numbers = torch.tensor(commits, dtype=torch.int32, device=self.device).view(-1, 2)
+        counts = torch.tensor([0, len(numbers)], dtype=torch.int32, device=self.device)
+        for cache, own in zip(self.kv.caches, moves, strict=True):
+            cells = torch.tensor(own, dtype=torch.int32, device=self.device).view(-1, 2)
+            self._ops.move_accepted(cache, counts, numbers, cells)
+
+    def lacks_room(self, sequences: int, tokens: int) -> list[int]:
+        """The pages that each group needs to hold this many sequences of `tokens` tokens at once. Empty if the pages
+        hold them."""
+        longest = tokens + INVARIANT_ROWS
+        needs = [sequences * group.most_pages(longest, self._pass_rows) for group in self.kv.groups]
+        enough = all(map(int.__le__, needs, self.kv.pages)) and longest <= self.kv.longest * PAGE
+        return [] if enough else needs
+
+    def enlarge(self, pages: Sequence[int], sequences: int, tokens: int) -> None:
+        """Replace the K/V by memory of at least this many pages in each group, which `sequences` texts of `tokens`
+        tokens need. All cached K/V are lost. UnsupportedModelError or DeviceMemoryError if there is too little memory;
+        then the K/V are as large as before."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a wasted step ahead may still use what is freed here
+        self.steps.clear()
+        state, groups, like = self.state, self.kv.groups, self.state.model.like
+        state.pool = new_graph_pool(state.capture)
+        before, positions = self.kv.pages, self.kv.longest * PAGE
+        state.kv = PagedKV(groups, [1] * len(groups), PAGE, like)  # the old pages are freed before there are new ones
+        larger, longest = list(map(max, pages, before)), max(longest_text(self._context), tokens)
+        what = f"room for {sequences} sequences of {tokens} tokens"
+        try:
+            state.kv = with_room(
+                lambda: new_kv(groups, larger, max(larger) * PAGE, longest, self._pass_rows, like),
+                self.steps.clear,
+                what,
+                self.device,
+            )
+        except (UnsupportedModelError, DeviceMemoryError):
+            state.kv = PagedKV(groups, before, positions, like)
+            raise
+
+    def write_kv(self, tables: Sequence[Sequence[int]], length: int, layers: Layers) -> None:
+        """See `PagedKV.write`."""
+        self.kv.write(tables, length, layers)
+
+    def read_kv(self, tables: Sequence[Sequence[int]], length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See `PagedKV.read`."""
+        return self.kv.read(tables, length)
+
+
+def new_graph_pool(capture: bool) -> Any:
+    """Memory that all captured graphs share. It ends with the last graph that used it."""
+    return torch.cuda.graph_pool_handle() if capture else None

@@ -1,0 +1,58 @@
+"""A step that the device runs: how the host waits for it, and where its results are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lookahead.backends.graph.steps import CapturedStep
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step that was launched.
+
+    `turn` is the host copy that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set
+    when a step ahead follows on the same stream: waiting for the stream would wait for that step, too, so the host
+    waits for this event instead.
+    """
+
+    step: CapturedStep
+    turn: int
+    stream: torch.cuda.Stream | None
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Block until the results are on the host. On a CPU they are there at once."""
+        if self.done is not None:
+            self.done.synchronize()
+        elif self.stream is not None:
+            self.stream.synchronize()
+
+    # After waiting. Later steps overwrite all of a step's memory, so these are copies.
+
+    def results(self, rows: int) -> npt.NDArray[np.int32]:
+        """The results of the first needed rows; see `ops.TopTokens`."""
+        return self.step.top.arrays[self.turn][:rows].copy()
+
+    @torch.inference_mode()
+    def logits(self, start: int, end: int) -> torch.Tensor:
+        """The logits of needed rows, on the device."""
+        return self.step.targets.logits[start:end].clone()
+
+    def logprobs(self, start: int, end: int, count: int) -> tuple[Any, Any] | None:
+        """The `count` likeliest tokens of needed rows [rows, count], and the log-probabilities of target and likeliest
+        tokens [rows, 1 + count]. None if the step computes none."""
+        found = self.step.logprobs
+        if found is None:
+            return None
+        return found.likely[start:end, :count].copy(), found.array[start:end, : 1 + count].copy()
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The CUDA stream that work is launched on now. None on a CPU, where work is done when a call returns."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
