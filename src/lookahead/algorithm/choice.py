@@ -38,8 +38,11 @@ def choose_trees(
         return [sequences[0].propose(limit, cost)]
     # 1. The roots and the windows, unless a window would fill more than half of an equal share of the budget.
     together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
+    known, share = None, 0
     for sequence in sequences:
-        layout = sequence.layout(sequence.share(together, pads))
+        if sequence.config is not known:  # most have the same
+            known, share = sequence.config, sequence.share(together, pads)
+        layout = sequence.layout(share)
         layouts.append(layout)
         rows += layout.size
     if limit is not None and rows > limit:
@@ -57,10 +60,10 @@ def choose_trees(
         if len(config.step_cost) > len(table):
             table = config.step_cost
     # 3. The step takes the best of all.
-    times: Costs | None = (table if len(table) else None) if cost is None else cost.after(beside)
+    times = table if cost is None or not len(table) else cost.after(beside)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
-    share = Share(times, None, None if limit is None else limit - rows, floor)
-    trees, cut = sequences[0].drafter.choose(drafts, share)
+    shared = Share(times if len(times) else None, None, None if limit is None else limit - rows, floor)
+    trees, cut = sequences[0].drafter.choose(drafts, shared)
     refused = floor if cut is None else cut
     for sequence in sequences:
         sequence.best_refused = refused
