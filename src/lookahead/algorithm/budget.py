@@ -11,8 +11,8 @@ the parents of what it keeps (`best_counts`, and `worth` for one sequence). What
 
 - *The config.* With a `step_cost` the draft tokens are weighed, and `budget` is the most that one sequence gets. A
   config without one has been chosen by hand: every sequence fills its budget, whatever that costs.
-- *Nearly free.* If t(budget) is at most FLAT times t(1), one sequence fills its budget: scores are estimates, and a
-  draft token teaches even if it is refused. On a GPU that is the rule.
+- *Nearly free.* If t(budget) was measured as at most FLAT times t(1), one sequence fills its budget: scores are
+  estimates, and a draft token teaches even if it is refused. On a GPU that is the rule.
 - *The window* of the lookahead branch costs rows, too. It stays if its rows make a step of one sequence at most FREE
   times as long (`fit_config`), and is left out of steps where it would fill more than half of an equal share.
 - *Many sequences.* The merged list is cut by the time of the whole pass. A sequence drafts no more than it would take

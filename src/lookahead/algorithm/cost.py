@@ -110,7 +110,7 @@ class PassCost:
         if rows > len(self.table):
             return
         x = float(self.table[rows - 1])
-        y = min(seconds, SURPRISE * (self.constant + self.slope * x))
+        y = min(seconds, SURPRISE * self.seconds(rows))
         self._weight += NEWEST * (1 - self._weight)
         part = NEWEST / self._weight  # the first passes count alike
         self._x += part * (x - self._x)

