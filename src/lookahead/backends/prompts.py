@@ -1,5 +1,5 @@
 """Prompts that are longer than a pass, for callers that run steps on a backend themselves. The engine's scheduler cuts
-prompts into chunks of its own, beside other sequences' steps."""
+prompts itself, into chunks that run beside other sequences' steps."""
 
 from __future__ import annotations
 

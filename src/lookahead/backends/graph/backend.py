@@ -24,12 +24,11 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.graph.ahead import LaunchedStep, StepAhead
 from lookahead.backends.graph.kernels.tiles import REACH
-from lookahead.backends.graph.kinds import StepKind, Targets, TargetsKind
+from lookahead.backends.graph.kinds import Targets
 from lookahead.backends.graph.kv import PagedKV, new_pools
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.packet import MOST_ENTRIES
 from lookahead.backends.graph.planner import Planner
-from lookahead.backends.graph.preparing import every_forward, first_forwards, forwards_ahead
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.runner import Runner
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
@@ -115,7 +114,6 @@ class GraphBackend:
             self.slots, rules, self.runner, self.runner.kinds, most_rows=self.most_rows, patient=patient
         )
         self._ahead = StepAhead(self.runner.follow)
-        self._prepared: set[bool] = set()
 
     @property
     def kv(self) -> PagedKV:
@@ -192,7 +190,6 @@ class GraphBackend:
             held = max(self.kv.pages) * PAGE
             raise UnsupportedModelError(f"the graph backend's pages hold {held} tokens and are in use")
         self._ahead.forget()
-        self._prepared.clear()
         try:
             self.runner.enlarge(needs, sequences, tokens)
         finally:
@@ -207,26 +204,16 @@ class GraphBackend:
         Otherwise the first prompt of some length, or the first step of some size, has to wait while it is captured.
         """
         self._ahead.forget()
-        most, kinds = self._most_prepared, self.runner.kinds
-        budget, sequences = min(budget, MOST_NEEDED, most), min(sequences, MOST_ENTRIES, most)
+        sequences = min(sequences, MOST_ENTRIES, self.runner.most_prepared)
         self.planner.rules.reserve(sequences)
-        forwards = list(every_forward(kinds, sequences, min(tokens, most), budget, most))
-        self.runner.prepare(forwards, forwards_ahead(kinds, sequences))
+        self.runner.prepare(tokens, budget, sequences)
 
     @on_its_device
     def prepare_stand_ins(self, noise: bool = False) -> None:
         """Capture the steps that stand in for others, those that one sequence of a usual prompt needs; with `noise`
         those that draw from it. The first call then takes a moment longer, and the next ones wait for nothing."""
-        if self.capture and self.planner.patient and self.invariant and noise not in self._prepared:
-            self._prepared.add(noise)
-            targets = Targets.MULTINOMIAL if noise else Targets.GREEDY
-            for kind in first_forwards(self.runner.kinds, self._most_prepared):
-                self.runner.packet(StepKind(kind, TargetsKind(kind.needed, targets)))
-
-    @property
-    def _most_prepared(self) -> int:
-        """The most rows of a pass: no more than its pages hold."""
-        return min(self.most_rows, min(self.kv.pages) * PAGE, self.slots.most_tokens)
+        if self.capture and self.planner.patient and self.invariant:
+            self.runner.prepare_stand_ins(Targets.MULTINOMIAL if noise else Targets.GREEDY)
 
     # A step.
 

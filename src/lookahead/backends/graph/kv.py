@@ -31,8 +31,8 @@ class PagedKV:
     """Keys and values of all layers, in pages.
 
     For each attention group, `caches` has a tensor [layers, 2, pages + 1, Hkv, PAGE, D], index 0 keys and index 1
-    values, and `pages` their number. Page 0 belongs to nobody: rows that pad a step write there. A *place* is where a
-    token stands in all pages of a group: its page times PAGE, plus its place in the page. `tables` [groups,
+    values, and `pages` their number. Page 0 belongs to nobody: rows that pad a step write there. A *cell* is one
+    token's K/V in all pages of a group: its page times PAGE, plus its offset in the page. `tables` [groups,
     MOST_ENTRIES, longest] int32 are the sequences' pages in the order of their tokens.
     """
 

@@ -6,7 +6,7 @@ changes, moves of accepted K/V, uniforms, penalties and masks. What comes back a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from lookahead.backends.graph.matrices.products import products_of
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.preparing import every_end
+from lookahead.backends.graph.preparing import every_end, every_forward, first_forwards, forwards_ahead
 from lookahead.backends.graph.running import RunningStep, stream_of
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE
+from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE
 from lookahead.backends.graph.state import Buffers, DeviceState
 from lookahead.backends.graph.steps import CapturedSteps
 from lookahead.backends.graph.targets_packet import StepPacket
@@ -66,6 +66,7 @@ class Runner:
             most_rows=most_rows,
         )
         self.steps = CapturedSteps(self.state)
+        self._prepared: set[Targets] = set()
         exact = invariant and like.dtype in (torch.float16, torch.bfloat16)
         self.kinds = Device(model.shapes, self._ops.processors, exact)
 
@@ -129,16 +130,33 @@ class Runner:
         if here is not None and running.stream is not None and here != running.stream:
             here.wait_stream(running.stream)
 
-    def prepare(self, forwards: Sequence[ForwardKind], ahead: Iterable[ForwardKind]) -> None:
-        """Capture these forward passes, all ends of steps that they may have, and these steps ahead."""
+    # What is captured in advance.
+
+    @property
+    def most_prepared(self) -> int:
+        """The most rows of a pass: no more than its pages hold."""
+        return min(self.state.most_rows, min(self.kv.pages) * PAGE, self.kv.longest * PAGE)
+
+    def prepare(self, tokens: int, budget: int, sequences: int) -> None:
+        """Capture all steps of up to `sequences` sequences of up to `tokens` tokens, with trees of up to `budget`
+        nodes, and their steps ahead."""
+        most = self.most_prepared
+        forwards = list(every_forward(self.kinds, sequences, min(tokens, most), min(budget, MOST_NEEDED, most), most))
         for kind in forwards:
             self.steps.forward(kind)
         for needed in sorted({kind.needed for kind in forwards}, reverse=True):
             for end in every_end(needed):
                 self.steps.end(end)
-        for kind in ahead if self.state.capture else ():
+        for kind in forwards_ahead(self.kinds, sequences) if self.state.capture else ():
             for targets in (Targets.GREEDY, Targets.DRAWN):
                 self.steps.get(StepKind(kind, TargetsKind(kind.needed, targets))).get_ready_ahead()
+
+    def prepare_stand_ins(self, targets: Targets) -> None:
+        """Capture, once, the steps with these targets that stand in for others."""
+        if targets not in self._prepared:
+            self._prepared.add(targets)
+            for kind in first_forwards(self.kinds, self.most_prepared):
+                self.steps.get(StepKind(kind, TargetsKind(kind.needed, targets)))
 
     # K/V.
 
@@ -165,6 +183,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a wasted step ahead may still use what is freed here
         self.steps.clear()
+        self._prepared.clear()
         state, groups, like = self.state, self.kv.groups, self.state.model.like
         state.pool = new_graph_pool(state.capture)
         before, positions = self.kv.pages, self.kv.longest * PAGE
