@@ -1,4 +1,4 @@
-"""Lookahead inside `model.generate`: one argument, and everything else that `generate` takes keeps its meaning."""
+"""Lookahead inside `model.generate`: one argument, with all other arguments of `generate` unchanged."""
 
 from lookahead.transformers_hook.entry import Decoding, decoding
 

@@ -1,4 +1,4 @@
-"""The arguments of one call of `generate`: those that lookahead decoding refuses, and the batch they describe."""
+"""The arguments of one `generate` call: checks for unsupported ones, and the batch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ REFUSED_MODES = {
         "assisted generation", ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit"),
     ),
 }  # fmt: skip
-"""Mode -> what a message calls it, and the fields of a GenerationConfig that ask for it."""
+"""Mode -> its name in messages, and the GenerationConfig fields that select it."""
 CACHES = (None, "dynamic", "static")
-"""Values of `cache_implementation` that change nothing here, since our K/V are kept in a buffer of our own."""
+"""Values of `cache_implementation` that have no effect here, since K/V are in our own buffer."""
 PLAIN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "labels"}
-"""Model arguments of a prompt that any backend can run by itself. `generate` never passes `labels` on."""
+"""Model arguments of prompts that any backend can run. `generate` never forwards `labels`."""
 
 
 def refuse_unsupported(config: Any, dropped: Dropped) -> None:
-    """Raise a ValueError of one line for what lookahead decoding cannot do. `config` is the call's GenerationConfig."""
+    """Raise a one-line ValueError for unsupported arguments. `config` is the call's GenerationConfig."""
     mode = config.get_generation_mode(dropped.assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         name, fields = REFUSED_MODES.get(mode, (str(mode), ()))
         given = {field: getattr(config, field, None) for field in fields}
-        asked = [f"{field}={value!s:.40}" for field, value in given.items() if value not in (None, False)]
-        asked += ["assistant_model"] if dropped.assistant_model is not None else []
+        used = [f"{field}={value!s:.40}" for field, value in given.items() if value not in (None, False)]
+        used += ["assistant_model"] if dropped.assistant_model is not None else []
         raise ValueError(
-            f"lookahead decoding is greedy or sampled, and does not do {name}; leave out {', '.join(asked) or 'it'}"
+            f"lookahead decoding is greedy or sampled, and does not do {name}; leave out {', '.join(used) or 'it'}"
         )
     if not config.use_cache:
         raise ValueError(
-            "lookahead decoding needs the K/V cache, and use_cache=False was given or stands in the config; "
+            "lookahead decoding needs the K/V cache, and use_cache=False was given or is in the config; "
             "pass use_cache=True"
         )
     if config.cache_implementation not in CACHES:
@@ -56,30 +56,30 @@ def refuse_unsupported(config: Any, dropped: Dropped) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch as it was given: B entries, each with T positions before its output.
+    """The input batch: B sequences, each with T positions before its output.
 
-    `mask` [B, T] is True where a position holds a token and False where it holds padding. The first `past` positions
-    are in the cache that came along. `input_ids` [B, L] are the ids of the last L positions; L is smaller than T where
-    `generate` was given only the part of the prompt that the cache lacks.
+    `mask` [B, T] is True for tokens and False for padding. The first `past` positions are in the given cache.
+    `input_ids` [B, L] are the ids of the last L positions; L is smaller than T if `generate` was given only the part of
+    the prompt that the cache lacks.
     """
 
     input_ids: torch.Tensor
     mask: torch.Tensor
     past: int
 
-    def tokens(self, entry: int) -> list[int]:
-        """An entry's token ids without padding. A token that is only in the cache has no known id; it is 0 here."""
+    def tokens(self, batch_index: int) -> list[int]:
+        """A sequence's token ids without padding. Tokens that are only in the cache have unknown ids, given as 0."""
         without_id = self.mask.shape[1] - self.input_ids.shape[1]
-        ids = torch.nn.functional.pad(self.input_ids[entry], (without_id, 0))
-        return ids[self.mask[entry]].tolist()
+        ids = torch.nn.functional.pad(self.input_ids[batch_index], (without_id, 0))
+        return ids[self.mask[batch_index]].tolist()
 
-    def cached(self, entry: int) -> int:
-        """How many of an entry's tokens the cache holds."""
-        return int(self.mask[entry, : self.past].sum())
+    def cached(self, batch_index: int) -> int:
+        """The number of a sequence's tokens in the cache."""
+        return int(self.mask[batch_index, : self.past].sum())
 
 
 def check_prompt(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Batch:
-    """The batch of a call, after checking that its mask and its cache fit together.
+    """The batch of a call, after checking its mask against its cache.
 
     `input_ids` [B, L]; `config` is the call's GenerationConfig.
     """
@@ -91,11 +91,11 @@ def check_prompt(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     embeds = model_kwargs.get("inputs_embeds")
     past = int(cache.get_seq_length()) if cache is not None else 0
-    entries, length = input_ids.shape
+    batch_size, length = input_ids.shape
     if embeds is not None:
         length = embeds.shape[1]
     if mask is None:
-        mask = input_ids.new_ones(entries, getattr(config, "_mask_length", length))
+        mask = input_ids.new_ones(batch_size, getattr(config, "_mask_length", length))
     mask = mask.bool()
     if mask.shape[1] not in (length, past + input_ids.shape[1]):
         raise ValueError(
@@ -105,17 +105,17 @@ def check_prompt(input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str
         )
     if past and mask.shape[1] <= past:
         raise ValueError(
-            f"past_key_values holds {past} tokens and the prompt {mask.shape[1]}; pass the whole text, at least one "
+            f"past_key_values holds {past} tokens and the prompt {mask.shape[1]}; pass the full text, at least one "
             "token longer than the cache"
         )
-    for entry, tokens in enumerate(mask.sum(dim=-1).tolist()):
+    for batch_index, tokens in enumerate(mask.sum(dim=-1).tolist()):
         if not tokens:
-            raise ValueError(f"attention_mask hides all of row {entry}; leave the row out, or give it a token")
+            raise ValueError(f"attention_mask hides all of row {batch_index}; leave the row out, or give it a token")
     return Batch(input_ids, mask, past)
 
 
 def is_plain(batch: Batch, model_kwargs: Mapping[str, Any]) -> bool:
-    """True when the prompt is token ids alone: left-padded, each token's position its place in its row."""
+    """Whether the prompt is only token ids, left-padded, with positions counted from each first token."""
     if any(name not in PLAIN and value is not None for name, value in model_kwargs.items()):
         return False
     if not bool(batch.mask[:, -1].all()):

@@ -1,4 +1,4 @@
-"""Between a transformers cache and our K/V buffer: read the K/V it holds, and append those of the new tokens."""
+"""Copy K/V between a transformers cache and our buffer: read its K/V, and append those of new tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lookahead.config import SamplingParams
 from lookahead.transformers_hook.arguments import Batch
 
 PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
-"""Layers of transformers' caches that hold keys and values as they are, neither quantised nor offloaded."""
+"""Cache layers of transformers with plain keys and values, neither quantised nor offloaded."""
 
 
 def of_decoder(cache: Any) -> Any:
-    """The cache of self-attention: a model that could also attend to an encoder has two caches in one."""
+    """The self-attention cache: an encoder-decoder cache contains two."""
     return getattr(cache, "self_attention_cache", cache)
 
 
-def check(cache: Any, entries: int) -> None:
-    """Refuse a cache whose layers do not hold plain keys and values of this many batch entries."""
+def check_cache(cache: Any, batch_size: int) -> None:
+    """Refuse a cache whose layers do not hold plain keys and values for this batch size."""
     cache = of_decoder(cache)
     if cache is None:
         return
@@ -37,22 +37,22 @@ def check(cache: Any, entries: int) -> None:
             f"past_key_values with a {kind} cannot be used with lookahead decoding; use a DynamicCache or a StaticCache"
         )
     for layer in layers:
-        if layer.is_initialized and layer.keys.shape[0] != entries:
+        if layer.is_initialized and layer.keys.shape[0] != batch_size:
             raise ValueError(
-                f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {entries}; pass its own cache"
+                f"past_key_values holds {layer.keys.shape[0]} rows and the prompt {batch_size}; pass its own cache"
             )
 
 
-def entry_of(cache: Any, entry: int, mask: torch.Tensor) -> Layers:
-    """One batch entry's K/V in a cache. `mask` [T] is True where the cache holds a token and False for padding.
+def layers_of(cache: Any, batch_index: int, mask: torch.Tensor) -> Layers:
+    """One sequence's K/V in a cache. `mask` [T] is True for tokens and False for padding.
 
-    A sliding layer holds its last positions only.
+    A sliding-window layer holds only its last positions.
     """
     layers = []
     for layer in of_decoder(cache).layers:
         held = min(mask.shape[0], layer.keys.shape[2])
         real = mask[-held:].to(layer.keys.device)
-        layers.append((layer.keys[entry, :, :held][:, real], layer.values[entry, :, :held][:, real]))
+        layers.append((layer.keys[batch_index, :, :held][:, real], layer.values[batch_index, :, :held][:, real]))
     return layers
 
 
@@ -67,45 +67,51 @@ def extend(
 ) -> None:
     """Append to the cache the K/V of every position it lacks.
 
-    `ids` [B, L] are prompt and output up to the last position to keep; `left` has, per entry, the K/V that decoding
-    left, and `offsets` what `Backend.adopt` is to know of its positions. `generate` runs the padding behind an entry
-    that ended early through the model, and its cache holds that padding's K/V; we do the same. Padding before an entry
-    is never attended to, so its K/V stay zero.
+    `ids` [B, L] are prompt and output up to the last position to cache; `left` has each sequence's K/V after decoding,
+    and `offsets` its position offsets for `Backend.adopt`. `generate` also runs the padding after a sequence that ended
+    early, and its cache holds that padding's K/V; so does ours. Left padding is never attended to, so its K/V stay
+    zero.
     """
-    # 1. How many positions the cache will hold.
+    # 1. The number of positions that the cache will hold.
     cache = of_decoder(cache)
     without_id = batch.mask.shape[1] - batch.input_ids.shape[1]
     total = without_id + ids.shape[1]
     for layer in cache.layers:
         if type(layer) is cache_utils.StaticLayer and total > layer.max_cache_len:
             raise ValueError(
-                f"past_key_values has room for {layer.max_cache_len} tokens, and {total} have to be kept; make a "
+                f"past_key_values has room for {layer.max_cache_len} tokens, and {total} are needed; make a "
                 "larger StaticCache, or use a DynamicCache"
             )
     if total == batch.past:  # the first token after embeddings ended the text: nothing was decoded
         return
-    # 2. The K/V of all tokens of every entry.
+    # 2. The K/V of all tokens of every sequence.
     mask = torch.nn.functional.pad(batch.mask, (0, total - batch.mask.shape[1]), value=True)
     full = [
-        complete(backend, layers, ids[entry][mask[entry, without_id:]].tolist(), int(mask[entry].sum()), offset)
-        for entry, (layers, offset) in enumerate(zip(left, offsets, strict=True))
+        complete(
+            backend,
+            layers,
+            ids[batch_index][mask[batch_index, without_id:]].tolist(),
+            int(mask[batch_index].sum()),
+            offset,
+        )
+        for batch_index, (layers, offset) in enumerate(zip(left, offsets, strict=True))
     ]
-    # 3. Those that the cache lacks, as one batch per layer.
+    # 3. Those that the cache lacks, batched per layer.
     for index in range(len(full[0])):
         like = full[0][index]
-        keys, values = (part.new_zeros(len(full), part.shape[0], total - batch.past, part.shape[2]) for part in like)
-        for entry, layers in enumerate(full):
-            new = mask[entry, batch.past :].to(keys.device)
+        keys, values = (one.new_zeros(len(full), one.shape[0], total - batch.past, one.shape[2]) for one in like)
+        for batch_index, layers in enumerate(full):
+            new = mask[batch_index, batch.past :].to(keys.device)
             first = layers[index][0].shape[1] - int(new.sum())
-            keys[entry, :, new] = layers[index][0][:, first:]
-            values[entry, :, new] = layers[index][1][:, first:]
+            keys[batch_index, :, new] = layers[index][0][:, first:]
+            values[batch_index, :, new] = layers[index][1][:, first:]
         cache.update(keys, values, index)
 
 
 def complete(
     backend: Backend, layers: Layers, tokens: Sequence[int], length: int, offset: Sequence[int] = ()
 ) -> Layers:
-    """The K/V of all `length` tokens of an entry: `layers`, and those of the last `tokens`, which steps compute."""
+    """The K/V of all `length` tokens of a sequence: `layers`, plus those of the last `tokens`, computed in steps."""
     have = layers[0][0].shape[1]
     if have == length:
         return layers
@@ -113,8 +119,8 @@ def complete(
     slot = backend.open()
     try:
         backend.adopt(slot, have, layers, offset)
-        item = StepInput(slot, chunk, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())
-        backend.step(run_prompt_chunks(backend, [item]))
+        step_input = StepInput(slot, chunk, TokenTree([root], [-1], [0], [0]), SamplingParams(), ())
+        backend.step(run_prompt_chunks(backend, [step_input]))
         backend.commit([(slot, ())])
         return backend.cached(slot)
     finally:

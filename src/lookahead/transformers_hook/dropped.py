@@ -1,19 +1,19 @@
-"""The arguments that `generate` takes and does not pass to a callable `custom_generate`, and how we still get them.
+"""Recovers the arguments that `generate` does not pass to a callable `custom_generate`.
 
 `GenerationMixin._extract_generation_mode_kwargs` takes `streamer`, `tokenizer`, `assistant_model` and `synced_gpus` out
 of the call. For its own loops `generate` passes them on. For a callable it passes only what is left in `kwargs` under a
 name that the callable's signature has, and none of the four is left there. So a signature alone cannot ask for them.
 
-`recover_dropped` is the only code of lookahead that looks into somebody else's frame. It runs when transformers asks
-for our callable's signature, inside that method:
+`recover_dropped` is the only code of lookahead that reads a foreign stack frame. It runs when transformers inspects our
+callable's signature, inside that method:
 
 - it reads the method's locals `custom_generate`, `generation_mode_kwargs` and `kwargs`;
-- it writes two entries into the dictionary `kwargs` of this one call: `tokenizer` (if one was given) and `dropped`.
+- it adds two keys to the dictionary `kwargs` of this call: `tokenizer` (if one was given) and `dropped`.
 
-transformers then passes both on by itself, because our signature names them. Neither a function nor a class of
-transformers is changed, and a call with another `custom_generate`, or with none, never comes here. Checked with
-transformers 5.17.0, 5.18.0 and 5.22.2, whose method is the same. Where the frame is not found, `warn_if_dropped` says
-so: a streamer must not be dropped silently.
+transformers then forwards both, because our signature names them. No function or class of transformers is changed, and
+calls with another `custom_generate`, or with none, never reach this code. Checked with transformers 5.17.0, 5.18.0 and
+5.22.2, whose method is the same. If the frame is not found, `warn_if_dropped` warns: a streamer must not be dropped
+silently.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Dropped:
 
 
 def recover_dropped(hook: Any, frame: FrameType | None) -> None:
-    """Find the arguments in the frame that asks for `hook`'s signature, and put them where they are passed on.
+    """Find the arguments in the frame that inspects `hook`'s signature, and add them to the forwarded ones.
 
-    `frame` is the frame to start from; None (a Python without frames) and frames of anybody else do nothing.
+    `frame` is the frame to start from; None (a Python without frames) and unrelated frames do nothing.
     """
     while frame is not None:
         names = frame.f_locals
@@ -54,10 +54,10 @@ def recover_dropped(hook: Any, frame: FrameType | None) -> None:
 
 
 def warn_if_dropped(dropped: Dropped | None, synced_gpus: bool | None) -> None:
-    """Warn where neither the frame nor transformers gave us the arguments.
+    """Warn if neither the frame nor transformers provided the arguments.
 
     A transformers that passes them to a callable passes `synced_gpus` in every call, as it does to its own loops.
-    Python shows a warning once per place, so a program sees it once.
+    Python shows a warning once per code location, so a program sees it once.
     """
     if dropped is None and synced_gpus is None:
         warnings.warn(

@@ -1,7 +1,7 @@
-"""`custom_generate=lookahead.decoding(...)`: what `model.generate` calls in place of its own decoding loop.
+"""`custom_generate=lookahead.decoding(...)`: what `model.generate` calls instead of its own decoding loop.
 
-By then `generate` has read its arguments. It hands over the prompt, the logits processors, the stopping criteria and
-the generation config. `run.Run` decodes with them, and gives the tokens that `generate`'s own loop would give.
+`generate` has then processed its arguments, and passes the prompt, logits processors, stopping criteria and generation
+config. `run.Run` decodes with them, and returns the tokens of `generate`'s own loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lookahead.backends.failures import clear_errors
 from lookahead.backends.support import check_supported
 from lookahead.config import UNCHANGED, LookaheadConfig, SamplingParams, given_fields, reject_unknown
 from lookahead.stats import Stats
-from lookahead.transformers_hook import watch
+from lookahead.transformers_hook import output_collector
 from lookahead.transformers_hook.arguments import refuse_unsupported
 from lookahead.transformers_hook.dropped import Dropped, recover_dropped, warn_if_dropped
 from lookahead.transformers_hook.rules import BatchRules
@@ -42,8 +42,8 @@ def decoding(
     is given, or the default one; see `LookaheadConfig.adapted`. With neither a `config` nor a field, the first call
     measures what a step costs (once per model and machine) and fits the default config to it.
 
-    Sampling draws from torch's generator, as `generate` does. With a `seed`, entry i of a batch draws from a generator
-    of its own, seeded with `seed + i`, so that the entries need not wait for each other.
+    Sampling uses torch's generator, as `generate` does. With a `seed`, sequence i of a batch has its own generator,
+    seeded with `seed + i`, so that sequences do not wait for each other.
 
     `backend`: 'eager' runs the model as it is. 'graph' runs Llama-like models as `load(backend="graph")` does, and is
     made for GPUs: the model's projections become views of larger matrices, and a K/V buffer and captured steps are kept
@@ -51,7 +51,7 @@ def decoding(
     run and the memory that is free, else 'eager'.
 
     `streamer` is the same as `generate`'s argument. Give it here if a version of transformers does not pass it on. A
-    streamer gets one token at a time, as from `generate`; one with a true attribute `takes_blocks` gets whole blocks.
+    streamer gets one token at a time, as from `generate`; one with a true attribute `takes_blocks` gets entire blocks.
     """
     changes = given_fields(locals())
     if misplaced or not isinstance(config, LookaheadConfig | None):
@@ -66,9 +66,9 @@ def decoding(
 
 
 class Decoding:
-    """The callable that `generate` is given.
+    """The callable passed to `generate`.
 
-    After a call, `stats` holds its counters, one `Stats` per batch entry, and `used` the name of the backend it ran on.
+    After a call, `stats` holds its counters, one `Stats` per sequence, and `used` the name of the backend it ran on.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Decoding:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of `__call__`, which tells `generate` what arguments to pass.
+        """The signature of `__call__`, by which `generate` selects the arguments to pass.
 
-        `generate` asks for it while it holds the arguments it would drop, so this is when we recover them.
+        `generate` inspects it while it still has the arguments it would drop, so we recover them here.
         """
         recover_dropped(self, inspect.currentframe())
         signature = inspect.signature(type(self).__call__)
@@ -110,7 +110,7 @@ class Decoding:
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config asks for one.
+        """input_ids [B, L] -> [B, L + output], or a `GenerateDecoderOnlyOutput` if the config requests one.
 
         `dropped` holds what `recover_dropped` found; a transformers that passes these arguments itself gives them by
         name. `tokenizer` is here because `generate` reads it for stop strings only if our signature names it.
@@ -130,7 +130,7 @@ class Decoding:
                 run = Run(model, input_ids, generation_config, model_kwargs, self.backend)
                 rules = BatchRules.of(
                     logits_processor, stopping_criteria, generation_config, len(input_ids), generator, self.seed,
-                    in_step=streamer is not None or bool(watch.asked(generation_config)),
+                    in_step=streamer is not None or bool(output_collector.requested_outputs(generation_config)),
                 )  # fmt: skip
                 output = run.decode(self.config, rules, streamer)
             self.stats, self.used = [sequence.stats for sequence in run.sequences], run.used

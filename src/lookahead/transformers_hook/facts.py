@@ -1,4 +1,4 @@
-"""What is known about a model between calls of `generate`, and how long it holds."""
+"""Cached facts about a model between calls of `generate`, and their invalidation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lookahead.models.patches import global_hooks, patch_of
 
 @dataclass
 class ModelFacts:
-    """What was found out about a model. It holds as long as the model's `state` does.
+    """Facts about a model, valid until its `state` changes.
 
     `code` are the hooks and forward methods that `state` knows by their ids; `patch` names one that is not the model's
     own. `probed` has the forms of calls whose probe went well (`prompt.Start.form`), and for each form the sizes of the
     trees that were tried because of the patch. `default` is the config of calls that give none, and
     `budget` decides how many draft tokens their steps take. `graph` is the model's graph backend, if a call could have
     one; its captured steps are kept for the next call. Only one call at a time may use it (`turn`).
-    `places` are where the model's weights lay when it was last up to date with them.
+    `addresses` are those of the model's weights when the backend was last synced with them.
     `broken` is why its kernels do not compile, if they do not: it is tried once.
     `logged` are the lines that its calls have logged, each once.
     """
@@ -40,32 +40,32 @@ class ModelFacts:
     default: LookaheadConfig | None = None
     budget: DraftBudget = field(default_factory=DraftBudget)
     graph: GraphBackend | None = None
-    places: Sequence[int] = ()
+    addresses: Sequence[int] = ()
     broken: str | None = None
     turn: RLock = field(default_factory=RLock)
     logged: set[str] = field(default_factory=set)
 
 
 known: WeakKeyDictionary[Any, ModelFacts] = WeakKeyDictionary()
-"""Kept beside the model: `decoding()` is often made anew for every call, and probing a model takes a few passes."""
-finding_out = RLock()
-"""Threads that use a model for the first time at once wait here, and share what one of them finds out."""
+"""Stored per model: `decoding()` is often created for every call, and probing a model takes a few passes."""
+probing = RLock()
+"""Held while a model is probed: other threads wait, and share the result."""
 
 
 def of(model: Any, modules: Sequence[torch.nn.Module]) -> ModelFacts:
-    """The model's facts; new ones where its state has changed."""
-    with finding_out:  # while another thread probes, modules have a hook more
+    """The model's facts; new ones if its state has changed."""
+    with probing:  # while another thread probes, modules have an extra hook
         code, named = code_of(modules)
         state = (*state_of(model, modules), *named)
         facts = known.get(model)
-        # An id may come again once its object has gone.
+        # Ids are reused after an object is freed.
         if facts is None or facts.state != state or any(reference() is None for reference in facts.code):
             facts = known[model] = ModelFacts(state, list(map(_weak, code)), patch_of(modules))
     return facts
 
 
 def _weak(function: Any) -> Callable[[], Any]:
-    """A weak reference, since a hook may hold the model. Where there can be none it is None, so no facts are kept."""
+    """A weak reference, since a hook may hold the model. Returns None if unsupported, so that no facts are cached."""
     try:
         return ref(function)
     except TypeError:
@@ -73,7 +73,7 @@ def _weak(function: Any) -> Callable[[], Any]:
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules, each once. `model.modules()` takes five times as long, and every call of `generate` asks."""
+    """All modules, each once. `model.modules()` takes five times as long, and this runs in every call of `generate`."""
     found: dict[torch.nn.Module, None] = {model: None}
     waiting = [model]
     while waiting:
@@ -85,15 +85,15 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def state_of(model: Any, modules: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
-    """What decides, besides code, how a model's forward pass computes: where it has changed, the model is probed again.
+    """Everything but code that affects a model's forward pass: if it changes, the model is probed again.
 
     Besides the weights' device and dtype these are its modules (an adapter replaces some), the active adapters, and
     autocast.
     """
     device, weight = input_device(model), model.get_input_embeddings().weight
     kinds = tuple(map(type, modules))
-    # A PEFT layer has a property of this name, and a transformers model a method. Only classes are asked: of a few
-    # hundred modules few have an adapter, and there are about ten classes.
+    # A PEFT layer has a property of this name, and a transformers model a method. Only classes are checked: there
+    # are hundreds of modules, but about ten classes.
     adapted = {kind for kind in set(kinds) if isinstance(getattr(kind, "active_adapters", None), property)}
     adapters = tuple([adapters_of(module) for module in modules if type(module) in adapted]) if adapted else ()
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
@@ -104,9 +104,9 @@ def state_of(model: Any, modules: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
 
 
 def code_of(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], list[Any]]:
-    """What a forward pass calls and a program can replace, and where it was found, by its ids.
+    """The replaceable code of a forward pass, and its locations and ids.
 
-    These are the forward hooks, and the `forward` of every class, and of every module on which one was set.
+    These are the forward hooks, the `forward` of every class, and of every module on which one was set.
     """
     code = [*global_hooks(), *(getattr(kind, "forward", kind) for kind in set(map(type, modules)))]
     named: list[Any] = list(map(id, code))
@@ -119,7 +119,7 @@ def code_of(modules: Sequence[torch.nn.Module]) -> tuple[list[Any], list[Any]]:
     return code, named
 
 
-def places_of(modules: Iterable[torch.nn.Module]) -> list[int]:
+def weight_addresses(modules: Iterable[torch.nn.Module]) -> list[int]:
     """The addresses of all weights."""
     return [weight.data_ptr() for module in modules for weight in module._parameters.values() if weight is not None]
 
@@ -130,8 +130,8 @@ def adapters_of(module: Any) -> tuple[Any, ...]:
     return (*active, module.disable_adapters) if isinstance(active, list) else ()
 
 
-def check_adapters(modules: Iterable[torch.nn.Module], entries: int) -> None:
-    """Refuse adapters that PEFT applies to some rows or tokens of a pass alone: our passes have other rows."""
+def check_adapters(modules: Iterable[torch.nn.Module], batch_size: int) -> None:
+    """Refuse adapters that PEFT applies to certain rows or tokens of a pass: our passes have other rows."""
     for hook in [hook for module in modules for hook in module._forward_pre_hooks.values()]:
         given = getattr(hook, "keywords", {})
         if given.get("alora_offsets") is not None:
@@ -139,7 +139,7 @@ def check_adapters(modules: Iterable[torch.nn.Module], entries: int) -> None:
                 "an activated LoRA adapter counts the tokens of a pass to know where it begins, and a tree of "
                 "tokens cannot be counted; merge the adapter, or leave out custom_generate"
             )
-        if given.get("adapter_names") is not None and entries > 1:
+        if given.get("adapter_names") is not None and batch_size > 1:
             raise ValueError(
                 f"adapter_names={list(given['adapter_names'])} gives every row an adapter, and rows leave the "
                 "batch as they end; call generate once per adapter"

@@ -1,4 +1,4 @@
-"""The probe of a model that prepares its passes in its own way: a tree against `generate`'s own passes."""
+"""Probes a model with custom input preparation: a tree against `generate`'s own passes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from lookahead.transformers_hook.prompt import Start
 def probe_start(backend: EagerBackend, start: Start) -> None:
     """Run a small tree after the prompt, and compare its logits with those of `generate`'s own passes.
 
-    This is `backends.probe` for a model that prepares its passes in its own way. The first pass of a call cannot be
-    wrong: it was the model's own.
+    This is `backends.probe` for models with custom input preparation. The first pass of a call cannot be wrong: it was
+    the model's own.
     """
     model, patch = backend.model, patch_of(backend.model.modules())
     root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)[:4]
@@ -57,28 +57,28 @@ def probe_start(backend: EagerBackend, start: Start) -> None:
         if not distance <= closeness(backend):
             check_finite(model, own[node])
             reason = f"a tree of tokens gives other logits than generate's own passes (relative error {distance:.2g})"
-            cause = "it finds positions in a way of its own, or does not follow the mask"
+            cause = "it computes positions in its own way, or does not follow the mask"
             if patch is not None:
                 cause += f", or {patch} does not treat every token alike"
             raise refusal(model, f"{reason}; {cause}")
 
 
 def lengths_of(widest: int, prompt: int) -> set[int]:
-    """The sizes of the trees on which a model with a forward hook is tried: the smallest, the largest, and the length
-    of the prompt's pass, by which a hook may know the prompt. Passes of 1 and 4 tokens are in every probe."""
+    """Tree sizes to test on a model with a forward hook: the smallest, the largest, and the length of the prompt's
+    pass, by which a hook may recognise the prompt. Every probe has passes of 1 and 4 tokens."""
     return {min(length, widest) for length in (2, widest, prompt)} - {1, 4}
 
 
 @torch.no_grad()
 def probe_lengths(backend: EagerBackend, start: Start, lengths: Iterable[int]) -> None:
-    """Run trees of these sizes after the first entry's prompt, on a model that went well on the probe's own tree."""
+    """Run trees of these sizes after the first sequence's prompt, on a model that has passed the probe."""
     model, lengths = backend.model, list(lengths)
     *prefix, token, other_token = probe_tokens(model, backend.vocab_size)[:5]
     tree = forked(probe_tokens(model, backend.vocab_size)[:4])
-    ours = _tree_logits(backend, start, (), tree, entries=1)
+    ours = _tree_logits(backend, start, (), tree, batch_size=1)
     for fan in fans_of(tree, lengths):
         try:
-            other = _tree_logits(backend, start, (), fan, entries=1)
+            other = _tree_logits(backend, start, (), fan, batch_size=1)
         except FAILURES as error:
             reason = f"its forward pass fails on a tree of {len(fan)} tokens ({first_line(error)})"
             raise refusal(model, reason) from error
@@ -88,7 +88,7 @@ def probe_lengths(backend: EagerBackend, start: Start, lengths: Iterable[int]) -
 
 
 def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Per token, the logits [B, V] of `generate`'s own pass over it, one after the other, on a copy of the cache."""
+    """Per token, the logits [B, V] of `generate`'s own single-token passes, on a copy of the cache."""
     ids, kwargs = start.ids, {**start.kwargs, "past_key_values": copy.deepcopy(start.cache)}
     logits = []
     for token in tokens:
@@ -100,18 +100,18 @@ def _own_logits(model: Any, start: Start, tokens: Sequence[int]) -> list[torch.T
 
 
 def _only_logits(backend: EagerBackend, start: Start, path: Sequence[int]) -> torch.Tensor:
-    """[B, V] logits after a path whose last token alone is the tree."""
+    """[B, V] logits after a path of which only the last token is the tree."""
     return _tree_logits(backend, start, path[:-1], TokenTree(path[-1:], [-1], [0], [0]))[:, 0]
 
 
 def _tree_logits(
-    backend: EagerBackend, start: Start, chunk: Sequence[int], tree: TokenTree, entries: int | None = None
+    backend: EagerBackend, start: Start, chunk: Sequence[int], tree: TokenTree, batch_size: int | None = None
 ) -> torch.Tensor:
-    """[B, nodes, V] logits of a tree behind the prompts of the first `entries` entries (or all) and a prompt chunk."""
-    slots = [backend.open() for _ in start.offsets[:entries]]
+    """[B, nodes, V] logits of this tree after a chunk of tokens, for the first `batch_size` or all prompts."""
+    slots = [backend.open() for _ in start.offsets[:batch_size]]
     try:
-        for entry, slot in enumerate(slots):
-            backend.adopt(slot, start.batch.cached(entry), start.layers(entry), start.offsets[entry])
+        for batch_index, slot in enumerate(slots):
+            backend.adopt(slot, start.batch.cached(batch_index), start.layers(batch_index), start.offsets[batch_index])
         inputs = [StepInput(slot, chunk, tree, SamplingParams(), (), logits=True) for slot in slots]
         outputs = backend.step(inputs)
         backend.commit([(slot, ()) for slot in slots])

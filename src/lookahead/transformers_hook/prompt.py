@@ -1,11 +1,11 @@
-"""The prompt's pass, run as `generate` runs it, and what the model itself would pass to the next one.
+"""The prefill, run as `generate` runs it, and the arguments of the passes that follow.
 
-Models differ in what they do around their forward pass. A vision-language model takes pictures with the prompt and
+Models differ in what they do around their forward pass. A vision-language model takes images with the prompt and
 counts positions along several axes; a prompt-tuning adapter puts virtual tokens before the prompt. All of that happens
 in two methods of the model: `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. So the prompt
-runs through them, and they are asked what they would pass to a pass over the first new token. From their answer we
-learn how the passes over trees must look: where positions go on, what the mask hides, and what other arguments every
-pass gets. An answer that we cannot honour is refused by name.
+runs through them, and so does a first new token, whose pass is only prepared. Its arguments determine those of passes
+over trees: where positions continue, what the mask hides, and the arguments common to all passes. Arguments that we
+cannot support are refused by name.
 """
 
 from __future__ import annotations
@@ -24,33 +24,32 @@ from lookahead.transformers_hook import caches
 from lookahead.transformers_hook.arguments import Batch
 
 OURS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position"}
-"""Arguments of a pass that a backend makes by itself, from the tree."""
+"""Arguments of a pass that a backend computes from the tree."""
 OF_PICTURES = {"image_grid_thw", "video_grid_thw", "batch_num_images"}
-"""Sizes and numbers of pictures, which matter where the pictures themselves are: in the prompt. Further passes use
-them only to find positions, which a backend passes. transformers 5.17 hands them on."""
+"""Sizes and numbers of images, which matter only in the prompt's pass. Later passes use them only to compute positions,
+which a backend passes. transformers 5.17 forwards them."""
 HARMLESS = {"use_cache", "logits_to_keep", "return_dict", *OF_PICTURES}
-"""Arguments of a pass that change nothing that we read."""
+"""Arguments of a pass that do not affect what we read."""
 
 UNCUT = {"mm_token_type_ids"}
-"""Values per token that some versions of transformers pass for the whole text, not for the pass's tokens alone."""
+"""Per-token values that some versions of transformers pass for the entire text, not only for the pass's tokens."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where decoding starts: the prompt has run.
+    """The state after the prompt has run.
 
-    `logits` [B, V] choose the first token. `batch` has all positions that the cache holds. `offsets` has, per entry and
-    axis of positions, how far a token's position is from its place among the entry's tokens; `told` says whether the
-    model's preparation named them, or left it to the model to find them. `arguments` go into every further pass (see
-    `EagerBackend`). `ids` and `kwargs` are what `generate` would go on with, and `output` is what the pass
-    returned.
+    `logits` [B, V] select the first token. `batch` has all positions in the cache. `offsets` has, per sequence and axis
+    of positions, the difference between a token's position and its index in the sequence; `has_positions` says whether
+    the model's preparation set them, or left them to the model. `arguments` are those of every further pass (see
+    `EagerBackend`). `generate` would continue with `ids` and `kwargs`, and `output` is that of the prompt's pass.
     """
 
     logits: torch.Tensor
     batch: Batch
     cache: Any
     offsets: list[tuple[int, ...]]
-    told: bool
+    has_positions: bool
     arguments: dict[str, Any]
     ids: torch.Tensor
     kwargs: dict[str, Any]
@@ -58,25 +57,25 @@ class Start:
 
     @property
     def plain(self) -> bool:
-        """True when further passes need nothing but tokens, places and the cache."""
+        """Whether further passes need only tokens, default positions and the cache."""
         return not self.arguments and not any(map(any, self.offsets)) and len(self.offsets[0]) == 1
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What a probe of one call tells about another: calls of the same form need one probe."""
+        """Key of a probe's result: calls of the same form need one probe."""
         given = (name for name, value in self.kwargs.items() if not is_empty(value))
         padded = not self.batch.mask.all()
         moved = any(map(any, self.offsets))
         axes = len(self.offsets[0])
-        return (*sorted(given), axes, self.told, moved, padded, type(self.cache), *sorted(self.arguments))
+        return (*sorted(given), axes, self.has_positions, moved, padded, type(self.cache), *sorted(self.arguments))
 
-    def layers(self, entry: int) -> Layers:
-        """One entry's K/V in the cache."""
-        return caches.entry_of(self.cache, entry, self.batch.mask[entry])
+    def layers(self, batch_index: int) -> Layers:
+        """One sequence's K/V in the cache."""
+        return caches.layers_of(self.cache, batch_index, self.batch.mask[batch_index])
 
 
 def is_usual(model: Any) -> bool:
-    """True when the model prepares its passes as transformers does by default, as most language models do."""
+    """Whether the model uses transformers' default input preparation, as most language models do."""
     return all(
         getattr(getattr(model, name), "__func__", None) is getattr(GenerationMixin, name)
         for name in (
@@ -88,7 +87,7 @@ def is_usual(model: Any) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    """True for an argument that says nothing. `mm_encoder_outputs` is an empty mapping where no picture was given."""
+    """Whether an argument is empty. `mm_encoder_outputs` is an empty mapping without images."""
     return value is None or (isinstance(value, Mapping) and not value)
 
 
@@ -96,11 +95,11 @@ def is_empty(value: Any) -> bool:
 def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> Start:
     """Run the prompt [B, L] through the model's own preparation. `config` is the call's GenerationConfig.
 
-    A cache that was given gets the prompt's K/V; they are taken back where the call is refused.
+    A given cache gets the prompt's K/V; they are removed if the call is refused.
     """
     if config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
         config = copy.copy(config)
-        config.prefill_chunk_size = None  # `generate` can cut ids only
+        config.prefill_chunk_size = None  # `generate` can chunk only ids
     given = model_kwargs.get("past_key_values")
     past = 0 if given is None else int(given.get_seq_length())
     outputs = model._prefill(input_ids, config, kwargs := dict(model_kwargs))
@@ -109,25 +108,25 @@ def run_prompt(model: Any, input_ids: torch.Tensor, config: Any, model_kwargs: M
     try:
         return _start(model, input_ids, logits, kwargs, outputs)
     except ValueError:
-        take_back(given, past)
+        restore_cache(given, past)
         raise
 
 
-def take_back(cache: Any, length: int) -> None:
-    """Cut a given cache to its first `length` tokens, where it can be cut: a refused call leaves it as it was."""
+def restore_cache(cache: Any, length: int) -> None:
+    """Crop a given cache to its first `length` tokens if it supports that: a refused call must not change it."""
     if cache is not None and all(type(layer).__name__ == "DynamicLayer" for layer in caches.of_decoder(cache).layers):
         cache.crop(length - int(cache.get_seq_length()))
 
 
 def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: dict[str, Any], output: Any) -> Start:
-    # 1. The cache that the prompt left.
+    # 1. The cache after the prompt.
     cache = kwargs.get("past_key_values")
     if cache is not None:
-        caches.check(cache, len(input_ids))
+        caches.check_cache(cache, len(input_ids))
     length = 0 if cache is None else int(cache.get_seq_length())
     if not length:
         raise refusal(model, "it returns no K/V cache")
-    # 2. What the model would pass on with the first new token.
+    # 2. The arguments of a pass over the first new token.
     ids = torch.cat([input_ids, logits.argmax(dim=-1, keepdim=True)], dim=1)
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
     given = inputs.get("input_ids")
@@ -135,32 +134,32 @@ def _start(model: Any, input_ids: torch.Tensor, logits: torch.Tensor, kwargs: di
         raise refusal(model, "a pass over a new token gets something else than its id")
     if inputs.get("past_key_values") is not cache:
         raise refusal(model, "a pass over a new token gets another cache than the prompt's")
-    # 3. Which positions hold tokens, and where the next position is.
+    # 3. The positions that hold tokens, and the next position.
     mask = _mask_of(model, inputs, kwargs, len(ids), length)
     batch = Batch(input_ids, mask, length)
-    positions, told = inputs.get("position_ids"), inputs.get("position_ids") is not None
+    positions, has_positions = inputs.get("position_ids"), inputs.get("position_ids") is not None
     if positions is None:
-        positions = torch.tensor([[length]])  # most models then count the places of the cache; the probe will tell
+        positions = torch.tensor([[length]])  # most models count cached positions; the probe checks that
     positions = positions.cpu().reshape(-1 if positions.dim() == 3 else 1, positions.shape[-2])
-    places = mask.sum(dim=-1).cpu()
-    offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - places).T.tolist()]
-    return Start(logits, batch, cache, offsets, told, _arguments_of(inputs), input_ids, kwargs, output)
+    indices = mask.sum(dim=-1).cpu()
+    offsets = [tuple(column) for column in (positions.expand(-1, len(ids)) - indices).T.tolist()]
+    return Start(logits, batch, cache, offsets, has_positions, _arguments_of(inputs), input_ids, kwargs, output)
 
 
-def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], entries: int, length: int) -> Any:
-    """[B, length] True where the cache holds a token that the next pass may see."""
+def _mask_of(model: Any, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], batch_size: int, length: int) -> Any:
+    """[B, length], True for cached tokens that the next pass may see."""
     mask = inputs.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # one made for a static cache, from this one:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:  # derived for a static cache from this one:
         mask = kwargs.get("attention_mask")
     if mask is None:
-        return torch.ones(entries, length, dtype=torch.bool)
-    if mask.shape != (entries, length + 1):
-        raise refusal(model, f"its mask has {mask.shape[-1] - 1} places and its cache {length}")
+        return torch.ones(batch_size, length, dtype=torch.bool)
+    if mask.shape != (batch_size, length + 1):
+        raise refusal(model, f"its mask has {mask.shape[-1] - 1} positions and its cache {length}")
     return mask[:, :-1].bool().cpu()
 
 
 def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the pass that go into every further one. A value per token must be the same for all tokens."""
+    """The arguments common to all further passes. Per-token values must be the same for all tokens."""
     arguments: dict[str, Any] = {}
     for name, value in inputs.items():
         if name in OURS or name in HARMLESS or is_empty(value):
@@ -179,11 +178,11 @@ def _arguments_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_hidden(model: Any, start: Start) -> None:
-    """Refuse hidden places behind a token where a layer has a sliding window, which counts them."""
+    """Refuse masked positions after a token if a layer has a sliding window, which counts them."""
     mask, config = start.batch.mask.long(), model.config.get_text_config(decoder=True)
     behind = bool((mask.diff(dim=1) < 0).any())
     if behind and (any(sliding_windows(config).values()) or chunks(config)):
         raise ValueError(
-            f"model type {kind_of(model)!r} has a sliding window, which counts the places that attention_mask hides "
-            "behind a token; set the tokenizer's padding_side='left'"
+            f"model type {kind_of(model)!r} has a sliding window, which counts the positions that attention_mask hides "
+            "after a token; set the tokenizer's padding_side='left'"
         )

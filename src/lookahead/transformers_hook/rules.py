@@ -1,9 +1,9 @@
-"""How the entries of a batch choose tokens and end, and whether each may run at its own pace.
+"""How the sequences of a batch choose tokens and end, and whether they advance independently.
 
-Entries that accept different numbers of tokens in a step come to have different lengths. A processor or stopping
-criterion is called with the whole batch, and `generate` calls it with all entries at one length; one that a user wrote
-may compare two entries. So entries run at their own pace only if every processor and every criterion is known to look
-at each entry by itself. Otherwise they move together: a step gives each of them as many tokens as the slowest accepted.
+Sequences that accept different numbers of tokens per step diverge in length. `generate` calls processors and stopping
+criteria with the full batch at one length, and a user's own may compare sequences. So sequences advance independently
+only if every processor and criterion is known to treat each by itself. Otherwise they advance in lockstep: a step gives
+each as many tokens as the slowest accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.engine.processors import PathVerifier, Rule, joint_draw, uniform_draw
 from lookahead.transformers_hook import draws
 
-PER_ENTRY = (
+PER_SEQUENCE = (
     "ExponentialDecayLengthPenalty", "EpsilonLogitsWarper", "EtaLogitsWarper", "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
     "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
@@ -28,17 +28,17 @@ PER_ENTRY = (
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
     "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
 )  # fmt: skip
-"""transformers' processors that look at each batch entry by itself and remember nothing between calls."""
+"""transformers' processors that treat each sequence by itself and keep no state between calls."""
 
 
 @dataclass
 class BatchRules:
-    """How the entries of one call of `generate` choose their tokens and end.
+    """How the sequences of one `generate` call choose tokens and end.
 
-    `rule` takes logits to tokens to the end. `together`: the entries move together. `plain`: the call asks for argmax
-    targets, end tokens and a length limit only, so that the backend can choose the tokens and each sequence can end by
-    itself; then `rule` is not needed. `by_scores`: the same but for draws from torch's generator, so that a tree's
-    targets can be drawn at once (`draws`). `seed`: entry i draws from a generator seeded with `seed + i`.
+    `rule` maps logits to tokens and ends. `together`: the sequences advance in lockstep. `plain`: only argmax, EOS
+    tokens and a length limit, so that the backend chooses the tokens and each sequence ends by itself, without `rule`.
+    `by_scores`: the same, but sampled from torch's generator, so that a tree's targets can be sampled at once
+    (`draws`). `seed`: sequence i samples from a generator seeded with `seed + i`.
     """
 
     rule: Rule
@@ -58,17 +58,17 @@ class BatchRules:
         logits_processor: Any,
         stopping_criteria: Any,
         config: Any,
-        entries: int,
+        batch_size: int,
         generator: torch.Generator | None,
         seed: int | None,
         in_step: bool,
     ) -> BatchRules:
-        """The rules of a call. `config` is its GenerationConfig; `generate` made processors and criteria from it.
+        """The rules of a call. `config` is its GenerationConfig, from which `generate` made processors and criteria.
 
-        `in_step`: the entries must move together whatever the processors are, as for a streamer.
+        `in_step`: the sequences must advance in lockstep regardless of the processors, as for a streamer.
         """
         if generator is not None and seed is not None:
-            raise ValueError(f"seed={seed} and a generator are two sources to draw from; leave one of them out")
+            raise ValueError(f"seed={seed} and a generator are two random sources; leave one of them out")
         has_eos = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
         pad = config._pad_token_tensor
         usual = (criteria.EosTokenCriteria, criteria.MaxLengthCriteria)
@@ -80,7 +80,7 @@ class BatchRules:
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
         )
-        per_entry = {getattr(processors, name, None) for name in PER_ENTRY}
+        per_sequence = {getattr(processors, name, None) for name in PER_SEQUENCE}
         plain = not rule.wants_logits and all(type(c) in usual for c in stopping_criteria)
         by_scores = (
             bool(config.do_sample)
@@ -94,11 +94,11 @@ class BatchRules:
         limits = [c.max_length for c in stopping_criteria if type(c) is criteria.MaxLengthCriteria]
         return cls(
             rule=rule,
-            together=entries > 1
+            together=batch_size > 1
             and (
                 in_step
                 or (rule.draw is not None and seed is None)
-                or not all(type(p) in per_entry for p in logits_processor)
+                or not all(type(p) in per_sequence for p in logits_processor)
                 or not all(type(c) in (*usual, criteria.StopStringCriteria) for c in stopping_criteria)
                 or (rule.pad is None and not all(type(c) in usual for c in stopping_criteria))
             ),
@@ -112,10 +112,7 @@ class BatchRules:
         )
 
     def verifiers(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> Sequence[PathVerifier | None]:
-        """What verifies each of these sequences: None where the sequence itself can.
-
-        `ids` [B, L] is the prompt as given.
-        """
+        """Each sequence's verifier, or None if the sequence needs none. `ids` [B, L] is the prompt."""
         if self.plain and not self.together:
             return [None] * len(sequences)
         if self.by_scores:
@@ -123,22 +120,24 @@ class BatchRules:
             return self._verifiers * len(sequences)
         rules = [self.rule] * len(sequences)
         if self.seed is not None:
-            rules = [replace(self.rule, draw=uniform_draw(self.seed + entry)) for entry in range(len(sequences))]
+            rules = [
+                replace(self.rule, draw=uniform_draw(self.seed + batch_index)) for batch_index in range(len(sequences))
+            ]
         if self.together:
             own = [rule.draw for rule in rules if rule.draw is not None]
             rule = self.rule if self.seed is None else replace(self.rule, draw=joint_draw(own))
             self._verifiers = [PathVerifier(sequences, ids, rule)]
             return self._verifiers * len(sequences)
-        for entry, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
-            self._verifiers.append(PathVerifier([sequence], ids[entry : entry + 1], rule))
+        for batch_index, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
+            self._verifiers.append(PathVerifier([sequence], ids[batch_index : batch_index + 1], rule))
         return self._verifiers
 
     def newest(self, count: int) -> torch.Tensor:
-        """The last `count` tokens of entries that move together, [B, count]."""
+        """The last `count` tokens of sequences in lockstep, [B, count]."""
         return self._verifiers[0].ids[:, -count:]
 
     def output(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor) -> torch.Tensor:
-        """Prompt and output, [B, L + longest output]; shorter entries end in padding."""
+        """Prompt and output, [B, L + longest output], right-padded."""
         if self.together:
             return self._verifiers[0].ids
         longest = max(sequence.stats.generated_tokens for sequence in sequences)
@@ -146,9 +145,9 @@ class BatchRules:
         return torch.cat([ids, torch.tensor(padded, dtype=torch.long, device=ids.device)], dim=1)
 
     def kept(self, name: str) -> tuple[torch.Tensor, ...]:
-        """The kept 'scores' or 'logits': one [B, V] tensor per output position; entries that have ended hold zeros."""
-        parts: list[list[torch.Tensor]] = [getattr(verifier, name) for verifier in self._verifiers]
-        if len(parts) == 1:
-            return tuple(parts[0])
-        longest, nothing = max(map(len, parts)), torch.zeros_like(parts[0][0])
-        return tuple(torch.cat([part[i] if i < len(part) else nothing for part in parts]) for i in range(longest))
+        """The 'scores' or 'logits': one [B, V] tensor per output position; zeros for sequences that have ended."""
+        found: list[list[torch.Tensor]] = [getattr(verifier, name) for verifier in self._verifiers]
+        if len(found) == 1:
+            return tuple(found[0])
+        longest, ended = max(map(len, found)), torch.zeros_like(found[0][0])
+        return tuple(torch.cat([one[i] if i < len(one) else ended for one in found]) for i in range(longest))

@@ -1,4 +1,4 @@
-"""One call of `generate`, decoded: a sequence per batch entry, the engine's steps, output in transformers' terms."""
+"""Decodes one call of `generate`: one sequence per prompt, the engine's steps, and transformers' output types."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from lookahead.engine.request import Event, Request, StepResult, raise_errors
 from lookahead.loading.fitting import fitted
 from lookahead.models.facts import PositionLimit, UnsupportedModelError, kind_of, position_limit
 from lookahead.models.read import read
-from lookahead.transformers_hook import caches, facts, watch
+from lookahead.transformers_hook import caches, facts, output_collector
 from lookahead.transformers_hook.arguments import check_prompt, is_plain
 from lookahead.transformers_hook.draws import StepNoise, multinomial_sampling
 from lookahead.transformers_hook.probe import lengths_of, probe_lengths, probe_start
-from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, run_prompt, take_back
+from lookahead.transformers_hook.prompt import Start, check_hidden, is_usual, restore_cache, run_prompt
 from lookahead.transformers_hook.rules import BatchRules
 
 logger = logging.getLogger("lookahead")
@@ -60,39 +60,39 @@ class Run:
         self.model, self.wants, self.kwargs, self._backend_name = model, generation_config, model_kwargs, backend
         self.batch = check_prompt(input_ids, generation_config, model_kwargs)
         self.cache = model_kwargs.get("past_key_values")
-        caches.check(self.cache, len(input_ids))
+        caches.check_cache(self.cache, len(input_ids))
         self._modules = facts.modules_of(model)
         facts.check_adapters(self._modules, len(input_ids))
-        self.watched = watch.asked(generation_config)
-        watch.check(model, self.watched)
+        self.outputs = output_collector.requested_outputs(generation_config)
+        output_collector.check_outputs(model, self.outputs)
         self.facts = facts.of(model, self._modules)
         self.sequences: list[DecodingSequence] = []
-        self.watch: watch.Watch | None = None
+        self.collector: output_collector.OutputCollector | None = None
         self._offsets: list[tuple[int, ...]] = [()] * len(input_ids)
         self._left: dict[DecodingSequence, Layers] = {}
         self._begin = perf_counter()
 
     def _graph(self) -> GraphBackend:
-        """The one that earlier calls used, unless a weight has been replaced since: it would not be seen."""
+        """The graph backend of earlier calls, unless a weight has been replaced since."""
         if self.model.training:
             raise UnsupportedModelError("the graph backend does not run a model in training mode; call model.eval()")
         if self.facts.graph is None:
-            read(self.model, "graph")  # or it is refused before others have to wait
-        # What becomes the model's parameters must be fit for training, too.
+            read(self.model, "graph")  # refuse it before taking the lock
+        # Tensors that become the model's parameters must support training.
         with self.facts.turn, torch.inference_mode(False):
-            kept, places = self.facts.graph, facts.places_of(self._modules)
-            if kept is None or places != self.facts.places:
+            kept, addresses = self.facts.graph, facts.weight_addresses(self._modules)
+            if kept is None or addresses != self.facts.addresses:
                 if kept is None or not kept.follows(self.model):
                     # A script may call once or twice, with a prompt of another length each time. A cache that it gave
                     # gets all K/V.
                     kept = self._new_graph()
-                    kept.model = proxy(self.model)  # or the model would live as long as what is known about it
+                    kept.model = proxy(self.model)  # so that the facts do not keep the model alive
                     self.facts.graph = kept
-                self.facts.places = facts.places_of(self._modules)
-            entries, tokens = self.batch.mask.shape
-            # Who asked for the graph backend by name gets it: an answer may end before the pages do.
+                self.facts.addresses = facts.weight_addresses(self._modules)
+            batch_size, tokens = self.batch.mask.shape
+            # With backend="graph" try anyway: an answer may end before the pages run out.
             with nullcontext() if self._backend_name == "auto" else suppress(UnsupportedModelError):
-                kept.check_room(entries, tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
+                kept.check_room(batch_size, tokens + max(0, self.wants.max_length - self.batch.input_ids.shape[1]))
         return kept
 
     def _new_graph(self) -> GraphBackend:
@@ -106,14 +106,14 @@ class Run:
             raise
 
     def _eager(self, start: Start, config: LookaheadConfig | None) -> EagerBackend:
-        """An eager backend of this call's own. Its model is probed if no call of this form was before."""
+        """An eager backend for this call. The model is probed unless an earlier call had the same form."""
         shapes = cached_shapes(start.cache, kind_of(self.model), start.batch.past)
         backend = EagerBackend(self.model, probed=False, shapes=shapes, arguments=start.arguments)
-        usual = start.plain and start.told
+        usual = start.plain and start.has_positions
         form = () if usual else start.form
         widest = (config or LookaheadConfig()).budget
         lengths = set() if self.facts.patch is None else lengths_of(widest, start.batch.past - self.batch.past)
-        with facts.finding_out:
+        with facts.probing:
             if form not in self.facts.probed:
                 if usual:
                     probe(EagerBackend(self.model, probed=False, shapes=shapes), lengths)
@@ -151,7 +151,7 @@ class Run:
         rules: BatchRules,
         streamer: Any,
     ) -> Any:
-        """Decode after the prompt has run, on the graph backend if it can go on from there."""
+        """Decode after the prompt has run, on the graph backend if it can continue from there."""
         past = self.batch.past
         if graph is not None and start.plain:
             self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
@@ -161,20 +161,20 @@ class Run:
         try:
             if self._backend_name == "graph":
                 raise UnsupportedModelError(
-                    f"the graph backend cannot go on from this prompt, since model type {kind_of(self.model)!r} counts "
-                    "positions or takes arguments in its own way; use backend='auto'"
+                    f"the graph backend cannot continue from this prompt, since model type {kind_of(self.model)!r} "
+                    "counts positions or takes arguments in its own way; use backend='auto'"
                 )
             eager = self._eager(start, config)
         except ValueError:
-            take_back(self.kwargs.get("past_key_values"), past)
+            restore_cache(self.kwargs.get("past_key_values"), past)
             raise
         self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
-        if self.watched:
-            self.watch = watch.Watch(eager, start.batch, start.output, self.watched)
+        if self.outputs:
+            self.collector = output_collector.OutputCollector(eager, start.batch, start.output, self.outputs)
         return self._decode(self._set_up(eager, config, rules), start.logits, None, rules, streamer)
 
     def _set_up(self, backend: Backend, config: LookaheadConfig | None, rules: BatchRules) -> Engine:
-        """Choose the backend, and make one sequence per batch entry and the engine that decodes them."""
+        """Set the backend, and create one sequence per prompt and the engine that decodes them."""
         self.backend = backend
         chosen, budget = (config, DraftBudget()) if config is not None else self._default()
         self.sequences = self._sequences(self._exact(chosen), rules)
@@ -191,7 +191,7 @@ class Run:
         """Decode. `first` are the logits [B, V] after the prompt if it has run."""
         ids = self.batch.input_ids
         keeps_cache = self.wants.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
-        # 1. One request per sequence, and the K/V that are there already.
+        # 1. One request per sequence, with any K/V that exist already.
         verifiers = rules.verifiers(self.sequences, ids) if noise is None else [None]
         try:
             requests = [
@@ -200,8 +200,8 @@ class Run:
                 )
                 for sequence, verifier in zip(self.sequences, verifiers, strict=True)
             ]
-            for entry, request in enumerate(requests):
-                self._submit(entry, request, engine)
+            for batch_index, request in enumerate(requests):
+                self._submit(batch_index, request, engine)
             if first is not None:
                 settled = engine.settle(self._roots(requests, first), commit=False)
                 self._stream(streamer, raise_errors(settled.tell()), rules)
@@ -209,14 +209,14 @@ class Run:
             while engine.running:
                 events = raise_errors(engine.step())
                 self._stream(streamer, events, rules)
-                if self.watch is not None:
-                    self.watch.collect(events, [self.sequences.index(event.request.sequence) for event in events])
+                if self.collector is not None:
+                    self.collector.collect(events, [self.sequences.index(event.request.sequence) for event in events])
         finally:
             for id in engine.running:
                 engine.cancel(id)
             if noise is not None:
                 noise.end()
-        # 3. What was asked for.
+        # 3. The requested outputs.
         self._check_ends()
         output = rules.output(self.sequences, ids)
         if keeps_cache and self.cache is not None:
@@ -227,8 +227,8 @@ class Run:
         kept: dict[str, Any] = {
             name: rules.kept(name) for name in ("scores", "logits") if getattr(self.wants, f"output_{name}")
         }
-        if self.watch is not None:
-            kept |= {name: tuple(parts) for name, parts in self.watch.kept.items()}
+        if self.collector is not None:
+            kept |= {name: tuple(parts) for name, parts in self.collector.kept.items()}
         return GenerateDecoderOnlyOutput(sequences=cast(Any, output), past_key_values=self.cache, **kept)
 
     def _default(self) -> tuple[LookaheadConfig, DraftBudget]:
@@ -250,7 +250,7 @@ class Run:
         return self.facts.default, self.facts.budget
 
     def _exact(self, config: LookaheadConfig) -> LookaheadConfig:
-        """The config as the backend runs it exactly. What was changed is logged once for each model."""
+        """The config limited to what the backend runs exactly. Changes are logged once per model."""
 
         def log(line: str) -> None:
             if line not in self.facts.logged:
@@ -260,7 +260,8 @@ class Run:
         return exact_config(config, self.backend, log)
 
     def _noise(self, graph: GraphBackend, rules: BatchRules) -> StepNoise | None:
-        """What draws the tokens inside the graph backend's steps, if one sequence is sampled in a way that it knows."""
+        """Noise for sampling inside the graph backend's steps, for one sequence with supported processors; else
+        None."""
         if not (rules.by_scores and len(self.sequences) == 1):
             return None
         sampling = multinomial_sampling(cast(Any, rules.rule.processors) or ())
@@ -274,15 +275,16 @@ class Run:
         return self.backend.capabilities.name
 
     def _limit(self, lengths: Sequence[int], room: int) -> PositionLimit:
-        """Up to how many positions this call may go. Raises ValueError if it is sure, or likely and hard, to go beyond.
+        """The position limit of this call. Raises ValueError if the call certainly exceeds it, or may exceed a hard
+        one.
 
-        `lengths` are the entries' prompts, and `room` the most tokens that may follow.
+        `lengths` are those of the prompts, and `room` the most tokens that may follow.
         """
         limit = position_limit(self.model.config.get_text_config(decoder=True))
         if limit.positions is None:
             return limit
         further = max((max(offset, default=0) for offset in self._offsets), default=0)
-        most, longest = limit.positions - max(0, further), max(lengths)  # positions may run ahead of places
+        most, longest = limit.positions - max(0, further), max(lengths)  # positions may exceed token indices
         if limit.hard and longest + room - 1 > most:
             raise ValueError(
                 f"model type {self.model.config.model_type!r} can be decoded exactly up to {most} "
@@ -295,28 +297,28 @@ class Run:
         return replace(limit, positions=most)
 
     def _sequences(self, config: LookaheadConfig, rules: BatchRules) -> list[DecodingSequence]:
-        prompts = [self.batch.tokens(entry) for entry in range(len(self.batch.input_ids))]
+        prompts = [self.batch.tokens(batch_index) for batch_index in range(len(self.batch.input_ids))]
         room = max(1, rules.max_length - self.batch.input_ids.shape[1])
         limit = self._limit(list(map(len, prompts)), room)
         stop = StopRules(room, rules.eos_ids, limit.positions, last_is_free=True)
         return [DecodingSequence(prompt, config, rules=stop, memory=self.facts.memory) for prompt in prompts]
 
-    def _submit(self, entry: int, request: Request, engine: Engine) -> None:
-        """Let a request take part, with the K/V that came along.
+    def _submit(self, batch_index: int, request: Request, engine: Engine) -> None:
+        """Submit a request, with its part of the given cache.
 
-        It has a slot from the start: the entries of a batch move together, so none may wait for the others to end.
+        It has a slot from the start: sequences in lockstep must not wait for others to end.
         """
         request.slot = self.backend.open()
         engine.submit(request)
         if self.batch.past:
-            layers = caches.entry_of(self.cache, entry, self.batch.mask[entry, : self.batch.past])
-            self.backend.adopt(request.slot, self.batch.cached(entry), layers, self._offsets[entry])
+            layers = caches.layers_of(self.cache, batch_index, self.batch.mask[batch_index, : self.batch.past])
+            self.backend.adopt(request.slot, self.batch.cached(batch_index), layers, self._offsets[batch_index])
 
     def _roots(self, requests: Sequence[Request], logits: torch.Tensor) -> list[StepResult]:
-        """A step of bare roots that gave these logits [B, V]."""
+        """The results of a step of bare roots with these logits [B, V]."""
         results = []
-        for request, entry_logits in zip(requests, logits, strict=True):
-            sequence, row = request.sequence, entry_logits[None]
+        for request, sequence_logits in zip(requests, logits, strict=True):
+            sequence, row = request.sequence, sequence_logits[None]
             step = StepInput(request.slot, (), TokenTree(sequence.tokens[-1:], [-1], [0], [0]), sequence.sampling, ())
             top = top_tokens(row, KEPT_TOKENS).cpu().numpy()
             results.append(StepResult(request, step, StepOutput([int(row.argmax())], top, row)))
@@ -326,18 +328,18 @@ class Run:
         self._left[request.sequence] = self.backend.cached(request.slot)
 
     def _stream(self, streamer: Any, events: Sequence[Event], rules: BatchRules) -> None:
-        """Put what a step gave as `generate` does: one tensor [B] per position.
+        """Send a step's tokens to the streamer as `generate` does: one tensor [B] per position.
 
-        A streamer for one sequence that has a true attribute `takes_blocks` gets the whole block at once.
+        A streamer for one sequence with a true attribute `takes_blocks` gets the entire block at once.
         """
         if streamer is None:
             return
         if len(self.sequences) == 1:
             block = torch.tensor(events[0].tokens)
-            for part in [block] if getattr(streamer, "takes_blocks", False) else block.split(1):
-                streamer.put(part)
+            for tokens in [block] if getattr(streamer, "takes_blocks", False) else block.split(1):
+                streamer.put(tokens)
             return
-        # The entries move together, but one that ended inside the block has fewer tokens than the others.
+        # The sequences are in lockstep, but one that ended inside the block has fewer tokens.
         for column in rules.newest(max(len(event.tokens) for event in events)).T.cpu():
             streamer.put(column)
 

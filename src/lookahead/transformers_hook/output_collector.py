@@ -1,8 +1,8 @@
-"""`output_hidden_states` and `output_attentions`: what `generate` returns of every pass, put together from trees.
+"""`output_hidden_states` and `output_attentions`: per-token outputs, assembled from trees.
 
-`generate` runs one pass per token, and returns its hidden states and attention weights. A step of ours runs a tree. The
-row of the node from which a token was taken is the row that the token's own pass would have had: the same hidden state,
-and the same weights once the columns of other nodes, which are zero, are left out.
+`generate` runs one pass per token, and returns its hidden states and attention weights. Our steps run trees. The row of
+a token's node equals the row of the token's own pass: the same hidden state, and the same weights without the columns
+of other nodes, which are zero.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ NAMES = ("hidden_states", "attentions")
 PerLayer = tuple[torch.Tensor, ...]
 
 
-def asked(config: Any) -> list[str]:
-    """Which of `NAMES` a call wants returned. `config` is its GenerationConfig."""
+def requested_outputs(config: Any) -> list[str]:
+    """The `NAMES` that a call requests. `config` is its GenerationConfig."""
     if not config.return_dict_in_generate:
         return []
     return [name for name in NAMES if getattr(config, f"output_{name}", None)]
 
 
-def check(model: Any, names: Sequence[str]) -> None:
-    """Refuse what cannot be put together: the weights of a layer that forgets old tokens have other columns."""
+def check_outputs(model: Any, names: Sequence[str]) -> None:
+    """Refuse unsupported outputs: attention weights of sliding-window layers have other columns."""
     config = model.config.get_text_config(decoder=True)
     if "attentions" in names and (any(sliding_windows(config).values()) or chunks(config)):
         raise ValueError(
@@ -38,7 +38,7 @@ def check(model: Any, names: Sequence[str]) -> None:
         )
 
 
-class Watch:
+class OutputCollector:
     """Collects per output position, for each of the names, one tensor per layer: [B, 1, D], or [B, H, 1, positions]."""
 
     def __init__(self, backend: EagerBackend, batch: Batch, first: Any, names: Sequence[str]) -> None:
@@ -47,36 +47,40 @@ class Watch:
         self.kept: dict[str, list[PerLayer]] = {name: [getattr(first, name)] for name in names}
         self.tokens = 1  # output tokens so far
 
-    def collect(self, events: Sequence[Event], entries: Sequence[int]) -> None:
-        """Take the rows of a step. `entries` are the batch entries of the events; all moved by the same tokens, or
-        ended. What has ended is filled with zeros."""
-        for place in range(max(len(event.tokens) for event in events)):
+    def collect(self, events: Sequence[Event], batch_indices: Sequence[int]) -> None:
+        """Collect the rows of a step. `batch_indices` are those of the events; all sequences advanced by the same
+        number of tokens, or ended. Rows of ended sequences are zeros."""
+        for position in range(max(len(event.tokens) for event in events)):
             for name, kept in self.kept.items():
                 rows: dict[int, PerLayer] = {}
-                for event, entry in zip(events, entries, strict=True):
-                    if place < len(event.tokens):
-                        rows[entry] = getattr(self, f"_{name}")(event, entry, place)
+                for event, batch_index in zip(events, batch_indices, strict=True):
+                    if position < len(event.tokens):
+                        rows[batch_index] = getattr(self, f"_{name}")(event, batch_index, position)
                 like = next(iter(rows.values()))
-                full = [rows.get(entry, tuple(map(torch.zeros_like, like))) for entry in range(len(self.batch.mask))]
-                kept.append(tuple(torch.cat(parts) for parts in zip(*full, strict=True)))
+                full = [
+                    rows.get(batch_index, tuple(map(torch.zeros_like, like)))
+                    for batch_index in range(len(self.batch.mask))
+                ]
+                kept.append(tuple(torch.cat(layer) for layer in zip(*full, strict=True)))
             self.tokens += 1
 
-    def _hidden_states(self, event: Event, entry: int, place: int) -> PerLayer:
+    def _hidden_states(self, event: Event, batch_index: int, position: int) -> PerLayer:
         """One token's hidden states, [1, 1, D] per layer."""
         seen = self.backend.outputs[event.request.slot]
-        token = seen.chunk + [0, *event.path][place]
+        token = seen.chunk + [0, *event.path][position]
         return tuple(layer[seen.entry : seen.entry + 1, token : token + 1] for layer in seen.output.hidden_states)
 
-    def _attentions(self, event: Event, entry: int, place: int) -> PerLayer:
+    def _attentions(self, event: Event, batch_index: int, position: int) -> PerLayer:
         """One token's weights, [1, H, 1, positions] per layer, with zeros where the prompt has padding."""
         seen = self.backend.outputs[event.request.slot]
-        nodes = [0, *event.path][: place + 1]
+        nodes = [0, *event.path][: position + 1]
         own = [seen.start + seen.chunk + node for node in nodes]
         columns = [*range(seen.length), *(seen.start + i for i in range(seen.chunk)), *own]
-        told = torch.nn.functional.pad(self.batch.mask[entry], (0, self.tokens), value=True)
+        attended = torch.nn.functional.pad(self.batch.mask[batch_index], (0, self.tokens), value=True)
         layers = []
         for layer in seen.output.attentions:
-            weights = layer.new_zeros(1, layer.shape[1], 1, len(told))
-            weights[..., told.to(layer.device)] = layer[seen.entry, :, seen.chunk + nodes[-1], columns][None, :, None]
+            weights = layer.new_zeros(1, layer.shape[1], 1, len(attended))
+            row = layer[seen.entry, :, seen.chunk + nodes[-1], columns]
+            weights[..., attended.to(layer.device)] = row[None, :, None]
             layers.append(weights)
         return tuple(layers)
