@@ -15,7 +15,7 @@ QUICK = ("qwen2_vl", "qwen3_vl", "llava", "gemma3", "llama4")
 REFUSED = {
     "mllama": "'cross_attention_mask' goes into every pass",
     "kosmos2": "fails on a tree of tokens",
-    "kosmos2_5": "it finds positions in a way of its own",
+    "kosmos2_5": "it computes positions in its own way",
     "qwen2_audio": "'feature_attention_mask' goes into every pass",
 }
 """Family -> what its refusal says."""
