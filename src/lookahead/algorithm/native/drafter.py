@@ -10,9 +10,10 @@ from struct import pack
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from lookahead.algorithm.draft import ALONE, MOST_GUESSES, Candidates, Draft, Limits, Share, TextSettings
-from lookahead.algorithm.native.candidates import CandidatesInC, address_of, candidates_in_c, chains_of
+from lookahead.algorithm.native.candidates import CandidatesInC, address_of, candidates_in_c, chains_of, table_of
 from lookahead.algorithm.native.layout import SHARE, STEP
 from lookahead.algorithm.native.memory import NativeTable, NativeText, Numbers, check
 from lookahead.algorithm.native.verification import NativeVerification
@@ -81,22 +82,27 @@ class NativeDrafter:
             rows += draft.layout.size
         self._searched = searched
         # 2. Search, choose, write the trees.
-        times = None if share.cost is None else np.ascontiguousarray(share.cost, dtype=np.float64)
-        address, count = (0, 0) if times is None else (times.__array_interface__["data"][0], len(times))
+        times: npt.NDArray[np.float64] | array[float] | None
+        if isinstance(share.cost, np.ndarray):  # new in every step
+            times = np.ascontiguousarray(share.cost, dtype=np.float64)
+            address, count = times.__array_interface__["data"][0], len(times)
+        else:  # a config's
+            times = self._times(share.cost)
+            address, count = table_of(times)
         most, room = (-1 if number is None else max(0, number) for number in (share.most, share.room))
         space = MOST_GUESSES * len(drafts) if room < 0 else room
-        trees = np.empty(4 * (rows + min(guesses, space)), dtype=np.int32)
+        trees = array("i", bytes(16 * (rows + min(guesses, space))))
         counts, expected = array("i", bytes(4 * len(drafts))), array("d", bytes(8 * len(drafts) + 8))
         shared = SHARE.pack(address, share.floor, count, len(drafts), most, room)
         some = check(
             self._c.draft_choose(
                 shared, pack(f"{len(steps)}P", *steps), b"".join(numbers), address_of(counts), address_of(expected),
-                trees.__array_interface__["data"][0], self._workers if searched >= MANY else 0,
+                address_of(trees), self._workers if searched >= MANY else 0,
             )
         )  # fmt: skip
         # 3. The trees are one forest.
         nodes = rows + sum(counts)
-        made, start, forest = list[TokenTree](), 0, Forest(array("i", trees[: 4 * nodes].tobytes()), nodes)
+        made, start, forest = list[TokenTree](), 0, Forest(trees[: 4 * nodes], nodes)
         for draft, count, sum_of_scores in zip(drafts, counts, expected, strict=False):
             made.append(TokenTree.of_forest(forest, start, draft.layout, count, sum_of_scores))
             start += draft.layout.size + count
