@@ -1,4 +1,4 @@
-"""The cache folder: it keeps what is downloaded, converted, measured or compiled once per machine.
+"""The cache folder for what is downloaded, converted, measured or compiled once per machine.
 
 Every kind of file that is read back carries the version of its format (`write_json`, `read_json`, `check_version`). A
 file of another version, or of none, is never read: its owner measures, tunes or learns again.
@@ -35,15 +35,15 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any], version: int) -> None:
-    """Write a JSON file so that a reader finds all of it or none, even if several processes write it at once.
+    """Write a JSON file atomically, even if several processes write it at once.
 
     `version` is that of the content's format. Raise it whenever the same fields mean something else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=path.parent) as parts:
-        part = Path(parts) / path.name
-        part.write_text(json.dumps({"version": version, **content}), encoding="utf-8")
-        os.replace(part, path)
+    with TemporaryDirectory(dir=path.parent) as temporary:
+        unfinished = Path(temporary) / path.name
+        unfinished.write_text(json.dumps({"version": version, **content}), encoding="utf-8")
+        os.replace(unfinished, path)
 
 
 def read_json(path: Path, version: int) -> dict[str, Any]:

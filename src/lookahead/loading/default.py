@@ -1,5 +1,5 @@
-"""What suits a model on this machine: the tuned config, or the default fitted to what a step costs; and the cost of a
-pass that several sequences share."""
+"""The default config of a model on this machine: a tuned profile, or the default fitted to the measured cost of a step;
+and the cost of a pass shared by several sequences."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ VERSION = 1
 
 
 class ModelError(RuntimeError):
-    """A mistake about a model that the user can correct. The message is one line that names the value and the fix."""
+    """A user error about a model. The message is one line that names the value and the fix."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ Convert = Callable[[Path, Path], None]
 
 
 def resolve(name: str, *, log: Log | None = None) -> str:
-    """The folder or hub id that `from_pretrained` takes for `name`. An embedded model that is absent is fetched."""
+    """The folder or hub id of `name` for `from_pretrained`. An embedded model is fetched if absent."""
     key = name.lower()
     if key in EMBEDDED_MODELS:
         return str(pull(key, log=log))
@@ -94,7 +94,7 @@ def resolve(name: str, *, log: Log | None = None) -> str:
 
 
 def pull(name: str = EMBEDDED, *, log: Log | None = None) -> Path:
-    """The folder of an embedded model, with the files that `save_pretrained` writes. It is made if absent."""
+    """The folder of an embedded model, in the format of `save_pretrained`. It is created if absent."""
     key = name.lower()
     if key in EMBEDDED_MODELS:
         return install(EMBEDDED_MODELS[key], cache_dir(), log=log)
@@ -172,8 +172,8 @@ def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Let transformers read a GGUF file once. By itself it reads it three times (for tokenizer, config and weights),
-    and makes the table of tensor names anew for every module. That took half of a conversion's time."""
+    """Make transformers read a GGUF file once. Without this it reads it three times (for tokenizer, config and
+    weights), and rebuilds the table of tensor names for every module, which took half of a conversion's time."""
     import gguf
 
     names = ("GGUFReader", "get_tensor_name_map")
@@ -195,10 +195,10 @@ def install(
     convert: Convert = gguf_to_safetensors,
     log: Log | None = None,
 ) -> Path:
-    """The model's folder in `cache`. It is made if absent, and never left half made.
+    """The model's folder in `cache`, created atomically if absent.
 
-    The work is done in a temporary folder beside it, which is always removed; the finished model is moved into place at
-    the end. If several processes ask for the model, one does the work and the others wait for it.
+    The work is done in a temporary folder beside it, which is always removed; the finished model is then renamed. If
+    several processes need the model, one does the work and the others wait for it.
     """
     say = log or _silent
     folder = cache / model.name

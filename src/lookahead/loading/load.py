@@ -1,4 +1,4 @@
-"""Load a transformers model and its tokenizer by name, and read what its own configs ask for.
+"""Load a transformers model and its tokenizer by name, and read the settings of its own configs.
 
 A name is the embedded model's, a preset's, a hub id, a folder or a `.gguf` file.
 """
@@ -21,7 +21,7 @@ INT8 = "int8"
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that 'auto', 'cpu', 'cuda' or 'cuda:N' names, after checking that it is there."""
+    """The device of 'auto', 'cpu', 'cuda' or 'cuda:N', after checking that it exists."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -54,7 +54,7 @@ def pick_dtype(name: str, device: torch.device) -> Any:
 def open_model(
     name: str | Path | tuple[Any, Any] | None, *, dtype: str, device: str, log: Callable[[str], None] | None
 ) -> tuple[Any, Any, str]:
-    """What `lookahead.load` was given -> model, tokenizer and label."""
+    """The argument of `lookahead.load` -> model, tokenizer and label."""
     if not isinstance(name, tuple):
         return load_pretrained(name, dtype=dtype, device=device, log=log)
     if dtype not in ("auto", INT8) or device != "auto":
@@ -77,8 +77,8 @@ def load_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     label = str(name) if name is not None else EMBEDDED
-    place = pick_device(device)
-    options: dict[str, Any] = {"dtype": pick_dtype(dtype, place)}
+    target = pick_device(device)
+    options: dict[str, Any] = {"dtype": pick_dtype(dtype, target)}
     gguf = Path(label) if label.endswith(".gguf") else None
     if gguf is not None:
         if not gguf.is_file():
@@ -89,11 +89,11 @@ def load_pretrained(
         source = resolve(label, log=log)
     model: Any
     if log is not None:
-        log(f"loading {label} on {place} ...")
+        log(f"loading {label} on {target} ...")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-        model.to(place)
+        model.to(target)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot load model {label!r}: {first}") from error
@@ -104,10 +104,10 @@ def load_pretrained(
 
 
 def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
-    """Correct the tokenizer that transformers made from a GGUF by what the file itself says.
+    """Correct the tokenizer that transformers made from a GGUF by the file's own fields.
 
-    The tokenizer may have the BOS as its EOS (transformers 5.17). It may also add no BOS although the file asks for
-    one, without which Gemma writes nonsense: then `lookahead_bos` is set, and `generate.encode` puts it first.
+    The tokenizer may have the BOS as its EOS (transformers 5.17). It may also add no BOS although the file requires
+    one, without which Gemma generates nonsense: then `lookahead_bos` is set, and `generate.encode` prepends it.
     """
     from gguf import GGUFReader
 
@@ -115,9 +115,9 @@ def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
     if eos is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
     fields = GGUFReader(str(path)).fields
-    asks = fields.get("tokenizer.ggml.add_bos_token")
+    add_bos = fields.get("tokenizer.ggml.add_bos_token")
     bos = fields.get("tokenizer.ggml.bos_token_id")
-    if asks is not None and bos is not None and bool(asks.contents()):
+    if add_bos is not None and bos is not None and bool(add_bos.contents()):
         tokenizer.lookahead_bos = int(bos.contents())
 
 
@@ -149,12 +149,12 @@ def asked_for(model: Any) -> dict[str, Any]:
 
 
 def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
-    """The logits processors that `generate` would make from the model's own generation config; None for none.
+    """The logits processors that `generate` would create from the model's generation config; None for none.
 
     The repetition penalty is not among them: it becomes a setting of the request (`SamplingParams`).
     """
-    asked = {name: value for name, value in asked_for(model).items() if name != "repetition_penalty"}
-    if not asked:
+    settings = {name: value for name, value in asked_for(model).items() if name != "repetition_penalty"}
+    if not settings:
         return None
     from transformers import LogitsProcessorList
     from transformers.generation import logits_process as made
@@ -169,18 +169,18 @@ def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[i
         "suppress_tokens": lambda ids: made.SuppressTokensLogitsProcessor(ids, device),
         "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
     }
-    return LogitsProcessorList([makers[name](value) for name, value in asked.items()])
+    return LogitsProcessorList([makers[name](value) for name, value in settings.items()])
 
 
 def static_generation(model: Any, length: int) -> dict[str, Any]:
-    """Arguments that make `generate` decode with a static cache of this many tokens and a compiled step.
+    """Arguments for `generate` with a static cache of `length` tokens and a compiled step.
 
-    Use them for all prompts: a new cache may lie elsewhere in memory, and then the step is captured again.
+    Reuse them for all prompts: a new cache may have another address, and then the step is captured again.
     """
     from transformers import CompileConfig, StaticCache
 
     mode: Any = "reduce-overhead" if model.device.type == "cuda" else None
     compiling: Any = CompileConfig(fullgraph=True, mode=mode)
-    compiling._compile_all_devices = True  # transformers compiles on GPUs only, unless told so
+    compiling._compile_all_devices = True  # transformers compiles only on GPUs by default
     rounded = -(-(length + 1) // 64) * 64
     return {"past_key_values": StaticCache(config=model.config, max_cache_len=rounded), "compile_config": compiling}

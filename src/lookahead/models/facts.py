@@ -1,6 +1,6 @@
-"""What a model's config says: which positions it can be decoded on, and which of its layers have a window.
+"""Facts in a model's config: position limits, and sliding windows of its layers.
 
-`UnsupportedModelError` is what every refusal of a model raises.
+`UnsupportedModelError` is raised for every unsupported model.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ class UnsupportedModelError(ValueError):
 
 
 WIDEST = 512
-"""The most tokens of a step, for a model that minds at which place of a pass a token stands."""
+"""The most tokens of a step, for models whose result depends on a token's index in the pass."""
 
 
 def scaled_from(config: Any) -> int:
-    """The place from which on a model with `attn_temperature_tuning` scales attention, as far as no tree reaches it."""
+    """The position at which a model with `attn_temperature_tuning` starts to scale attention, less the widest tree."""
     return int(getattr(config, "floor_scale", 0)) - 1 - WIDEST
 
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """Up to how many positions a model can be decoded exactly, and the reason. None means that there is no limit.
+    """How many positions a model can be decoded on exactly, and the reason. None means no limit.
 
     Beyond a `hard` limit tokens would be wrong without any error, so a request that may reach it must be refused
     before its first token.
@@ -36,7 +36,7 @@ class PositionLimit:
 
 
 def named_positions(config: Any) -> int | None:
-    """How many positions the config says that the model was made for. XLNet says -1, and means that there is no end."""
+    """The number of positions in the config. XLNet has -1 for no limit."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     return limit if limit is None or limit > 0 else None
 
@@ -54,15 +54,15 @@ def position_limit(config: Any) -> PositionLimit:
     window = getattr(config, "sliding_window", None)
     if window and doubtful_window(config):
         limit = min(window, limit or window)
-    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
-        kind = part.get("rope_type")
+    for one in [rope, *(one for one in rope.values() if isinstance(one, dict))]:
+        kind = one.get("rope_type")
         if kind in ("longrope", "dynamic"):
-            original = part.get("original_max_position_embeddings")
+            original = one.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             known = [x for x in (limit, original) if x is not None]
             return PositionLimit(min(known) if known else None, f"{kind} {ROTARY_FACTORS}", hard=True)
     if window and doubtful_window(config):
-        return PositionLimit(window, "beyond them its config does not tell who sees whom", hard=True)
+        return PositionLimit(window, "beyond them its config does not define the mask", hard=True)
     return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
 
 
@@ -70,13 +70,13 @@ ROTARY_FACTORS = "rotary factors"
 
 
 def rope_limit(config: Any) -> int | None:
-    """Up to how many positions rotary factors do not depend on the furthest one; None if they never do."""
+    """The positions up to which rotary factors do not depend on the furthest one; None if they never do."""
     limit = position_limit(config)
     return limit.positions if limit.reason.endswith(ROTARY_FACTORS) else None
 
 
 def context_length(config: Any) -> int | None:
-    """The context: as many positions as the model was made for and can be decoded exactly on, if its config says."""
+    """The context length: the config's positions, within those that can be decoded exactly; None if unknown."""
     limit = named_positions(config)
     exact = position_limit(config).positions
     return limit if exact is None else exact
@@ -101,9 +101,9 @@ def chunks(config: Any) -> dict[str, int]:
 
 
 def doubtful_window(config: Any) -> bool:
-    """True when the config names a sliding window, but does not tell whether the model uses it.
+    """Whether the config has a sliding window, but does not say whether the model uses it.
 
-    That is so when the config also lists layer types without a sliding one: some models then use the window, some do
+    That is so if the config also lists layer types without a sliding one: some models then use the window, some do
     not. Moshi names a window that its decoder does not use. Llama's attention does not use one either, but the cache of
     its `generate` drops the tokens outside of it. Below the window's length it makes no difference.
     """
@@ -112,7 +112,7 @@ def doubtful_window(config: Any) -> bool:
 
 
 def tensor_parallel_ranks(model: Any) -> int:
-    """How many processes hold a part of the weights each and run every pass together, as with `tp_plan="auto"`."""
+    """The number of tensor-parallel processes, as with `tp_plan="auto"`."""
     return getattr(model, "_tp_size", None) or 1
 
 

@@ -1,7 +1,7 @@
-"""What a program has put into a model's forward pass: forward hooks, and `forward` methods that it replaced.
+"""Finds user code in a model's forward pass: forward hooks and replaced `forward` methods.
 
-A backend that computes by itself would not call them. The eager backend does, in passes of another length than
-`generate`'s, so `probe` looks more closely at a model that has one.
+Other backends would not call it. The eager backend does, in passes of other lengths than `generate`'s, so `probe` tests
+such a model more thoroughly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
 def patch_of(modules: Iterable[torch.nn.Module]) -> str | None:
     """The first hook or replaced `forward` of these modules, as messages name it; None if there is none.
 
-    Hooks of transformers are no such patches, and neither are a compiled `forward` and accelerate's moving of weights.
+    Hooks of transformers, a compiled `forward` and accelerate's weight offloading do not count.
     """
     if global_hooks():
         return "a forward hook on all modules"
@@ -58,7 +58,7 @@ def patched(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, s
 
 
 class Outputs:
-    """The last output of each of these modules: its rows [n, width] of a batch's first entry. Used as a context."""
+    """Context manager that records the last output of modules: rows [n, width] of the first sequence."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.rows: dict[torch.nn.Module, torch.Tensor] = {}

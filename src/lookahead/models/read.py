@@ -37,9 +37,9 @@ def read(model: Any, backend: str) -> Decoder:
         if name not in readers():
             raise UnsupportedModelError(f"it knows {', '.join(sorted(readers()))}, and not {name}")
         _check_own(model)
-        _check_whole(model)
+        _check_unmodified(model)
         description = readers()[name](model)
-        for module in model.modules():  # after the reader, who can say what is wrong with a matrix
+        for module in model.modules():  # after the reader, whose errors about matrices are more precise
             _check_own(module)
         return description
     except UnsupportedModelError as error:
@@ -53,8 +53,8 @@ def _check_own(module: torch.nn.Module) -> None:
         raise UnsupportedModelError(f"its {kind.__name__} is one of {kind.__module__}, not of transformers")
 
 
-def _check_whole(model: Any) -> None:
-    """Refuse a model that is spread over devices or processes, or into whose forward pass a program has put code."""
+def _check_unmodified(model: Any) -> None:
+    """Refuse a model that is spread over devices or processes, or has user code in its forward pass."""
     for module in model.modules():
         if getattr(module, "_hf_hook", None) is not None:
             raise UnsupportedModelError("it is spread over devices")

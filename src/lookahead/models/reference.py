@@ -24,9 +24,9 @@ def forward(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def forward_tree(model: Decoder, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-    """The logits [nodes, vocabulary] of a token tree behind a prefix.
+    """The logits [nodes, vocabulary] of a token tree after a prefix.
 
-    Node i is tokens[i] and hangs from node parents[i], which stands before it; -1 hangs from the prefix. It sees the
+    Node i is tokens[i] and is a child of node parents[i] < i, or of the prefix if that is -1. It sees the
     prefix, its ancestors and itself, and its position is len(prefix) + its depth.
     """
     start, ids = len(prefix), torch.tensor([*prefix, *tokens], device=model.embedding.device)
@@ -43,7 +43,7 @@ def forward_tree(model: Decoder, prefix: Sequence[int], tokens: Sequence[int], p
 
 
 def run_blocks(model: Decoder, ids: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The residual stream [rows, hidden] behind the last block.
+    """The residual stream [rows, hidden] after the last block.
 
     ids and positions [rows]; visible [rows, rows]: whether the token of a row sees the token of a column, before the
     layers' windows.
@@ -80,7 +80,7 @@ def attention(spec: Attention, x: torch.Tensor, positions: torch.Tensor, visible
     scores = torch.einsum("ihd,jhd->hij", q, k) * spec.scale
     scores = scores.masked_fill(~visible, float("-inf"))
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(x.dtype)
-    # 4. The heads' outputs stand one behind the other.
+    # 4. Concatenate the heads' outputs.
     return matrix(spec.out, torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
 
 

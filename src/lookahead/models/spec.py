@@ -27,7 +27,7 @@ class Activation(Enum):
 class Matrix:
     """y = x W^T + b, for x [rows, in] and y [rows, out].
 
-    `parts` are the model's own linear modules that read the same x; their outputs stand one behind the other in y. So
+    `parts` are the model's own linear modules that read the same x; their outputs are concatenated in y. So
     q, k and v are one Matrix, whether the model has one module for them or three.
     """
 
@@ -76,8 +76,8 @@ class Rope:
     """Rotary positions: of each head, column i and column i + dim / 2 are a pair that is turned by an angle.
 
     `module` is the model's own, which knows theta and scaling: module(x, positions) returns cosines and sines. `dim` is
-    the width of a head. No position from `limit` on is ever asked for: some modules scale by the furthest one. Layers
-    that turn alike share one object.
+    the width of a head. Positions from `limit` on are never requested: some modules scale by the furthest one. Layers
+    with equal rotation share one object.
     """
 
     module: Any
@@ -87,13 +87,13 @@ class Rope:
     def tables(self, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines [positions, dim / 2] of the first positions, fp32.
 
-        The module is asked for one position first, so that it has the factors of a short text. Positions from the limit
-        on get those before it: nodes there can never be accepted.
+        The module is called with one position first, so that it has the factors of a short text. Positions from the
+        limit on are clamped: nodes there can never be accepted.
         """
         like = torch.zeros(1, device=device, dtype=torch.float32)
-        asked = torch.arange(positions, device=device).clamp(max=(self.limit or positions) - 1)[None]
-        self.module(like, asked[:, :1])
-        cosine, sine = self.module(like, asked)
+        requested = torch.arange(positions, device=device).clamp(max=(self.limit or positions) - 1)[None]
+        self.module(like, requested[:, :1])
+        cosine, sine = self.module(like, requested)
         half = self.dim // 2
         return cosine[0, :, :half].float().contiguous(), sine[0, :, :half].float().contiguous()
 
@@ -154,7 +154,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A whole model: embedding [vocabulary, hidden], the blocks, the norm behind them, and the head that gives logits.
+    """A model: embedding [vocabulary, hidden], the blocks, the final norm, and the LM head.
 
     The head's weight [vocabulary, hidden] may be the embedding itself.
     """

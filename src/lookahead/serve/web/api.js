@@ -2,7 +2,7 @@
 
 import { askForKey, currentKey } from "./key.js";
 
-/** An error that the server told, with its HTTP status. */
+/** An error of the server, with its HTTP status. */
 export class ApiError extends Error {
   constructor(message, status, code = null) {
     super(message);
@@ -14,7 +14,7 @@ export class ApiError extends Error {
 /** The server cannot be reached, or went away before it had finished. */
 export class GoneError extends Error {}
 
-/** Fetch a path. Asks for a key where the server wants one. Raises an ApiError for every other refusal. */
+/** Fetch a path. Prompts for a key if the server requires one. Raises an ApiError for every other error. */
 export async function request(path, options = {}) {
   for (;;) {
     const key = currentKey();
@@ -22,8 +22,8 @@ export async function request(path, options = {}) {
     if (key) headers.Authorization = `Bearer ${key}`;
     const response = await reach(path, { ...options, headers });
     if (response.ok) return response;
-    const error = await told(response);
-    const changed = currentKey() !== key; // somebody else has asked for it meanwhile
+    const error = await errorOf(response);
+    const changed = currentKey() !== key; // another call has prompted for it meanwhile
     if (error.status !== 401 || !(changed || (await askForKey(key ? error.message : "")))) throw error;
   }
 }
@@ -37,7 +37,7 @@ async function reach(path, options) {
   }
 }
 
-async function told(response) {
+async function errorOf(response) {
   try {
     const { error } = await response.json();
     return new ApiError(error.message, response.status, error.code);
@@ -48,7 +48,7 @@ async function told(response) {
 
 /**
  * Stream a chat. Yields {text, steps, usage}: new text, what the steps behind it did, and at last the usage.
- * `lookahead` is the request's field of that name; facts of each step are always asked for.
+ * `lookahead` is the request's field of that name; step details are always requested.
  */
 export async function* streamChat({ messages, settings, lookahead = {}, signal }) {
   const response = await request("v1/chat/completions", {

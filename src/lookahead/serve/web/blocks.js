@@ -1,7 +1,7 @@
-// Text in tinted blocks, one block per step, and the tip that tells of the step under the pointer.
+// Text in tinted blocks, one block per step, and a tooltip for the step under the pointer.
 
 import { byId, el, say } from "./dom.js";
-import { tell, tint } from "./steps.js";
+import { describeStep, tint } from "./steps.js";
 
 const known = new WeakMap(); // a container -> its Steps
 
@@ -10,25 +10,25 @@ const known = new WeakMap(); // a container -> its Steps
  * step from which on blocks are new, and may be animated.
  */
 export function paint(parent, source, steps, from, to, fresh = Infinity) {
-  let place = from;
-  while (place < to) {
-    const step = steps.at(place);
+  let position = from;
+  while (position < to) {
+    const step = steps.at(position);
     if (!step) {
-      parent.append(source.slice(place, to));
+      parent.append(source.slice(position, to));
       return;
     }
     const end = Math.min(step.end, to);
     const classes = ["block", tint(step.tokens)];
     if (step.number >= fresh) classes.push("fresh");
-    if (place > step.start) classes.push("goes-on");
-    parent.append(el("span", { class: classes.join(" "), "data-step": step.number }, source.slice(place, end)));
-    place = end;
+    if (position > step.start) classes.push("goes-on");
+    parent.append(el("span", { class: classes.join(" "), "data-step": step.number }, source.slice(position, end)));
+    position = end;
   }
 }
 
 /**
- * Let a container's blocks tell of their steps: under the pointer, and with the arrow keys when it has the focus.
- * `steps` may be another object every time, so the container is told of it with each call.
+ * Show the step of a container's blocks: under the pointer, and with the arrow keys when it has the focus.
+ * `steps` may be another object every time, so it is passed with each call.
  */
 export function explain(container, steps) {
   const first = !known.has(container);
@@ -59,10 +59,10 @@ function point(container, number, block, aloud = false) {
   if (!step) return;
   unmark(container);
   for (const part of container.querySelectorAll(`[data-step="${number}"]`)) part.classList.add("pointed");
-  showTip(tell(step), block.getBoundingClientRect());
+  showTip(describeStep(step), block.getBoundingClientRect());
   if (aloud) {
     block.scrollIntoView({ block: "nearest" });
-    say(`${tell(step).join(". ")}: ${block.textContent}`);
+    say(`${describeStep(step).join(". ")}: ${block.textContent}`);
   }
 }
 

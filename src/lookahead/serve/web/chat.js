@@ -75,16 +75,16 @@ function showMessages() {
 }
 
 function viewOf(message) {
-  const place = () => current.messages.indexOf(message);
+  const index = () => current.messages.indexOf(message);
   return new MessageView(message, {
     edit: (text) => {
-      current.messages.length = place();
+      current.messages.length = index();
       showMessages();
       send(text);
     },
     regenerate: () => {
       stop();
-      const [before] = current.messages.splice(place());
+      const [before] = current.messages.splice(index());
       showMessages();
       answer(before);
     },
@@ -93,8 +93,8 @@ function viewOf(message) {
 
 /** Only the last message can be regenerated. */
 function markLast() {
-  views.forEach((view, place) => {
-    const last = place === views.length - 1;
+  views.forEach((view, index) => {
+    const last = index === views.length - 1;
     if (view.last !== last) {
       view.last = last;
       view.renderFoot();

@@ -4,7 +4,7 @@ import { streamChat } from "./api.js";
 import { explain, paint } from "./blocks.js";
 import { byId, count, say } from "./dom.js";
 import { drawMask } from "./mask.js";
-import { Steps, tell } from "./steps.js";
+import { describeStep, Steps } from "./steps.js";
 import { drawTree, nodesOf, seenBy, spelled } from "./tree.js";
 
 const PROMPT = "Write the numbers from one to twenty as words, with commas between them.";
@@ -43,10 +43,10 @@ async function decode() {
   say("Decoding.");
   const lookahead = { ...CONFIGS[byId("inside-config").value], trace: true };
   const settings = { max_tokens: Math.max(1, Number(byId("inside-tokens").value) || 1), temperature: 0 };
-  const ask = { messages: [{ role: "user", content: prompt }], settings, lookahead, signal: running.signal };
+  const request = { messages: [{ role: "user", content: prompt }], settings, lookahead, signal: running.signal };
   const found = { raw: [], steps: new Steps(), text: "", chosen: 1 };
   try {
-    for await (const part of streamChat(ask)) {
+    for await (const part of streamChat(request)) {
       for (const step of part.steps) {
         found.raw.push(step);
         found.steps.push(step);
@@ -100,14 +100,14 @@ function choose(number) {
 }
 
 function about(step, facts) {
-  const told = `${tell(facts).join("; ")}.`;
-  if (!step.tree) return told;
+  const text = `${describeStep(facts).join("; ")}.`;
+  if (!step.tree) return text;
   const { tokens, left_out, window } = step.tree;
   const { columns, rows } = window;
   const all = `${count(tokens.length + left_out, "token")} went through the model at once`;
   const inWindow = `${columns * rows - 1} of them in a window of ${columns} columns and ${count(rows, "row")}`;
   const undrawn = left_out ? ` ${left_out} are not drawn.` : "";
-  return `${told} ${all}, ${columns ? inWindow : "without a window"}.${undrawn}`;
+  return `${text} ${all}, ${columns ? inWindow : "without a window"}.${undrawn}`;
 }
 
 /** Mark what a node sees, and say it. */
@@ -128,8 +128,8 @@ function described(node) {
   const above = seenBy(shown.nodes, node).slice(0, -1).map((one) => `“${spelled(one.token)}”`);
   const sees = above.length ? `${above.join(", ")} and itself` : "itself";
   const verdict = node.kind === "guess" ? (node.accepted ? ", accepted" : ", not accepted") : "";
-  const place = node.depth ? `p+${node.depth}` : "p";
-  return `“${spelled(node.token)}” at ${place}: ${kinds[node.kind]}${verdict}. It sees the text so far, ${sees}.`;
+  const position = node.depth ? `p+${node.depth}` : "p";
+  return `“${spelled(node.token)}” at ${position}: ${kinds[node.kind]}${verdict}. It sees the text so far, ${sees}.`;
 }
 
 /** The mask is drawn only while it is open. */

@@ -2,12 +2,12 @@
 
 import { byId } from "./dom.js";
 
-const PLACE = "lookahead.key";
+const STORAGE_KEY = "lookahead.key";
 let waiting = null; // the promise of the dialog that is open
 
 export function currentKey() {
   try {
-    return sessionStorage.getItem(PLACE) ?? "";
+    return sessionStorage.getItem(STORAGE_KEY) ?? "";
   } catch {
     return "";
   }
@@ -15,7 +15,7 @@ export function currentKey() {
 
 export function forgetKey() {
   try {
-    sessionStorage.removeItem(PLACE);
+    sessionStorage.removeItem(STORAGE_KEY);
   } catch {
     // Then there is none.
   }
@@ -54,7 +54,7 @@ function open(why) {
 
 function keep(key) {
   try {
-    sessionStorage.setItem(PLACE, key);
+    sessionStorage.setItem(STORAGE_KEY, key);
   } catch {
     // It cannot be kept, and will be asked for again.
   }

@@ -95,7 +95,7 @@ export class MessageView {
     return [...parts, `${fixed(speed, 1)} tok/s`, `first token after ${seconds(first)}`].join(" · ");
   }
 
-  /** Turn the text into a form. Sending it starts the conversation anew from here. */
+  /** Turn the text into a form. Sending it restarts the conversation from here. */
   edit() {
     const area = el("textarea", { rows: 3, "aria-label": "Edit your message" });
     area.value = this.message.text;

@@ -1,4 +1,4 @@
-// Reads Prometheus' text format, as far as this server writes it.
+// Reads Prometheus' text format.
 
 const SAMPLE = /^([\w:]+)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;

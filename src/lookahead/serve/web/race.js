@@ -32,34 +32,34 @@ async function race() {
     temperature: Number(byId("race-temperature").value) || 0,
     seed: SEED,
   };
-  const ask = { messages: [{ role: "user", content: prompt }], settings, signal: running.signal };
+  const request = { messages: [{ role: "user", content: prompt }], settings, signal: running.signal };
   cancelAnimationFrame(frame);
   byId("race-result").hidden = true;
   showRunning(true);
   try {
-    tell("Preparing: one token, so that both find the prompt in the same state.");
-    await measure({ ...ask, settings: { ...settings, max_tokens: 1 }, lookahead: PLAIN }, () => {});
-    const plain = await measure({ ...ask, lookahead: PLAIN }, (tokens) => {
-      tell(`1 of 2: measuring plain decoding. ${count(tokens, "token")} so far.`);
+    showStatus("Preparing: one token, so that both find the prompt in the same state.");
+    await measure({ ...request, settings: { ...settings, max_tokens: 1 }, lookahead: PLAIN }, () => {});
+    const plain = await measure({ ...request, lookahead: PLAIN }, (tokens) => {
+      showStatus(`1 of 2: measuring plain decoding. ${count(tokens, "token")} so far.`);
     });
-    const ahead = await measure(ask, (tokens) => {
-      tell(`2 of 2: measuring lookahead. ${count(tokens, "token")} so far.`);
+    const ahead = await measure(request, (tokens) => {
+      showStatus(`2 of 2: measuring lookahead. ${count(tokens, "token")} so far.`);
     });
-    tell("");
+    showStatus("");
     lanes = [new Lane("plain", plain), new Lane("ahead", ahead)];
     replay();
   } catch (error) {
-    if (error.name === "AbortError") tell("Stopped.");
-    else tell(`The race could not be run. ${error.message}`, true);
+    if (error.name === "AbortError") showStatus("Stopped.");
+    else showStatus(`The race could not be run. ${error.message}`, true);
   }
   running = null;
   showRunning(false);
 }
 
 /** Decode once. Returns the text, its steps and all token ids. */
-async function measure(ask, progress) {
+async function measure(request, progress) {
   const found = { text: "", steps: new Steps(), tokens: [] };
-  for await (const part of streamChat(ask)) {
+  for await (const part of streamChat(request)) {
     for (const step of part.steps) {
       found.text += step.text;
       found.tokens.push(...step.tokens);
@@ -86,7 +86,7 @@ class Lane {
     explain(this.text, this.run.steps);
   }
 
-  /** Show the steps that had ended so many seconds after the start. Returns whether all have. */
+  /** Show the steps that had ended this many seconds after the start. Returns whether all have. */
   advance(elapsed) {
     const { text, steps } = this.run;
     while (this.at < steps.list.length && steps.list[this.at].seconds <= elapsed) {
@@ -125,20 +125,20 @@ function finish() {
   const ratio = plain.steps.numbers().seconds / ahead.steps.numbers().seconds;
   byId("race-ratio").textContent = `${ratio.toFixed(2)}×`;
   byId("race-ratio").dataset.wins = ratio > 1;
-  const place = difference(plain.tokens, ahead.tokens);
+  const index = difference(plain.tokens, ahead.tokens);
   const fewer = `${count(plain.steps.list.length, "step")} against ${ahead.steps.list.length}.`;
   let same = `Same tokens: all ${plain.tokens.length} are equal. ${fewer}`;
-  if (place >= 0) same = `The tokens differ from number ${place + 1} on, as near ties in half precision can make them.`;
+  if (index >= 0) same = `The tokens differ from number ${index + 1} on, as near ties in half precision can make them.`;
   byId("race-same").textContent = same;
-  byId("race-same").dataset.equal = place < 0;
+  byId("race-same").dataset.equal = index < 0;
   byId("race-result").hidden = false;
   say(`Lookahead took ${ratio.toFixed(2)} times less time. ${same}`);
 }
 
-/** The first place at which two lists differ, or -1. */
+/** The first index at which two lists differ, or -1. */
 function difference(one, other) {
   const most = Math.max(one.length, other.length);
-  for (let place = 0; place < most; place += 1) if (one[place] !== other[place]) return place;
+  for (let index = 0; index < most; index += 1) if (one[index] !== other[index]) return index;
   return -1;
 }
 
@@ -147,7 +147,7 @@ function showRunning(on) {
   byId("race-stop").hidden = !on;
 }
 
-function tell(text, bad = false) {
+function showStatus(text, bad = false) {
   byId("race-state").textContent = text;
   byId("race-state").classList.toggle("bad", bad);
 }

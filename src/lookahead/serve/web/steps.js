@@ -9,7 +9,7 @@ export class Steps {
     for (const step of kept) this.push(step);
   }
 
-  /** Add a step: as the server tells it, or as `compact` made it. */
+  /** Add a step: from the server, or from `compact`. */
   push(step) {
     const start = this.length;
     const tokens = Array.isArray(step.tokens) ? step.tokens.length : step.tokens;
@@ -79,8 +79,8 @@ export function tint(tokens) {
   return tokens === 2 ? "t2" : "t1";
 }
 
-/** The lines that tell of a step. */
-export function tell(step) {
+/** The lines that describe a step. */
+export function describeStep(step) {
   const lines = [`Step ${step.number}: ${count(step.tokens, "token")}${step.tokens > 1 ? " at once" : ""}`];
   const guesses = step.tried === 1 ? "guess" : "guesses";
   if (step.tried) lines.push(`${step.tried} ${guesses} tried, ${step.accepted} accepted`);
