@@ -87,9 +87,6 @@ def test_accepted_nodes_move_behind_their_prefix() -> None:
     assert [cell // SIZE for cell in cells[0]] == [page + 1 for page in slot.tables[0].pages for _ in range(SIZE)][:10]
     slots.commit([(number, [1])])  # stands behind the root already
     slots.close(number)
-    assert slots.pending_fit(1, 2)
-    assert not slots.pending_fit(0, 2)
-    assert not slots.pending_fit(1, 1)
     commits, moves = slots.take_pending()
     assert commits == [0, 2]
     assert moves == [[own[5], own[4], own[7], own[5]] for own in cells]

@@ -21,8 +21,7 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
 from lookahead.backends.eager.backend import EagerBackend
-from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import sizes, state
+from lookahead.backends.graph import runner, sizes, state
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kernels import attention, reference, reference_draw
 from lookahead.backends.graph.kernels.top import TopWork
@@ -51,7 +50,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
             monkeypatch.setattr(reference, name, twin)
         for name in ("adjust", "count_tokens"):
             monkeypatch.setattr(reference_draw, name, twin)
-        monkeypatch.setattr(graph, "Ops", partial(Ops, compiled=True, processors=processors))
+        monkeypatch.setattr(runner, "Ops", partial(Ops, compiled=True, processors=processors))
         return GraphBackend(model, most_rows=SIZES[-1], kv_tokens=512)
 
     return make

@@ -65,6 +65,27 @@ def test_all_entries_at_once(case: str, queries: tuple[int, int]) -> None:
     assert fields["changed"].tolist() == [0]
 
 
+def test_what_has_no_room_becomes_the_overflow() -> None:
+    """Commits with their moves, or changes of page tables; the rest stands in the fields as usual."""
+    packet = Packet(1, 1, [1], 2, False)
+    moves = [[5, 4] * packet.moves_room, [7, 6] * packet.moves_room]
+    changes = [3, 2] * packet.changes_room
+    packet.end([0, packet.moves_room], moves, changes)
+    assert (packet.overflow.commits, packet.overflow.changes) == ((), ())
+    assert packet.fields["counts"].tolist() == [[0, 1]]
+    assert packet.fields["changed"].tolist() == [packet.changes_room]
+    packet.end([0, packet.moves_room + 1], [[*own, 9, 8] for own in moves], [9, 9])
+    assert packet.overflow.commits == [0, packet.moves_room + 1]
+    assert [own[-2:] for own in packet.overflow.moves] == [[9, 8]] * 2
+    assert packet.fields["counts"].tolist() == [[0, 0]]
+    assert packet.fields["changed"].tolist() == [1]
+    packet.end([0, 1, 1, 1], [[5, 4, 3, 2]] * 2, [*changes, 1, 1])
+    assert (packet.overflow.commits, packet.overflow.changes) == ([0, 1, 1, 1], [*changes, 1, 1])
+    assert packet.fields["changed"].tolist() == [0]
+    packet.end((), [(), ()])
+    assert (packet.overflow.commits, packet.overflow.changes) == ((), ())
+
+
 def test_draws_of_different_requests() -> None:
     greedy, drawn = SamplingParams(), SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     items = [
