@@ -19,7 +19,7 @@ PACKAGES = {
 
 
 def processor() -> str:
-    """The CPU's name, or the machine's type where the system does not tell it."""
+    """The CPU's name, or the machine's type if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

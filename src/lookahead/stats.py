@@ -61,7 +61,7 @@ class Stats:
             self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + 1
 
     def count_times(self, propose: float, forward: float, absorb: float, seconds: float) -> None:
-        """Count the parts of a step's time. The request has taken so many seconds in all."""
+        """Add one step's times. `seconds` is the total time of the request."""
         self.propose_seconds += propose
         self.forward_seconds += forward
         self.absorb_seconds += absorb
@@ -72,16 +72,16 @@ class Stats:
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
         """The sum of several requests, such as the turns of a chat. The first token's time is the first request's."""
-        whole = cls()
-        for index, part in enumerate(parts):
+        total = cls()
+        for index, one in enumerate(parts):
             for name in ("prompt_tokens", "generated_tokens", "steps", "step_tokens", "expected_tokens"):
-                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+                setattr(total, name, getattr(total, name) + getattr(one, name))
             for name in ("propose_seconds", "forward_seconds", "absorb_seconds", "queue_seconds", "seconds"):
-                setattr(whole, name, getattr(whole, name) + getattr(part, name))
-            depths = zip_longest(whole.accepted_by_depth, part.accepted_by_depth, fillvalue=0)
-            whole.accepted_by_depth = [a + b for a, b in depths]
-            for source, count in part.accepted_by_source.items():
-                whole.accepted_by_source[source] = whole.accepted_by_source.get(source, 0) + count
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            depths = zip_longest(total.accepted_by_depth, one.accepted_by_depth, fillvalue=0)
+            total.accepted_by_depth = [a + b for a, b in depths]
+            for source, count in one.accepted_by_source.items():
+                total.accepted_by_source[source] = total.accepted_by_source.get(source, 0) + count
             if index == 0:
-                whole.first_token_seconds = part.first_token_seconds
-        return whole
+                total.first_token_seconds = one.first_token_seconds
+        return total

@@ -1,4 +1,4 @@
-// The API key: asked for once when the server wants one, and kept until the tab is closed.
+// The API key: prompted for once if the server requires one, and kept until the tab is closed.
 
 import { byId } from "./dom.js";
 
@@ -22,7 +22,7 @@ export function forgetKey() {
   byId("forget-key").hidden = true;
 }
 
-/** Ask for a key, and say why. Resolves to whether there is a new one. Who asks meanwhile waits for the same answer. */
+/** Ask for a key, and say why. Resolves to whether there is a new one. Concurrent callers share the answer. */
 export function askForKey(why) {
   waiting ??= open(why).finally(() => {
     waiting = null;

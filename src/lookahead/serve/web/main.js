@@ -1,4 +1,4 @@
-// Starts the page: one view at a time, chosen by the address, and the model's name once the server tells it.
+// Starts the page: one view at a time, chosen by the address, and the model's name once the server reports it.
 
 import { request } from "./api.js";
 import { startChat } from "./chat.js";

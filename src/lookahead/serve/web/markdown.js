@@ -1,7 +1,7 @@
-// Markdown as elements, for text that nobody has checked: what a model writes can become emphasis, lists, tables, code
+// Markdown as elements, for untrusted text: what a model writes can become emphasis, lists, tables, code
 // and links, and never markup or script. HTML in the text is shown as it was written.
 //
-// Every piece of shown text is a range of the source, given to `emit(parent, from, to)`. So whoever calls knows where a
+// Every piece of shown text is a range of the source, given to `emit(parent, from, to)`. So the caller knows where a
 // piece came from, and can tint it by the step that gave it. A line is a range [from, to) of the source, too; what
 // stands in a quote or a list has lines that begin further to the right.
 
@@ -202,8 +202,8 @@ function inline(parent, source, lines, emit) {
     for (let at = from; at < to; ) {
       const line = starts.findLastIndex(([start]) => start <= at);
       const end = Math.min(to, starts[line + 1]?.[0] ?? joined.length);
-      const place = starts[line][1] - starts[line][0];
-      emit(into, at + place, end + place);
+      const shift = starts[line][1] - starts[line][0];
+      emit(into, at + shift, end + shift);
       at = end;
     }
   };

@@ -1,4 +1,4 @@
-// What a stream told of its steps: which part of the text each one gave, and the numbers that follow from all of them.
+// The steps of a stream: the text of each, and statistics over all of them.
 
 import { count } from "./dom.js";
 
@@ -33,12 +33,12 @@ export class Steps {
   }
 
   /** The step that gave this character of the text, or undefined. */
-  at(place) {
+  at(position) {
     let low = 0;
     let high = this.list.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.list[middle].end <= place) low = middle + 1;
+      if (this.list[middle].end <= position) low = middle + 1;
       else high = middle;
     }
     return this.list[low];
@@ -72,7 +72,7 @@ export class Steps {
   }
 }
 
-/** The class of a block of so many tokens, as the terminal colours it: 1, 2, 3 to 4, 5 or more. */
+/** The class of a block by its number of tokens, as the terminal colours it: 1, 2, 3 to 4, 5 or more. */
 export function tint(tokens) {
   if (tokens >= 5) return "t5";
   if (tokens >= 3) return "t3";

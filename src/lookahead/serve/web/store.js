@@ -43,17 +43,17 @@ export function newConversation() {
   return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), title: "", messages: [] };
 }
 
-function read(place, otherwise) {
+function read(key, otherwise) {
   try {
-    return JSON.parse(localStorage.getItem(place)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(key)) ?? otherwise;
   } catch {
     return otherwise;
   }
 }
 
-function write(place, value) {
+function write(key, value) {
   try {
-    localStorage.setItem(place, JSON.stringify(value));
+    localStorage.setItem(key, JSON.stringify(value));
     return true;
   } catch {
     return false;

@@ -18,11 +18,11 @@ export function drawStrip(container, steps) {
     role: "img",
     "aria-label": `Tokens of the last steps: ${last.map((step) => step.tokens).join(", ") || "none yet"}`,
   });
-  last.forEach((step, place) => {
+  last.forEach((step, index) => {
     const height = Math.max(4, (step.tokens / scale) * (HEIGHT - 4));
     const bar = svg("rect", {
       class: `bar ${tint(step.tokens)}`,
-      x: place * PITCH + 1,
+      x: index * PITCH + 1,
       y: HEIGHT - height,
       width: PITCH - 2,
       height,

@@ -40,17 +40,17 @@ function endOf(nodes) {
 function lanes(nodes) {
   const end = endOf(nodes);
   let free = end === nodes[0] ? -2 : -1;
-  const place = (node) => {
+  const layOut = (node) => {
     const guesses = node.children.filter((child) => child.kind === "guess");
     guesses.sort((one, other) => other.accepted - one.accepted || one.number - other.number);
     guesses.forEach((guess, index) => {
       guess.lane = index === 0 && node.kind === "guess" && node !== end ? node.lane : free;
       free = Math.min(free, guess.lane - 1);
-      place(guess);
+      layOut(guess);
     });
   };
   for (const node of nodes) if (node.kind !== "guess") node.lane = node.row;
-  place(nodes[0]);
+  layOut(nodes[0]);
 }
 
 /** The nodes that a node sees: its ancestors and itself, the root first. */
