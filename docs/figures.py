@@ -1,12 +1,14 @@
 """Draw the figures of how-it-works.md from the code: `python docs/figures.py`, or `--check` to compare only.
 
-Every position, edge and mask entry comes from `algorithm.window`, `algorithm.tree` and a real first step, so
-a change of the layout changes the figures, and `--check` tells when the files were not drawn anew.
+Every position, edge and mask entry comes from `algorithm.window`, `algorithm.tree` and a real first step, so a change of
+the layout changes the figures, and `--check` fails when the files are out of date. The runtime figure names files, and
+fails when one of them is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import lookahead
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree, dense_visibility, window_layout
 from lookahead.algorithm.window import Window
 from lookahead.config import LookaheadConfig
 
 IMAGES = Path(__file__).parent / "img"
+SOURCE = Path(lookahead.__file__).parent
 W, N, G = 5, 4, 2
 PROMPT = ["the", "cat", "sat", "on", "one", "mat", ",", "the", "cat", "ran", "off", ",", "the"]
 PREFIX = 3
@@ -87,6 +91,15 @@ class Canvas:
             f'<polyline points="{line}" fill="none" stroke="{edge}" stroke-width="{width}" '
             f'stroke-linecap="round" stroke-linejoin="round" opacity="{opacity}"/>'
         )
+
+    def arrow(self, start: tuple[int, int], end: tuple[int, int]) -> None:
+        """A line with a head at its end."""
+        self.path([start, end], INK, 2)
+        (ax, ay), (bx, by) = start, end
+        length = math.hypot(bx - ax, by - ay)
+        dx, dy = (bx - ax) / length, (by - ay) / length
+        head = [(round(bx - 9 * dx + side * 5 * dy), round(by - 9 * dy - side * 5 * dx)) for side in (1, -1)]
+        self.path([head[0], end, head[1]], INK, 2)
 
     def chip(self, x: int, y: int, w: int, h: int, label: str, fill: str, *, ring: bool = False) -> None:
         """A token: a coloured box with its label, centred on (x, y)."""
@@ -315,12 +328,99 @@ def mask_figure() -> str:
     return canvas.done()
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A box of the runtime figure: the part's name, what it does, and the file to read."""
+
+    x: int
+    y: int
+    name: str
+    does: tuple[str, ...]
+    file: str
+    fill: str
+
+
+STAGE_WIDTH, STAGE_HEIGHT = 190, 104
+STAGES = (
+    Stage(24, 74, "request", ("tokens, config, sampling,", "stop rules"), "engine/request.py", GREY),
+    Stage(244, 74, "1. schedule", ("who decodes, and which", "prompt chunks run"), "engine/scheduler.py", BLUE),
+    Stage(464, 74, "2. propose", ("a tree per sequence:", "window and draft tokens"), "algorithm/choice.py", BLUE),
+    Stage(684, 74, "5. verify", ("follow the targets down", "each tree, and commit"), "algorithm/verify.py", BLUE),
+    Stage(904, 74, "events", ("accepted tokens", "per request"), "engine/stages.py", GREY),
+    Stage(
+        464,
+        256,
+        "3. plan",
+        ("pages, kind of step, packet", "of numbers for the device"),
+        "backends/graph/planner.py",
+        TEAL,
+    ),
+    Stage(684, 256, "read", ("targets and top tokens", "of the needed rows"), "backends/graph/ahead.py", TEAL),
+    Stage(
+        574,
+        438,
+        "4. run(kind, packet)",
+        ("two captured graphs:", "forward pass, targets"),
+        "backends/graph/runner.py",
+        PURPLE,
+    ),
+)
+"""In the order of a step. What each does is said once more in the text below the figure."""
+
+
+def runtime_figure() -> str:
+    """A step of the runtime: request, engine, planner, runner, verify."""
+    canvas = Canvas(1118, 640, "One step of the runtime", "Request, engine, planner, runner, verify, events.")
+    canvas.text(24, 34, "One step of many requests", bold=True, size=16)
+    lanes = (
+        ("Engine, on the host", 52, BLUE),
+        ("Backend, on the host", 234, TEAL),
+        ("Backend, on the device", 416, PURPLE),
+    )
+    for label, top, fill in lanes:
+        canvas.box(12, top, 1094, 148, "none", edge=fill, radius=8, dash="5 4")
+        canvas.text(24, top + 138, label, fill=fill, bold=True, size=13)
+    for stage in STAGES:
+        if not (SOURCE / stage.file).is_file():
+            raise FileNotFoundError(f"the runtime figure names {stage.file}, which does not exist")
+        canvas.box(stage.x, stage.y, STAGE_WIDTH, STAGE_HEIGHT, stage.fill, radius=7)
+        middle = stage.x + STAGE_WIDTH // 2
+        canvas.text(middle, stage.y + 25, stage.name, fill="#ffffff", anchor="middle", bold=True, size=15)
+        for number, line in enumerate(stage.does):
+            canvas.text(middle, stage.y + 48 + 18 * number, line, fill="#ffffff", anchor="middle", size=13)
+        canvas.text(middle, stage.y + 92, stage.file, fill="#ffffff", anchor="middle", size=11)
+    center = STAGE_HEIGHT // 2
+    for x in (214, 434, 874):  # from box to box in the engine
+        canvas.arrow((x, 74 + center), (x + 30, 74 + center))
+    canvas.arrow((559, 178), (559, 256))
+    canvas.text(552, 222, "trees, prompt chunks", fill=FAINT, anchor="end", size=13)
+    canvas.arrow((600, 360), (640, 438))
+    canvas.text(606, 404, "kind and packet", fill=FAINT, anchor="end", size=13)
+    canvas.arrow((700, 438), (740, 360))
+    canvas.text(736, 404, "one array of results", fill=FAINT, size=13)
+    canvas.arrow((779, 256), (779, 178))
+    canvas.text(786, 222, "targets, top tokens", fill=FAINT, size=13)
+    for number, line in enumerate(
+        ("While the device runs, the host learns from the", "step before and sends that step's events.")
+    ):
+        canvas.text(792, 482 + 18 * number, line, fill=FAINT, size=13)
+    for number, line in enumerate(
+        ("Accepted K/V move next to their prefix when the", "next packet says so: a commit costs no launch.")
+    ):
+        canvas.text(24, 482 + 18 * number, line, fill=FAINT, size=13)
+    note = "The eager and the CPU backend stand in the same spot: trees in, targets out. They run a step in one call."
+    canvas.text(24, 600, note, fill=FAINT, size=13)
+    canvas.text(24, 622, "Files are in src/lookahead.", fill=FAINT, size=13)
+    return canvas.done()
+
+
 def figures() -> dict[Path, str]:
     """Every figure as it should be: file -> SVG."""
     return {
         IMAGES / "window.svg": window_figure(),
         IMAGES / "tree.svg": tree_figure(),
         IMAGES / "mask.svg": mask_figure(),
+        IMAGES / "runtime.svg": runtime_figure(),
     }
 
 
