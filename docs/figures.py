@@ -1,8 +1,8 @@
 """Draw the figures of how-it-works.md from the code: `python docs/figures.py`, or `--check` to compare only.
 
-Every position, edge and mask entry comes from `algorithm.window`, `algorithm.tree` and a real first step, so a change of
-the layout changes the figures, and `--check` fails when the files are out of date. The runtime figure names files, and
-fails when one of them is gone.
+Every position, edge and mask entry comes from `algorithm.window`, `algorithm.tree` and a real first step, so a change
+of the layout changes the figures, and `--check` fails when the files are out of date. The runtime figure names files,
+and fails when one of them is gone.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ STAGE_WIDTH, STAGE_HEIGHT = 190, 104
 STAGES = (
     Stage(24, 74, "request", ("tokens, config, sampling,", "stop rules"), "engine/request.py", GREY),
     Stage(244, 74, "1. schedule", ("who decodes, and which", "prompt chunks run"), "engine/scheduler.py", BLUE),
-    Stage(464, 74, "2. propose", ("a tree per sequence:", "window and draft tokens"), "algorithm/choice.py", BLUE),
+    Stage(464, 74, "2. propose", ("a tree per sequence:", "window and draft tokens"), "algorithm/drafting.py", BLUE),
     Stage(684, 74, "5. verify", ("follow the targets down", "each tree, and commit"), "algorithm/verify.py", BLUE),
     Stage(904, 74, "events", ("accepted tokens", "per request"), "engine/stages.py", GREY),
     Stage(
@@ -355,7 +355,7 @@ STAGES = (
         "backends/graph/planner.py",
         TEAL,
     ),
-    Stage(684, 256, "read", ("targets and top tokens", "of the needed rows"), "backends/graph/ahead.py", TEAL),
+    Stage(684, 256, "read", ("targets and top tokens", "of the needed rows"), "backends/graph/running.py", TEAL),
     Stage(
         574,
         438,
