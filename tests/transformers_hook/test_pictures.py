@@ -88,7 +88,7 @@ def test_attention_that_is_scaled_by_place_is_refused() -> None:
     with pytest.raises(ValueError, match=r"7679 positions.*lower max_new_tokens"):
         model.generate(**words(), max_new_tokens=8000, custom_generate=decoding())
     model.config.get_text_config().floor_scale = 8
-    with pytest.raises(ValueError, match="scaled by place"):
+    with pytest.raises(ValueError, match="scaled by index in the cache"):
         model.generate(**words(), max_new_tokens=4, custom_generate=decoding())
 
 
