@@ -125,7 +125,7 @@ class GpuCheck:
             same.append((alone[: len(tokens)] if cancelled else alone) == tokens)
         for problem in found.problems[:5]:
             print(f"soak: {problem}")
-        pool = self.lm.front.call(lambda: (self.lm.backend.pool.used, len(self.lm.engine.running)))
+        pool = self.lm.client.call(lambda: (self.lm.backend.pool.used, len(self.lm.engine.running)))
         cancelled = sum(answer[3] for answer in found.answers)
         asked = f"{len(found.answers)} answers, {cancelled} cancelled"
         return [
@@ -155,7 +155,7 @@ class GpuCheck:
         """By name; the unit comes first."""
         lm, sizes, found = self.lm, self.sizes, dict[str, float]()
         for count in sizes.steps:
-            device, _ = lm.front.call(partial(step_ms, lm.backend, count, sizes.context))
+            device, _ = lm.client.call(partial(step_ms, lm.backend, count, sizes.context))
             found[f"ms of a step, K={count}"] = round(device, 3)
         for name, method in (("token by token", "autoregressive"), ("default", "lookahead")):
             prompts = self.prompts[: sizes.figure_answers]
@@ -163,7 +163,7 @@ class GpuCheck:
             done = [lm.generate(prompt, max_tokens=sizes.figure_tokens, method=method) for prompt in prompts]
             found[f"tok/s, {name}"] = round(Stats.total(one.stats for one in done).tokens_per_second, 1)
         for count in sizes.together:
-            found[f"tok/s, {count} at once"] = lm.front.call(partial(self._together, count))
+            found[f"tok/s, {count} at once"] = lm.client.call(partial(self._together, count))
         return found
 
     def _together(self, count: int) -> float:

@@ -21,7 +21,7 @@ import lookahead
 from lookahead import Completion, LookaheadConfig, LookaheadModel, Piece
 from lookahead.algorithm.cost import CostCurve
 from lookahead.config import METHODS
-from lookahead.engine.front import Ticket
+from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.loading import fitting
 
@@ -304,10 +304,10 @@ def test_threads_use_one_model_at_once(lm: LookaheadModel, model: Any, plain: Pl
 
 
 def test_an_interrupted_caller_cancels_its_requests(lm: LookaheadModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(ticket: Ticket) -> None:
+    def interrupted(stream: RequestStream) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ticket, "wait", interrupted)
+    monkeypatch.setattr(RequestStream, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.generate(list(PROMPTS), max_tokens=500)
     assert open_slots(lm) == 0
@@ -319,7 +319,7 @@ def test_a_dropped_model_is_freed(make_model: Callable[..., Any], tokenizer: Any
         lm = lookahead.load((make_model(), tokenizer), config=settings)
         lm.generate("the fox", max_tokens=4)
         next(lm.stream("the fox", max_tokens=100))
-        return [weakref.ref(one) for one in (lm, lm.front, lm.backend, lm.model)]
+        return [weakref.ref(one) for one in (lm, lm.client, lm.backend, lm.model)]
 
     gone = used()
     for _ in range(100):
@@ -328,6 +328,11 @@ def test_a_dropped_model_is_freed(make_model: Callable[..., Any], tokenizer: Any
             return
         time.sleep(0.05)
     pytest.fail(f"still alive: {[one() for one in gone]}")
+
+
+def test_the_former_name_of_the_client(lm: LookaheadModel) -> None:
+    with pytest.warns(DeprecationWarning, match="use client"):
+        assert lm.front is lm.client
 
 
 def test_steps_are_those_of_one_answer(lm: LookaheadModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,11 +19,12 @@ from lookahead.backends.exact import default_within, exact_config
 from lookahead.backends.failures import CompilerError, DeviceError, brief, clear_errors, out_of_memory
 from lookahead.config import LookaheadConfig, StopRules
 from lookahead.engine.answer import Answer, Completion, Piece, Stream
+from lookahead.engine.client import EngineClient
 from lookahead.engine.engine import Engine
-from lookahead.engine.front import Front, Ticket
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw, with_adjustment
 from lookahead.engine.prompt import Prompt, as_plain, check_batch, encode_prompt
 from lookahead.engine.request import Request, raise_errors
+from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
@@ -63,11 +65,17 @@ class LookaheadModel:
         self.backend = make_backend(model, backend, log, int8)
         self.device, self.dtype = self.backend.device, self.backend.dtype
         self.engine = Engine(self.backend)
-        self.front = Front(self.engine)
+        self.client = EngineClient(self.engine)
         self.remember_fits(log or logger.warning)
         self.default_config = default_within(self.backend) if config is None else self.exact_config(config)
         self.memory = SharedMemory()
         self.stop_ids = stop_ids(model, tokenizer)
+
+    @property
+    def front(self) -> EngineClient:
+        """Deprecated: `client`."""
+        warnings.warn("LookaheadModel.front is deprecated; use client", DeprecationWarning, stacklevel=2)
+        return self.client
 
     def prepare(self, sequences: int = 1, log: Callable[[str], None] | None = None) -> float:
         """Compile and capture in advance all that up to `sequences` sequences at once may need, so that no request
@@ -79,7 +87,7 @@ class LookaheadModel:
         begin, before, backend = perf_counter(), self.backend.captures, self.backend
         budget = max(self.default_config.budget, default_within(backend).budget)
         try:
-            self.front.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
+            self.client.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
         except RuntimeError as error:  # torch's own error for it, or CUDA's while it captures
             if not out_of_memory(error):
                 raise
@@ -148,20 +156,20 @@ class LookaheadModel:
 
     def run(self, answers: Sequence[Answer]) -> list[Completion]:
         """Run these answers together until all have ended."""
-        tickets: list[Ticket] = []
+        streams: list[RequestStream] = []
         try:
             for answer in answers:
-                tickets.append(self.front.submit(answer.request))
-            for ticket in tickets:
-                ticket.wait()
+                streams.append(self.client.submit(answer.request))
+            for stream in streams:
+                stream.wait()
         finally:
-            for ticket in tickets:
-                self.front.cancel(ticket)
-            for ticket in tickets:
-                ticket.join()
-        for answer, ticket in zip(answers, tickets, strict=True):
+            for stream in streams:
+                self.client.cancel(stream)
+            for stream in streams:
+                stream.join()
+        for answer, stream in zip(answers, streams, strict=True):
             answer.read(answer.sequence.output, answer.sequence.finish_reason)
-            for event in ticket if answer.logprobs is not None else ():
+            for event in stream if answer.logprobs is not None else ():
                 answer.read_logprobs(event)
         return [answer.completion() for answer in answers]
 
@@ -176,7 +184,7 @@ class LookaheadModel:
     ) -> Stream:  # fmt: skip
         """Answer one prompt piece by piece, as steps accept tokens. The settings are those of `generate`."""
         _, (answer,) = self._answers(prompt, locals(), single=True)
-        return Stream(self.front, answer)
+        return Stream(self.client, answer)
 
     def steps(self, prompt: Prompt, settings: RequestSettings) -> Iterator[Stats]:
         """Run one answer and give its counters after every step. It is the same object each time.
@@ -185,12 +193,12 @@ class LookaheadModel:
         """
         engine, request = Engine(self.backend), self._answer(as_plain(prompt), settings).request
         try:
-            self.front.call(lambda: engine.submit(request))
+            self.client.call(lambda: engine.submit(request))
             while request.sequence.finish_reason is None:
-                for _ in raise_errors(self.front.call(engine.step)):
+                for _ in raise_errors(self.client.call(engine.step)):
                     yield request.sequence.stats
         finally:
-            self.front.release(lambda: engine.cancel(request.id))
+            self.client.release(lambda: engine.cancel(request.id))
 
     def encode(
         self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Mapping[str, Any]] | None = None

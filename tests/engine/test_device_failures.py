@@ -15,8 +15,8 @@ import lookahead
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.failures import DeviceError, DeviceMemoryError
+from lookahead.engine.client import EngineClient
 from lookahead.engine.engine import Engine
-from lookahead.engine.front import Front
 from lookahead.engine.request import Request
 
 LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' ...\n"
@@ -63,19 +63,20 @@ def test_a_lost_device_fails_running_waiting_and_later_requests_alike(
     monkeypatch.setattr(Faulty, "device", torch.device(device))
     backend = Faulty(torch.AcceleratorError(LOST), where)
     engine = Engine(backend, max_sequences=2)
-    front = Front(engine, thread=thread)
-    tickets = [front.submit(long_request()) for _ in range(4)]
-    for ticket in tickets:
+    client = EngineClient(engine, thread=thread)
+    # All four are submitted before the first step, which may fail before this thread submits the next one.
+    streams = client.call(lambda: [client.submit(long_request()) for _ in range(4)])
+    for stream in streams:
         with pytest.raises(DeviceError, match=r"is lost \(CUDA error: an illegal memory access was encountered\); no"):
-            ticket.wait()
+            stream.wait()
     passes = backend.passes
     for _ in range(2):
         with pytest.raises(DeviceError, match="illegal memory access") as later:
-            front.submit(long_request())
+            client.submit(long_request())
         assert "\n" not in str(later.value)
         with pytest.raises(DeviceError, match="illegal memory access"):
-            front.call(lambda: 1)
-    assert isinstance(front.failure, DeviceError)
+            client.call(lambda: 1)
+    assert isinstance(client.failure, DeviceError)
     assert backend.passes == passes, "a lost device is left alone"
     assert engine.running == []
     assert backend.slots == {}
@@ -83,21 +84,21 @@ def test_a_lost_device_fails_running_waiting_and_later_requests_alike(
 
 def test_a_plain_runtime_error_of_a_step_is_forgotten() -> None:
     backend = Faulty(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    front = Front(Engine(backend))
+    client = EngineClient(Engine(backend))
     with pytest.raises(RuntimeError, match="mat1"):
-        front.submit(long_request()).wait()
+        client.submit(long_request()).wait()
     backend.after = 1 << 30
     one = ((1, 2, 3), 20, 0, 1)
-    ticket = front.submit(Request(sequence_of(one)))
-    ticket.wait()
-    assert ticket.request.sequence.output == alone(one[0], one[1], one[3])[0]
-    assert front.failure is None
+    stream = client.submit(Request(sequence_of(one)))
+    stream.wait()
+    assert stream.request.sequence.output == alone(one[0], one[1], one[3])[0]
+    assert client.failure is None
 
 
 def test_the_device_of_one_requests_own_rule_is_the_device_of_all() -> None:
     """A rule that runs on the device finds out first, in a part of the step that is the request's alone."""
-    front = Front(Engine(ToyBackend()))
-    others = [front.submit(long_request()) for _ in range(2)]
+    client = EngineClient(Engine(ToyBackend()))
+    others = [client.submit(long_request()) for _ in range(2)]
     request = long_request()
 
     def ends(token: int) -> bool:
@@ -105,21 +106,21 @@ def test_the_device_of_one_requests_own_rule_is_the_device_of_all() -> None:
 
     request.sequence.ends = ends
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        front.submit(request).wait()
-    for ticket in others:
+        client.submit(request).wait()
+    for stream in others:
         with pytest.raises(DeviceError):
-            ticket.wait()
+            stream.wait()
 
 
 def test_a_call_between_steps_may_find_the_device_lost() -> None:
-    front = Front(Engine(ToyBackend()))
-    running = front.submit(long_request())
+    client = EngineClient(Engine(ToyBackend()))
+    running = client.submit(long_request())
 
     def capture() -> None:
         raise torch.AcceleratorError(LOST)
 
     with pytest.raises(DeviceError):
-        front.call(capture)
+        client.call(capture)
     with pytest.raises(DeviceError):
         running.wait()
 
@@ -132,16 +133,16 @@ def test_without_memory_the_largest_request_fails_and_the_others_go_on() -> None
             return super().launch(inputs)
 
     backend = Small(pages=200)
-    front = Front(Engine(backend))
+    client = EngineClient(Engine(backend))
     good = [((number, 1, 2), 10, 0, 0) for number in range(2)]
-    large = front.submit(Request(sequence_of((tuple(range(20)), 10, 0, 0))))
-    tickets = [front.submit(Request(sequence_of(one))) for one in good]
+    large = client.submit(Request(sequence_of((tuple(range(20)), 10, 0, 0))))
+    streams = [client.submit(Request(sequence_of(one))) for one in good]
     with pytest.raises(DeviceMemoryError, match="a step of 16 tokens needs"):
         large.wait()
-    for ticket, one in zip(tickets, good, strict=True):
-        ticket.wait()
-        assert ticket.request.sequence.output == alone(one[0], one[1], one[3])[0]
-    assert front.failure is None
+    for stream, one in zip(streams, good, strict=True):
+        stream.wait()
+        assert stream.request.sequence.output == alone(one[0], one[1], one[3])[0]
+    assert client.failure is None
     assert backend.slots == {}
     assert backend.pool.used == 0
 

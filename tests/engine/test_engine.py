@@ -85,7 +85,7 @@ def test_the_drafter_hears_that_a_choice_follows() -> None:
 def test_only_a_request_that_asks_is_told_of_its_steps() -> None:
     engine = Engine(ToyBackend())
     asking, other = (Request(sequence_of(PROMPTS[0], 20)) for _ in range(2))
-    asking.tells_steps, asking.trees = True, 3
+    asking.reports_steps, asking.trees = True, 3
     engine.submit(asking)
     engine.submit(other)
     told, untold = [], []

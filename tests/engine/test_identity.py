@@ -114,9 +114,9 @@ class Crowd:
     def step(self) -> list[Event]:
         if not self.begins_early:
             return self.engine.step()
-        settled = self.engine.finish()
+        finished = self.engine.finish()
         self.engine.begin()
-        return settled.tell()
+        return finished.events()
 
 
 @pytest.mark.parametrize("part", slow_but(range(10), 0, 5))

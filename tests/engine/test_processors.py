@@ -23,7 +23,7 @@ from lookahead.backends.sampling import top_tokens
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.processors import PathVerifier, Rule, uniform_draw
 from lookahead.engine.request import Request, StepResult
-from lookahead.engine.stages import verdicts_of
+from lookahead.engine.step import verdicts_of
 
 CONFIG = LookaheadConfig(window=3, ngram=4, guesses=4, budget=40)
 VOCABULARY = 30

@@ -43,7 +43,7 @@ def spec_of(loaded: Any, sampling: SamplingParams, **fields: Any) -> RequestSpec
 def run(loaded: Any, spec: RequestSpec) -> tuple[list[int], list[Any], str | None]:
     """The output with its log-probabilities, and why it ended."""
     state = RequestState(loaded, SharedTokenizer(loaded.tokenizer), spec, 0)
-    events = list(loaded.front.submit(state.request))
+    events = list(loaded.client.submit(state.request))
     logprobs = [round(one.logprob, 4) for event in events for one in event.logprobs or ()]
     return [token for event in events for token in event.tokens], logprobs, state.sequence.finish_reason
 

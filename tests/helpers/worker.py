@@ -125,22 +125,22 @@ def led(task: Task) -> Any:
         def ask(asked: Task) -> list[int]:
             request = make(asked)
             request.recipe = Recipe(asked)
-            ticket, tokens, left = model.front.submit(request), [], asked.get("cancel_after", -1)
-            for event in ticket:
+            stream, tokens, left = model.client.submit(request), [], asked.get("cancel_after", -1)
+            for event in stream:
                 tokens += event.tokens
                 left -= 1
                 if left == 0:
-                    model.front.cancel(ticket)
+                    model.client.cancel(stream)
             return tokens
 
         with ThreadPoolExecutor(len(task["requests"])) as threads:
             waves = [list(threads.map(ask, task["requests"])) for _ in range(3)]
         without = model._answer("the fox", RequestSettings(max_tokens=2)).request
         try:
-            model.front.submit(without).wait()
+            model.client.submit(without).wait()
         except ValueError as error:
             waves.append(str(error))
-        waves.append([model.backend.passes, model.front._core._written - model.front._core._erased])
+        waves.append([model.backend.passes, model.client._core._written - model.client._core._erased])
     return waves
 
 

@@ -15,8 +15,8 @@ from marks import slow_but
 
 import lookahead
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.engine.client import EngineClient
 from lookahead.engine.engine import Engine
-from lookahead.engine.front import Front
 from lookahead.kv.pages import PagePool, PagePools
 
 PAGES = 10
@@ -31,7 +31,7 @@ def paged(model: Any, tokenizer: Any, settings: Any) -> Iterator[Running]:
     assert isinstance(loaded.backend, GraphBackend)
     loaded.backend.slots.pool = PagePools([PagePool(PAGES, 64)])
     loaded.engine = Engine(loaded.backend)
-    loaded.front = Front(loaded.engine)
+    loaded.client = EngineClient(loaded.engine)
     with running(loaded, max_concurrency=16) as server:
         yield server
 

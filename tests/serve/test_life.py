@@ -85,7 +85,7 @@ def test_a_request_that_is_woken_after_its_end_ends_no_other() -> None:
             return events
 
     def state() -> Any:
-        return SimpleState(ticket=Ended(), over=False, read=lambda events: "piece")
+        return SimpleState(stream=Ended(), over=False, read=lambda events: "piece")
 
     class SimpleState(SimpleNamespace):
         __hash__ = object.__hash__  # type: ignore[assignment]

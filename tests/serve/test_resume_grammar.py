@@ -31,7 +31,7 @@ def test_every_cut_gives_the_same_json(make_json_model: Callable[[], Any], sampl
         spec = RequestSpec(model.encode("a name: ", raw=True), model.default_config, sampling, StopRules(40), owner)
         spec = replace(spec, rules=replace(spec.rules, eos_ids=model.stop_ids), mask=grammars.mask(grammar, 6))
         state = RequestState(model, tokenizer, replace(spec, output=output), 0)
-        tokens = [token for event in model.front.submit(state.request) for token in event.tokens]
+        tokens = [token for event in model.client.submit(state.request) for token in event.tokens]
         return [*output, *tokens], state.sequence.finish_reason
 
     whole = run([])

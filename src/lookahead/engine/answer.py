@@ -8,8 +8,9 @@ from inspect import GEN_CLOSED, getgeneratorstate
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.config import LookaheadConfig
-from lookahead.engine.front import Front, Ticket
+from lookahead.engine.client import EngineClient
 from lookahead.engine.request import Event, Request, TokenLogprobs
+from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.text import TextStream
 from lookahead.stats import Stats
 
@@ -56,7 +57,7 @@ class Answer:
         if request.sequence.sampling.logprobs is not None:
             self.logprobs = []
         self.finish_reason: str | None = None
-        self.ticket: Ticket | None = None
+        self.stream: RequestStream | None = None
 
     @property
     def sequence(self) -> DecodingSequence:
@@ -95,9 +96,9 @@ class Stream(Iterator[Piece]):
     The answer goes on while nobody reads. A stream that is closed or dropped ends it.
     """
 
-    def __init__(self, front: Front, answer: Answer) -> None:
+    def __init__(self, client: EngineClient, answer: Answer) -> None:
         self._answer = answer
-        self._pieces = _pieces(front, answer)
+        self._pieces = _pieces(client, answer)
         self._completion: Completion | None = None
 
     def __next__(self) -> Piece:
@@ -115,23 +116,23 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """Stop early; `completion` then holds what was read so far."""
         self._pieces.close()
-        if self._answer.ticket is not None:
-            self._answer.ticket.join()
+        if self._answer.stream is not None:
+            self._answer.stream.join()
 
 
-def _pieces(front: Front, answer: Answer) -> Generator[Piece, None, None]:
+def _pieces(client: EngineClient, answer: Answer) -> Generator[Piece, None, None]:
     """Run one answer to its end. Every accepted token is in a piece; the last piece may have no text."""
     tokens: list[int] = []
-    answer.ticket = front.submit(answer.request)
+    answer.stream = client.submit(answer.request)
     try:
-        for event in answer.ticket:
+        for event in answer.stream:
             answer.read(event.tokens, event.finish_reason)
             answer.read_logprobs(event)
             tokens += event.tokens
             text = answer.text.finish() if event.finish_reason else answer.text.take()
             if text or event.finish_reason:
-                told = answer.logprobs
-                yield Piece(text, tokens, None if told is None else told[len(told) - len(tokens) :])
+                logprobs = answer.logprobs
+                yield Piece(text, tokens, None if logprobs is None else logprobs[len(logprobs) - len(tokens) :])
                 tokens = []
     finally:
-        front.cancel(answer.ticket)
+        client.cancel(answer.stream)

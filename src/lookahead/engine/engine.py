@@ -1,5 +1,4 @@
-"""The engine runs many requests on one backend. A step is: schedule, propose, launch, learn, collect,
-verify, commit."""
+"""The engine runs many requests on one backend. A step: schedule, propose, launch, learn, collect, verify, commit."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from lookahead.backends.failures import DeviceMemoryError
 from lookahead.engine.inputs import input_of, needs_most
 from lookahead.engine.request import Event, Request, StepResult
 from lookahead.engine.scheduler import Part, Pass, Scheduler
-from lookahead.engine.stages import NOT_BEGUN, Begun, Launched, Settled, verdicts_of
+from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
 
 MAX_SEQUENCES = 256
 MOST_BESIDE = 512
@@ -27,12 +26,12 @@ a 7B model takes 13 ms then, and twice as long with 1,024 rows: larger passes re
 class Engine:
     """Continuous batching: requests join and leave between steps, and each accepts its own number of tokens per step.
 
-    An engine lives as long as its backend, and is used by one thread at a time (`front.Front` serves many). Every
+    An engine lives as long as its backend, and is used by one thread at a time (`EngineClient` serves many). Every
     request has its own config, sampling, stop rules and optional verifier. Requests wait in a queue until they are
-    admitted, at most `max_sequences` at once (see `scheduler`). A text depends on its request alone: not on its
-    neighbours, nor on whether its K/V came from another request or had to make room for one in between.
+    admitted, at most `max_sequences` at once (see `scheduler`). The output of a request depends on nothing else: not on
+    other requests, nor on whether its K/V were shared with one, nor on whether it was preempted.
 
-    `budget` decides how many draft tokens a step takes; the engine notes in it how long passes really take.
+    `budget` decides how many draft tokens a step takes; the engine reports to it how long passes really take.
     `most_beside`: see `scheduler`. `watch`, if set, is called after every pass with its rows and its seconds.
     """
 
@@ -50,12 +49,12 @@ class Engine:
         self._submitted = 0
         self._drafting = Drafting(budget, pads=backend.capabilities.pads)
         self._failed: list[tuple[Request, Exception]] = []  # during this step
-        self._begun = NOT_BEGUN
+        self._running_step = NO_STEP
         self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
 
     # Requests.
 
-    def check(self, request: Request) -> None:
+    def check_request(self, request: Request) -> None:
         """Raise ValueError if the request could not be run to its end, even alone."""
         for token, _ in request.sequence.sampling.bias[-1:]:
             if token >= self.backend.vocab_size:
@@ -77,7 +76,7 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Put a request into the queue. Returns its id."""
-        self.check(request)
+        self.check_request(request)
         self._submitted += 1
         request.id = self._submitted
         self._scheduler.add(request)
@@ -99,10 +98,10 @@ class Engine:
 
         `wait=False`: the device is lost, and a step that runs there never ends.
         """
-        begun, self._begun = self._begun, NOT_BEGUN
-        if begun.first is not None and wait:  # the device may still read what the host wrote for it
+        step, self._running_step = self._running_step, NO_STEP
+        if step.first is not None and wait:  # the device may still read what the host wrote for it
             with suppress(Exception):
-                self.backend.collect(begun.first.running)
+                self.backend.collect(step.first.running)
         for request in self._scheduler.running.values():
             with suppress(Exception):
                 self.backend.close(request.slot)
@@ -138,7 +137,7 @@ class Engine:
         removed, too. The others go on.
         """
         self.begin()
-        return self.finish().tell()
+        return self.finish().events()
 
     def begin(self) -> None:
         """Start a step. Where the device runs beside the host, it may still be running on return."""
@@ -153,27 +152,27 @@ class Engine:
         passes = [one for one in passes if one.parts]
         # 3. Launch. Most backends put everything into one pass; if there are more, `finish` runs the others.
         first = self._launch(passes[0], len(passes) == 1) if passes else None
-        self._begun = Begun(passes, begin, captures, first)
+        self._running_step = RunningStep(passes, begin, captures, first)
 
-    def finish(self) -> Settled:
-        """Learn, collect, verify and commit the step that has begun. The next one can begin then, even before the
-        events of this one are made."""
-        begun, self._begun = self._begun, NOT_BEGUN
+    def finish(self) -> FinishedStep:
+        """Learn, collect, verify and commit the running step. The next step can begin before the events of this one are
+        sent."""
+        step, self._running_step = self._running_step, NO_STEP
         results = list[StepResult]()
-        for place, one in enumerate(begun.passes):
-            launched = self._launch(one, only_pass=False) if place else begun.first
+        for place, one in enumerate(step.passes):
+            launched = self._launch(one, only_pass=False) if place else step.first
             if launched is not None:
                 results += self._collect(launched)
-        settled = self.settle(results)
-        seconds = settled.time - begun.time
-        if self.backend.captures != begun.captures:
-            return settled  # the time of a capture says nothing about the next step
-        if self.budget.cost is not None and len(begun.passes) == 1:
-            self.budget.cost.note(begun.passes[0].rows_run(pads=self.backend.capabilities.pads), seconds)
-        if self.budget.guarded and settled and not any(part.chunk for one in begun.passes for part in one.parts):
+        finished = self.verify_and_commit(results)
+        seconds = finished.time - step.time
+        if self.backend.captures != step.captures:
+            return finished  # the time of a capture says nothing about the next step
+        if self.budget.cost is not None and len(step.passes) == 1:
+            self.budget.cost.note(step.passes[0].rows_run(pads=self.backend.capabilities.pads), seconds)
+        if self.budget.guarded and finished and not any(part.chunk for one in step.passes for part in one.parts):
             drafted = any(result.input.tree.size > 1 for result in results)
-            self.budget.note_step(len(results), drafted, settled.mean_tokens, seconds)
-        return settled
+            self.budget.note_step(len(results), drafted, finished.mean_tokens, seconds)
+        return finished
 
     def _propose(self, one: Pass) -> None:
         """Choose the trees of a pass. A request for which that fails is left out."""
@@ -204,14 +203,14 @@ class Engine:
                 failed.append((part.request, error))
         return failed
 
-    def _launch(self, one: Pass, only_pass: bool) -> Launched | None:
+    def _launch(self, one: Pass, only_pass: bool) -> LaunchedPass | None:
         """Start a pass, unless nothing is left of it. If the device has too little memory for it, one request fails,
         and the pass is tried without it."""
         inputs = self._inputs(one, only_pass)
         begin = perf_counter()
         while inputs:
             try:
-                return Launched(one, inputs, begin, self.backend.launch(inputs))
+                return LaunchedPass(one, inputs, begin, self.backend.launch(inputs))
             except DeviceMemoryError as error:
                 index = needs_most(inputs, error.slot)
                 self._failed.append((one.parts.pop(index).request, error))
@@ -235,7 +234,7 @@ class Engine:
                     failed[index] = error
         self._failed += [(requests[index], error) for index, error in failed.items()]
 
-    def _collect(self, launched: Launched) -> list[StepResult]:
+    def _collect(self, launched: LaunchedPass) -> list[StepResult]:
         """Learn from the step before while the device runs; then wait for the whole pass, and verify."""
         # 4. Learn from the step before.
         one = launched.one
@@ -272,7 +271,7 @@ class Engine:
         one.parts = parts
         return inputs
 
-    def settle(self, results: Sequence[StepResult], *, commit: bool = True) -> Settled:
+    def verify_and_commit(self, results: Sequence[StepResult], *, commit: bool = True) -> FinishedStep:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.
 
         `commit=False` is for a step that ran outside of the backend and whose K/V were given to `Backend.adopt`
@@ -280,7 +279,7 @@ class Engine:
         """
         # 7. Accept: each sequence takes its tokens, up to the one that ends it.
         begin = perf_counter()
-        settled = list[tuple[StepResult, Verdict]]()
+        accepted = list[tuple[StepResult, Verdict]]()
         if self._failed:
             out = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in out]
@@ -292,18 +291,18 @@ class Engine:
                 if given is not None and request.verifier is None:
                     given = request.sequence.cut(given)
                 verdict = request.sequence.absorb(result.input.tree, result.output, given)
-                settled.append((result, verdict))
+                accepted.append((result, verdict))
                 if request.mask is not None:
                     request.mask.accept(verdict.tokens)
             except Exception as error:
                 self._failed.append((request, error))
         absorbed = perf_counter()
         # 8. Commit: the accepted tokens' K/V move next to the prefix.
-        if commit and settled:
-            self.backend.commit([(result.input.slot, verdict.path) for result, verdict in settled])
+        if commit and accepted:
+            self.backend.commit([(result.input.slot, verdict.path) for result, verdict in accepted])
         done = perf_counter()
         # 9. Finished and failed requests leave.
-        for result, verdict in settled:
+        for result, verdict in accepted:
             if verdict.finish_reason is not None:
                 if result.request.finished is not None:
                     result.request.finished(result.request)
@@ -314,4 +313,4 @@ class Engine:
         for request, _ in failed:
             request.sequence.finish_reason = "error"
             self.cancel(request.id)
-        return Settled(settled, failed, (absorbed - begin) / max(1, len(results)), done - absorbed, done)
+        return FinishedStep(accepted, failed, (absorbed - begin) / max(1, len(results)), done - absorbed, done)

@@ -29,7 +29,7 @@ class Request:
     tokens in place of the sequence's uniforms. `mask` says which tokens may be chosen, for grammars. `finished` is
     called when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts.
     Only requests with the same `salt` share the K/V of a common beginning: `cached` tokens were there when the request
-    was last admitted. With `tells_steps` its events say when their step ended and which sources were right, and those
+    was last admitted. With `reports_steps` its events say when their step ended and which sources were right, and those
     of its next `trees` steps carry the step's tree. `recipe` is what other ranks make the same request from, if it has
     to run on several (see `parallel.leader`); the engine does not look at it.
     """
@@ -46,7 +46,7 @@ class Request:
     queued: float = 0.0
     keeps_slot: bool = False
     cached: int = 0
-    tells_steps: bool = False
+    reports_steps: bool = False
     trees: int = 0
     recipe: Any = None
 
@@ -141,8 +141,8 @@ class Event:
         """How many of the tried guesses were accepted."""
         return len(self.path)
 
-    def tell_step(self, tree: TokenTree) -> None:
-        """Add what a request with `tells_steps` wants to know of its step."""
+    def add_step_details(self, tree: TokenTree) -> None:
+        """Add what a request with `reports_steps` wants to know of its step."""
         request = self.request
         self.seconds = request.sequence.stats.seconds
         self.sources = [source_of(tree.origins[node - tree.branch]) for node in self.path]

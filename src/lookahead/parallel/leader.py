@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lookahead.engine.core import EngineCore
 from lookahead.engine.engine import Engine
-from lookahead.engine.front import Core, Ticket
 from lookahead.engine.request import Request
+from lookahead.engine.request_stream import RequestStream
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import Group
 from lookahead.parallel.watchdog import RankError
@@ -47,8 +48,8 @@ class CommandSchedule:
         return not self._engine.running or self.applied < self._backend.received
 
 
-class Leader(Core):
-    """The core of rank 0's front: it broadcasts commands before applying them. Every request needs a `Recipe`."""
+class Leader(EngineCore):
+    """The engine core of rank 0: it broadcasts commands before applying them. Every request needs a `Recipe`."""
 
     def __init__(self, engine: Engine, backend: ParallelBackend, group: Group) -> None:
         super().__init__(engine)
@@ -64,22 +65,22 @@ class Leader(Core):
     def has_work(self) -> bool:
         return super().has_work or bool(self._batches)
 
-    def admit(self, ticket: Ticket) -> None:
-        recipe = ticket.request.recipe
+    def submit(self, stream: RequestStream) -> None:
+        recipe = stream.request.recipe
         if self.dead or not isinstance(recipe, Recipe):
             error = None if self.dead else ValueError("a request without a recipe cannot run on several ranks")
-            self._end(ticket, error or self.failure)
+            self._end(stream, error or self.failure)
             return
         recipe.number, self._recipes = self._recipes, self._recipes + 1
-        self._fresh.append((["submit", recipe.number, recipe.data], partial(super().admit, ticket)))
+        self._fresh.append((["submit", recipe.number, recipe.data], partial(super().submit, stream)))
 
-    def dismiss(self, ticket: Ticket) -> None:
-        if isinstance(ticket.request.recipe, Recipe):
-            number = ticket.request.recipe.number
-            self._fresh.append((["cancel", number, None], partial(super().dismiss, ticket)))
+    def cancel(self, stream: RequestStream) -> None:
+        if isinstance(stream.request.recipe, Recipe):
+            number = stream.request.recipe.number
+            self._fresh.append((["cancel", number, None], partial(super().cancel, stream)))
 
-    def obey(self) -> None:
-        super().obey()
+    def run_commands(self) -> None:
+        super().run_commands()
         self._erase()
         self._broadcast()
         while self._batches and self._schedule.due:
@@ -114,14 +115,14 @@ class Leader(Core):
             self._group.close()
         elif not isinstance(error, RankError):
             self._group.fail(error)
-        raise self.lost(error) or error
+        raise self.device_error(error) or error
 
-    def die(self, error: BaseException) -> None:
+    def shut_down(self, error: BaseException) -> None:
         self.dead, self.failure = True, error
         while self._batches:
             for command in self._batches.popleft():
                 command()
-        super().die(error)
+        super().shut_down(error)
 
 
 def run_follower(engine: Engine, backend: ParallelBackend, group: Group, make: Callable[[Any], Request]) -> None:

@@ -13,8 +13,8 @@ from lookahead.algorithm.sources import SharedMemory
 from lookahead.cache import cache_dir
 from lookahead.config import LookaheadConfig, SamplingParams, new_seed
 from lookahead.engine.answer import Answer
+from lookahead.engine.client import EngineClient
 from lookahead.engine.engine import Engine
-from lookahead.engine.front import Front
 from lookahead.engine.prompt import as_plain, check_batch
 from lookahead.engine.request import Request
 from lookahead.engine.settings import RequestSettings
@@ -63,15 +63,15 @@ class ParallelModel(LookaheadModel):
         self.local_backend = self.backend
         self.backend = self._shared = ParallelBackend(self.local_backend, group)
         self.engine = Engine(self.backend)
-        self.front = Front(self.engine, thread=False)
+        self.client = EngineClient(self.engine, thread=False)
 
     @property
     def rank(self) -> int:
         return self.group.rank
 
     def lead(self) -> None:
-        """Make rank 0 the leader: its `front` accepts requests from many threads, and the other ranks `follow`."""
-        self.front = Front(self.engine, core=Leader(self.engine, self._shared, self.group))
+        """Make rank 0 the leader: its `client` accepts requests from many threads, and the other ranks `follow`."""
+        self.client = EngineClient(self.engine, core=Leader(self.engine, self._shared, self.group))
 
     def follow(self, make: Callable[[Any], Request]) -> None:
         """Run the leader's requests until it leaves. `make` builds a request from a recipe's data."""
@@ -81,7 +81,7 @@ class ParallelModel(LookaheadModel):
         """This rank's model without the group, on the same weights and backend, for comparisons."""
         model = LookaheadModel.__new__(LookaheadModel)
         engine = Engine(self.local_backend)
-        own = {"backend": engine.backend, "engine": engine, "front": Front(engine), "memory": SharedMemory()}
+        own = {"backend": engine.backend, "engine": engine, "client": EngineClient(engine), "memory": SharedMemory()}
         model.__dict__.update(self.__dict__ | own)
         return model
 

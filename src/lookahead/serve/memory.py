@@ -196,7 +196,7 @@ class MemorySaver:
     def _between_steps(self, copy: Callable[[], R]) -> R:
         """Copy while no step runs, as after the loss of the device, of which the host's memory knows nothing."""
         try:
-            return self.model.front.call(copy)
+            return self.model.client.call(copy)
         except DeviceError:
             return copy()
 

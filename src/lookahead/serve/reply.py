@@ -101,12 +101,12 @@ class Reply:
             self._waiter.set_result(None)
 
     def _read(self, state: RequestState) -> Piece | None:
-        ticket = state.ticket
-        if ticket is None or state.over:
+        stream = state.stream
+        if stream is None or state.over:
             return None
-        done = ticket.done  # read before the events: none come after the end
-        events = ticket.take()
-        error = ticket.error if done else None
+        done = stream.done  # read before the events: none come after the end
+        events = stream.take()
+        error = stream.error if done else None
         if events and events[-1].finish_reason is not None:  # the last event arrives before `done` is set
             done, error = True, events[-1].error
         elif done and error is None:

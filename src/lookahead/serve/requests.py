@@ -8,8 +8,8 @@ from time import perf_counter
 
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
-from lookahead.engine.front import Ticket
 from lookahead.engine.request import Event, Request, TokenLogprobs, TokenMask
+from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.text import SharedTokenizer, StopStrings, TextStream
 from lookahead.generate import LookaheadModel
 from lookahead.serve.keys import Owner
@@ -68,9 +68,9 @@ class RequestState:
         self.spec, self.index = spec, index
         self.request = self._request(model, tokenizer)
         self.sequence = self.request.sequence
-        self.request.tells_steps, self.request.trees = spec.streams_steps, spec.trees
+        self.request.reports_steps, self.request.trees = spec.streams_steps, spec.trees
         self.text = TextStream(tokenizer, spec.stops, spec.unsearched)
-        self.ticket: Ticket | None = None
+        self.stream: RequestStream | None = None
         self.begin = perf_counter()
         self.last_token_time = 0.0  # time of the last token
         self.counted = 0  # tokens already counted by the metrics

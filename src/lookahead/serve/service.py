@@ -1,6 +1,6 @@
 """Between HTTP and the engine: a `RequestSpec` becomes an engine request, and its events return to asyncio.
 
-The engine's thread calls `Service._on_step` once per step with every ticket that has new events: one call into the
+The engine's thread calls `Service._on_step` once per step with every stream that has new events: one call into the
 event loop per step, however many streams there are.
 """
 
@@ -16,8 +16,8 @@ from typing import TypeVar
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.failures import DeviceError
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.engine.front import Ticket
 from lookahead.engine.request import Request
+from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.text import SharedTokenizer
 from lookahead.generate import LookaheadModel
 from lookahead.serve.errors import ApiError, bad_request, log, unavailable
@@ -57,7 +57,7 @@ class Service:
         self._states: dict[Request, tuple[Reply, RequestState]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="lookahead-prepare")
-        self._probing: Ticket | None = None
+        self._probing: RequestStream | None = None
         self.memory_saver: MemorySaver | None = None
         if settings.memory_folder is not None:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
@@ -115,7 +115,7 @@ class Service:
         try:
             for state in made:
                 self._states[state.request] = reply, state
-                state.ticket = self.model.front.submit(state.request, self._on_step)
+                state.stream = self.model.client.submit(state.request, self._on_step)
         except BaseException as error:
             self.leave(reply)
             if isinstance(error, ValueError):
@@ -130,10 +130,10 @@ class Service:
         del self.replies[reply]
         for state in reply.states:
             self._states.pop(state.request, None)
-            finished = state.ticket is not None and state.ticket.done
-            if state.ticket is not None and not state.ticket.done:
+            finished = state.stream is not None and state.stream.done
+            if state.stream is not None and not state.stream.done:
                 try:
-                    self.model.front.cancel(state.ticket)
+                    self.model.client.cancel(state.stream)
                 except RuntimeError:  # the engine is gone
                     finished = True
             self.queue.leave(perf_counter() - state.begin if finished else None)
@@ -141,16 +141,16 @@ class Service:
 
     # Events from the engine.
 
-    def _on_step(self, tickets: Sequence[Ticket]) -> None:
+    def _on_step(self, streams: Sequence[RequestStream]) -> None:
         """Called in the engine's thread, once per step."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             with suppress(RuntimeError):  # closed in between
-                loop.call_soon_threadsafe(self._arrived, tickets, perf_counter())
+                loop.call_soon_threadsafe(self._arrived, streams, perf_counter())
 
-    def _arrived(self, tickets: Sequence[Ticket], now: float) -> None:
-        for ticket in tickets:
-            found = self._states.get(ticket.request)
+    def _arrived(self, streams: Sequence[RequestStream], now: float) -> None:
+        for stream in streams:
+            found = self._states.get(stream.request)
             if found is not None:
                 reply, state = found
                 self.metrics.observe_tokens(state, now)
@@ -169,7 +169,7 @@ class Service:
     @property
     def lost(self) -> DeviceError | None:
         """Why the device cannot be used any more, once it is lost. The process must end then."""
-        failure = self.model.front.failure
+        failure = self.model.client.failure
         return failure if isinstance(failure, DeviceError) else None
 
     def check_ready(self) -> None:
@@ -178,9 +178,9 @@ class Service:
             raise unavailable(str(self.lost))
         if self.draining:
             raise unavailable("the server is shutting down; try another server", retry=5)
-        if self.model.front.failure is not None:
+        if self.model.client.failure is not None:
             self.probe()
-            raise unavailable(f"the engine has failed ({type(self.model.front.failure).__name__})", retry=5)
+            raise unavailable(f"the engine has failed ({type(self.model.client.failure).__name__})", retry=5)
 
     def probe(self) -> None:
         """After a failed step: let the engine generate one token. Success clears the failure."""
@@ -188,7 +188,7 @@ class Service:
             return
         sequence = DecodingSequence([0], LookaheadConfig.autoregressive(), rules=StopRules(1))
         try:
-            self._probing = self.model.front.submit(Request(sequence, salt="probe"))
+            self._probing = self.model.client.submit(Request(sequence, salt="probe"))
         except (RuntimeError, ValueError):  # its thread is gone
             self._probing = None
 

@@ -21,7 +21,7 @@ from ray_bodies import requests, same, told
 from lookahead.engine.request import Event
 from lookahead.serve.app import make_app
 from lookahead.serve.ray import channels
-from lookahead.serve.ray.front import RemoteFront
+from lookahead.serve.ray.client import RemoteClient
 from lookahead.serve.ray.ingress import IngressService
 from lookahead.serve.ray.remote import RemoteModel
 from lookahead.serve.ray.replica import Replica, ReplicaService
@@ -118,16 +118,16 @@ def with_ingress(
         replica = LocalReplica(model, ServeSettings(**settings))
         await replica.service.start()
         handle: Any = Handle(replica, deaths, error)
-        remote = RemoteModel(Facts.of(model, "1"), RemoteFront(handle, "1"))
+        remote = RemoteModel(Facts.of(model, "1"), RemoteClient(handle, "1"))
         app = make_app(remote, ServeSettings(**settings), partial(IngressService, reports=None, process="ingress"))
         service = app.state.service
         await super(IngressService, service).start()  # without the reports
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as client:
             found = await test(client, handle, service)
         assert not service.replies
-        if tasks := list(service.front._tasks.values()):  # a sequence's stream ends a moment after its last chunk
+        if tasks := list(service.client._tasks.values()):  # a sequence's stream ends a moment after its last chunk
             await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-        assert not service.front._tasks
+        assert not service.client._tasks
         assert not replica.service.replies
         return found
 
@@ -161,7 +161,7 @@ def test_a_stream_goes_on_after_any_chunk(served: Any, one_process: Running) -> 
             first, second = handle.sent[before:]
             assert list(first.spec.output) == []
             assert len(second.spec.output) >= death
-        assert service.front.counts["lost"] == 12
+        assert service.client.counts["lost"] == 12
 
     with_ingress(served, [], test)
 
@@ -184,9 +184,9 @@ def test_many_sequences_share_a_channel(
             assert joined(answer.text)[:2] == text[:2]  # log-probabilities depend on the batch in their last bits
         assert handle.listen.chunks > 100
         assert handle.listen.batches < handle.listen.chunks / 2
-        assert service.front.counts["lost"] == {"nothing": 0, "slow": 0, "broken": 6, "deaths": 4}[happens]
+        assert service.client.counts["lost"] == {"nothing": 0, "slow": 0, "broken": 6, "deaths": 4}[happens]
         await asyncio.sleep(0)
-        open_channels = list(service.front._channels._open.values())
+        open_channels = list(service.client._channels._open.values())
         await asyncio.wait_for(asyncio.gather(*open_channels), 5)  # they close when nothing comes
         assert not handle.replica._outboxes
 
@@ -232,7 +232,7 @@ def test_a_request_that_kills_two_replicas_is_dropped(served: Any) -> None:
         *_, last, done, empty = answer.text.split("\n\n")
         assert json.loads(last[6:])["error"]["code"] == "replicas_lost"
         assert (done, empty) == ("data: [DONE]", "")
-        assert service.front.counts == {"lost": 4, "dropped": 2}
+        assert service.client.counts == {"lost": 4, "dropped": 2}
 
     with_ingress(served, [3, 0], test)
 

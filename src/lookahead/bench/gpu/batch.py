@@ -113,9 +113,9 @@ class Load:
     def step(self) -> tuple[int, int]:
         """Finish a step and begin the next. Returns the tokens and the tries of the one that is finished."""
         tokens = tried = 0
-        settled = self.engine.finish()
+        finished = self.engine.finish()
         self.engine.begin()
-        for event in settled.tell():
+        for event in finished.events():
             if event.error is not None:
                 raise event.error
             tokens, tried = tokens + len(event.tokens), tried + event.tried

@@ -4,7 +4,7 @@
     application    the three deployments, and `app` for `serve deploy`
     local          `lookahead serve --replicas`: a single-machine cluster
     ingress        HTTP: the same routes, keys and limits as one process, in front of replicas
-    front          the engine's interface in an ingress; it resumes a stream when a replica is lost
+    client         the engine client of an ingress; it resumes a stream when a replica is lost
     channels       multiplex the chunks of many sequences into one stream
     remote         the model's interface in an ingress, and its sequences
     conversations  routes the requests of a conversation to one replica

@@ -18,8 +18,8 @@ from ray.serve.handle import DeploymentHandle
 from lookahead.serve.app import make_app
 from lookahead.serve.errors import unavailable
 from lookahead.serve.limits import App, Receive, Scope, Send
+from lookahead.serve.ray.client import RemoteClient
 from lookahead.serve.ray.conversations import Conversations
-from lookahead.serve.ray.front import RemoteFront
 from lookahead.serve.ray.gather import ingress_text, merge_metrics
 from lookahead.serve.ray.remote import RemoteModel, RemoteRequestState
 from lookahead.serve.ray.reports import PERIOD, Report
@@ -59,8 +59,8 @@ class IngressService(Service):
         self._watching: asyncio.Task[None] | None = None
         self.grammars = GrammarTexts(model)  # compiled by the replicas
         self.conversations = Conversations()
-        self.front = cast(RemoteFront, model.front)
-        self.front.owner_of = self.keys.owners.index
+        self.client = cast(RemoteClient, model.client)
+        self.client.owner_of = self.keys.owners.index
         self.live = 1  # the one that sent the model's facts
 
     def make_state(self, spec: RequestSpec, index: int) -> RequestState:
@@ -118,7 +118,7 @@ class IngressService(Service):
         return merge_metrics([*(report for report in reports if report.name != self._process), self._report()])
 
     def _report(self) -> Report:
-        text = ingress_text(self.name, self.waiting, self.metrics.refused, self.front.counts)
+        text = ingress_text(self.name, self.waiting, self.metrics.refused, self.client.counts)
         return Report("ingress", self._process, text)
 
     async def _watch(self) -> None:
@@ -151,7 +151,7 @@ class Ingress:
         self, settings: RaySettings, replicas: DeploymentHandle[Any], reports: DeploymentHandle[Any]
     ) -> None:
         facts: Facts = await replicas.facts.remote()
-        model = RemoteModel(facts, RemoteFront(replicas, facts.version))
+        model = RemoteModel(facts, RemoteClient(replicas, facts.version))
         own = replace(settings.serve, memory_folder=None)
         process = serve.get_replica_context().replica_id.unique_id
         kind = partial(IngressService, reports=reports, process=process, ranks=settings.ranks)

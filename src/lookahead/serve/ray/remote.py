@@ -112,15 +112,15 @@ class RemoteBackend:
 
 
 class RemoteModel(LookaheadModel):
-    """The replicas' model without its weights: it tokenizes prompts, and `front` forwards sequences."""
+    """The replicas' model without its weights: it tokenizes prompts, and `client` forwards sequences."""
 
-    def __init__(self, facts: Facts, front: Any) -> None:  # not the parent's: there is nothing to load
+    def __init__(self, facts: Facts, client: Any) -> None:  # not the parent's: there is nothing to load
         self.name, self.tokenizer, self.version = facts.name, facts.tokenizer, facts.version
         self.model = SimpleNamespace(generation_config=facts.generation_config)
         limits = facts.dtype, facts.capabilities
         self.backend = cast(Any, RemoteBackend(facts.vocab_size, facts.max_length, facts.holds, *limits))
         self.remember_fits(logger.warning)
-        self.engine, self.front = cast(Any, NoEngine()), front
+        self.engine, self.client = cast(Any, NoEngine()), client
         self.default_config, self.stop_ids = facts.default_config, facts.stop_ids
         self.memory = SharedMemory()
 

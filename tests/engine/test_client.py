@@ -1,4 +1,4 @@
-"""The front: many threads, one engine. Cancelled, failed and forgotten requests harm nobody else."""
+"""The engine client: many threads, one engine. Cancelled, failed and forgotten requests harm nobody else."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from test_identity import Asked, alone, sequence_of
 from toys import ToyBackend
 
 from lookahead.backends.base import StepInput
+from lookahead.engine.client import EngineClient
 from lookahead.engine.engine import Engine
-from lookahead.engine.front import Front
 from lookahead.engine.request import Request
 
 
@@ -68,20 +68,20 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 def test_threads_get_their_own_texts() -> None:
     backend = PagedToy(pages=40, most_rows=32)
-    front = Front(Engine(backend))
+    client = EngineClient(Engine(backend))
 
     def work(number: int) -> bool:
         right = True
         for turn in range(4):
             one = asked(number + 7 * turn)
             sequence = sequence_of(one)
-            ticket = front.submit(Request(sequence))
+            stream = client.submit(Request(sequence))
             if number % 2:
-                told = [token for event in ticket for token in event.tokens]
+                output = [token for event in stream for token in event.tokens]
             else:
-                ticket.wait()
-                told = sequence.output
-            right &= (told, sequence.finish_reason) == text_of(one)
+                stream.wait()
+                output = sequence.output
+            right &= (output, sequence.finish_reason) == text_of(one)
         return right
 
     assert in_threads(8, work) == [True] * 8
@@ -91,25 +91,25 @@ def test_threads_get_their_own_texts() -> None:
 
 def test_requests_of_threads_share_passes() -> None:
     backend = PagedToy(pages=200, most_rows=32)
-    front = Front(Engine(backend))
-    tickets = [front.submit(Request(sequence_of(asked(5 * number, 24)))) for number in range(6)]
-    for ticket in tickets:
-        ticket.wait()
+    client = EngineClient(Engine(backend))
+    streams = [client.submit(Request(sequence_of(asked(5 * number, 24)))) for number in range(6)]
+    for stream in streams:
+        stream.wait()
     assert max(map(len, backend.passes)) > 1
 
 
 def test_cancel_in_mid_stream() -> None:
     backend = ToyBackend()
-    front = Front(Engine(backend))
-    ticket = front.submit(endless())
-    other = front.submit(Request(sequence_of(asked(4))))
-    events = iter(ticket)
+    client = EngineClient(Engine(backend))
+    stream = client.submit(endless())
+    other = client.submit(Request(sequence_of(asked(4))))
+    events = iter(stream)
     next(events)
-    front.cancel(ticket)
+    client.cancel(stream)
     list(events)  # it ends
-    assert ticket.done
-    assert ticket.request.sequence.finish_reason is None
-    front.cancel(ticket)
+    assert stream.done
+    assert stream.request.sequence.finish_reason is None
+    client.cancel(stream)
     other.wait()
     assert other.request.sequence.output == text_of(asked(4))[0]
     assert backend.slots == {}
@@ -128,20 +128,20 @@ class BrokenSource:
 
 def test_an_error_in_one_request_is_its_own() -> None:
     backend = PagedToy(pages=200)
-    front = Front(Engine(backend))
+    client = EngineClient(Engine(backend))
     good = [Request(sequence_of(asked(number))) for number in range(4)]
     bad_rule, bad_source = (Request(sequence_of(asked(number, 60))) for number in (1, 2))
     bad_rule.sequence.ends = fails
     bad_source.sequence._sources = [BrokenSource()]
-    tickets = [front.submit(request) for request in (*good[:2], bad_rule, bad_source, *good[2:])]
-    for ticket in tickets[2:4]:
+    streams = [client.submit(request) for request in (*good[:2], bad_rule, bad_source, *good[2:])]
+    for stream in streams[2:4]:
         with pytest.raises(ZeroDivisionError, match="a rule of its own"):
-            ticket.wait()
+            stream.wait()
         with pytest.raises(ZeroDivisionError, match="a rule of its own"):
-            list(ticket)
-        assert ticket.request.sequence.finish_reason == "error"
+            list(stream)
+        assert stream.request.sequence.finish_reason == "error"
     for number, request in enumerate(good):
-        tickets[number if number < 2 else number + 2].wait()
+        streams[number if number < 2 else number + 2].wait()
         assert request.sequence.output == text_of(asked(number))[0]
     assert backend.slots == {}
     assert backend.pool.used == 0
@@ -156,156 +156,156 @@ class Dying(ToyBackend):
         return super().launch(inputs)
 
 
-def test_the_death_of_the_engine_reaches_every_ticket() -> None:
+def test_the_death_of_the_engine_reaches_every_stream() -> None:
     backend = Dying()
-    front = Front(Engine(backend))
-    tickets = [front.submit(endless()) for _ in range(3)]
-    next(iter(tickets[0]))
+    client = EngineClient(Engine(backend))
+    streams = [client.submit(endless()) for _ in range(3)]
+    next(iter(streams[0]))
 
     def work(number: int) -> bool:
         with pytest.raises(OSError, match="the device is gone"):
-            list(tickets[number]) if number else tickets[number].wait()
+            list(streams[number]) if number else streams[number].wait()
         return True
 
     threading.Timer(0.05, lambda: setattr(backend, "dead", True)).start()
     assert in_threads(3, work) == [True] * 3
     with pytest.raises(OSError, match="the device is gone"):
-        front.submit(endless()).wait()
+        client.submit(endless()).wait()
     assert backend.slots == {}
     backend.dead = False
-    ticket = front.submit(Request(sequence_of(asked(4))))
-    ticket.wait()
-    assert ticket.request.sequence.output == text_of(asked(4))[0]
+    stream = client.submit(Request(sequence_of(asked(4))))
+    stream.wait()
+    assert stream.request.sequence.output == text_of(asked(4))[0]
 
 
-def test_what_can_never_run_is_refused_at_the_door() -> None:
-    front = Front(Engine(PagedToy(pages=8)))
+def test_what_can_never_run_is_refused_by_submit() -> None:
+    client = EngineClient(Engine(PagedToy(pages=8)))
     with pytest.raises(ValueError, match="the backend holds 32"):
-        front.submit(endless())
+        client.submit(endless())
 
 
 def test_it_sleeps_and_goes_with_its_owner() -> None:
     backend = ToyBackend()
-    front = Front(Engine(backend))
-    front.submit(Request(sequence_of(asked(3)))).wait()
-    (thread,) = front._threads
+    client = EngineClient(Engine(backend))
+    client.submit(Request(sequence_of(asked(3)))).wait()
+    (thread,) = client._threads
     assert thread.daemon
     assert thread.is_alive()
     used = time.process_time()
     time.sleep(0.2)
     assert time.process_time() - used < 0.1
-    gone = [weakref.ref(front), weakref.ref(front._core.engine), weakref.ref(backend)]
-    del front, backend
+    gone = [weakref.ref(client), weakref.ref(client._core.engine), weakref.ref(backend)]
+    del client, backend
     gc.collect()
     assert [one() for one in gone] == [None] * 3
     assert soon(lambda: not thread.is_alive())
 
 
-def test_a_closed_front() -> None:
-    front = Front(Engine(ToyBackend()))
-    ticket = front.submit(endless())
-    front.close()
+def test_a_closed_client() -> None:
+    client = EngineClient(Engine(ToyBackend()))
+    stream = client.submit(endless())
+    client.close()
     with pytest.raises(RuntimeError, match="closed while it was answering"):
-        ticket.wait()
-    front.cancel(ticket)
-    front.close()
+        stream.wait()
+    client.cancel(stream)
+    client.close()
     with pytest.raises(RuntimeError, match="the model was closed; load it again"):
-        front.submit(endless())
+        client.submit(endless())
 
 
 def test_only_the_end_wakes_one_who_waits() -> None:
-    front = Front(Engine(ToyBackend()))
-    ticket = front.submit(Request(sequence_of(asked(0))))
+    client = EngineClient(Engine(ToyBackend()))
+    stream = client.submit(Request(sequence_of(asked(0))))
     woken: list[bool] = []
-    wake = ticket._wake.set
-    ticket._wake.set = lambda: woken.append(ticket.done) or wake()  # type: ignore[func-returns-value, method-assign]
-    ticket.wait()
+    wake = stream._wake.set
+    stream._wake.set = lambda: woken.append(stream.done) or wake()  # type: ignore[func-returns-value, method-assign]
+    stream.wait()
     assert woken == [True]
 
 
 def test_functions_run_between_steps() -> None:
-    front = Front(Engine(ToyBackend()))
-    ticket = front.submit(endless())
-    next(iter(ticket))
-    assert front.call(lambda: threading.current_thread().name) == "lookahead"
+    client = EngineClient(Engine(ToyBackend()))
+    stream = client.submit(endless())
+    next(iter(stream))
+    assert client.call(lambda: threading.current_thread().name) == "lookahead"
     with pytest.raises(ZeroDivisionError):
-        front.call(lambda: fails(1))
-    front.cancel(ticket)
-    ticket.join()
-    assert ticket.error is None
+        client.call(lambda: fails(1))
+    client.cancel(stream)
+    stream.join()
+    assert stream.error is None
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_without_a_thread_the_reader_steps(order: tuple[int, int]) -> None:
-    front = Front(Engine(ToyBackend()), thread=False)
-    tickets = [front.submit(Request(sequence_of(asked(number)))) for number in range(2)]
+    client = EngineClient(Engine(ToyBackend()), thread=False)
+    streams = [client.submit(Request(sequence_of(asked(number)))) for number in range(2)]
     for number in order:
-        told = [token for event in tickets[number] for token in event.tokens]
-        assert told == text_of(asked(number))[0]
-    assert front._threads == []
-    failing = front.submit(endless(fails))
+        output = [token for event in streams[number] for token in event.tokens]
+        assert output == text_of(asked(number))[0]
+    assert client._threads == []
+    failing = client.submit(endless(fails))
     with pytest.raises(ZeroDivisionError):
         failing.wait()
-    stopped = front.submit(endless())
+    stopped = client.submit(endless())
     next(iter(stopped))
-    front.cancel(stopped)
+    client.cancel(stopped)
     stopped.wait()
 
 
-def test_tickets_of_a_step_share_one_call_and_can_be_taken_without_waiting() -> None:
-    front = Front(Engine(PagedToy(pages=60, most_rows=64)))
+def test_streams_of_a_step_share_one_call_and_can_be_taken_without_waiting() -> None:
+    client = EngineClient(Engine(PagedToy(pages=60, most_rows=64)))
     calls: list[list[Any]] = []
     over = threading.Event()
 
-    def told(tickets: Sequence[Any]) -> None:
-        calls.append([(ticket, ticket.take()) for ticket in tickets])
-        if all(ticket.done for ticket in held):
+    def on_step(streams: Sequence[Any]) -> None:
+        calls.append([(stream, stream.take()) for stream in streams])
+        if all(stream.done for stream in held):
             over.set()
 
     asks = [asked(number) for number in range(4)]
     sequences = [sequence_of(one) for one in asks]
     held: list[Any] = []
-    front.call(lambda: held.extend(front.submit(Request(sequence), told) for sequence in sequences))
+    client.call(lambda: held.extend(client.submit(Request(sequence), on_step) for sequence in sequences))
     assert over.wait(30)
-    assert len(calls[0]) == 4  # all four ran in the first step, and one call tells it
-    for one, ticket in zip(asks, held, strict=True):
+    assert len(calls[0]) == 4  # all four ran in the first step, and one call notifies them
+    for one, stream in zip(asks, held, strict=True):
         tokens = [
-            token for call in calls for got, events in call if got is ticket for e in events for token in e.tokens
+            token for call in calls for got, events in call if got is stream for e in events for token in e.tokens
         ]
-        assert (tokens, ticket.request.sequence.finish_reason) == text_of(one)
+        assert (tokens, stream.request.sequence.finish_reason) == text_of(one)
     assert len(calls) < sum(len(call) for call in calls)
 
 
-def test_cancelling_tells_who_does_not_wait() -> None:
-    front = Front(Engine(ToyBackend()))
+def test_cancelling_notifies_a_reader_that_does_not_wait() -> None:
+    client = EngineClient(Engine(ToyBackend()))
     ended = threading.Event()
-    ticket = front.submit(endless(), lambda tickets: ended.set() if tickets[0].done else None)
-    front.cancel(ticket)
+    stream = client.submit(endless(), lambda streams: ended.set() if streams[0].done else None)
+    client.cancel(stream)
     assert ended.wait(30)
-    assert ticket.error is None
+    assert stream.error is None
 
 
 def test_a_failed_step_is_remembered_until_a_step_succeeds() -> None:
     backend = ToyBackend()
-    front, launch = Front(Engine(backend)), backend.launch
+    client, launch = EngineClient(Engine(backend)), backend.launch
 
     def broken(inputs: Sequence[StepInput]) -> Any:
         raise OSError("the device is gone")
 
     backend.launch = broken  # type: ignore[method-assign]
     with pytest.raises(OSError, match="device is gone"):
-        front.submit(endless()).wait()
-    assert isinstance(front.failure, OSError)
+        client.submit(endless()).wait()
+    assert isinstance(client.failure, OSError)
     backend.launch = launch  # type: ignore[method-assign]
     one = asked(3)
-    front.submit(Request(sequence_of(one))).wait()
-    assert front.failure is None
+    client.submit(Request(sequence_of(one))).wait()
+    assert client.failure is None
 
 
 def test_nobody_waits_for_a_thread_that_has_died() -> None:
     engine = Engine(ToyBackend())
-    front = Front(engine)
-    running = front.submit(endless())
+    client = EngineClient(engine)
+    running = client.submit(endless())
     assert soon(lambda: bool(running.request.sequence.output))
 
     def worse() -> None:
@@ -315,12 +315,12 @@ def test_nobody_waits_for_a_thread_that_has_died() -> None:
     engine.step = engine.finish = worse  # type: ignore[assignment, method-assign]
     with pytest.raises(OSError, match="cleaned up"):
         running.wait()
-    assert isinstance(front.failure, OSError)
+    assert isinstance(client.failure, OSError)
     with pytest.raises(RuntimeError, match="thread has died"):
-        front.submit(endless())
+        client.submit(endless())
 
 
-def test_beside_a_device_the_last_step_is_told_while_the_next_one_runs() -> None:
+def test_beside_a_device_events_are_sent_while_the_next_step_runs() -> None:
     class Device(ToyBackend):
         capabilities = replace(ToyBackend.capabilities, overlaps=True)
         running = False
@@ -334,27 +334,27 @@ def test_beside_a_device_the_last_step_is_told_while_the_next_one_runs() -> None
             return super().collect(launched)
 
     backend = Device()
-    front = Front(Engine(backend))
+    client = EngineClient(Engine(backend))
     one = asked(4, tokens=12)
     tokens: list[int] = []
     beside: list[bool] = []
     over = threading.Event()
 
-    def told(tickets: Sequence[Any]) -> None:
-        tokens.extend(token for ticket in tickets for event in ticket.take() for token in event.tokens)
+    def on_step(streams: Sequence[Any]) -> None:
+        tokens.extend(token for stream in streams for event in stream.take() for token in event.tokens)
         beside.append(backend.running)
-        if tickets[0].done:
+        if streams[0].done:
             over.set()
 
-    front.submit(Request(sequence_of(one)), told)
+    client.submit(Request(sequence_of(one)), on_step)
     assert over.wait(30)
     assert tokens == text_of(one)[0]
     assert beside == [True] * (len(beside) - 1) + [False]  # nothing runs after the last step
 
 
-def test_what_the_last_step_gave_is_told_even_if_the_next_one_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_the_last_step_are_sent_even_if_the_next_one_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = ToyBackend()
-    front, launch = Front(Engine(backend)), backend.launch
+    client, launch = EngineClient(Engine(backend)), backend.launch
     one = asked(3)
     sequence, longer = sequence_of(one), endless()
     ended: list[bool] = []
@@ -365,7 +365,7 @@ def test_what_the_last_step_gave_is_told_even_if_the_next_one_cannot_begin(monke
         return launch(inputs)
 
     monkeypatch.setattr(backend, "launch", breaks_after_the_end)
-    first, second = front.call(lambda: (front.submit(Request(sequence)), front.submit(longer)))
+    first, second = client.call(lambda: (client.submit(Request(sequence)), client.submit(longer)))
     first.wait()
     ended.append(first.error is None)
     with pytest.raises(OSError, match="device is gone"):

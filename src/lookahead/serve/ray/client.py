@@ -17,8 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from lookahead.engine.front import Ticket, Told
 from lookahead.engine.request import Request
+from lookahead.engine.request_stream import RequestStream, StepCallback
 from lookahead.serve.errors import ApiError
 from lookahead.serve.ray.channels import Channels, Inbox
 from lookahead.serve.ray.conversations import Homes
@@ -42,8 +42,8 @@ class ReplicaLostError(Exception):
         self.reported = reported
 
 
-class RemoteFront:
-    """The part of `engine.front.Front`'s interface that the server uses. All calls come from the event loop.
+class RemoteClient:
+    """The part of `engine.client.EngineClient`'s interface that the server uses. All calls come from the event loop.
 
     `owner_of` gives the index of a sequence's key. `counts` counts lost replicas and dropped sequences.
     """
@@ -52,45 +52,45 @@ class RemoteFront:
 
     def __init__(self, replicas: DeploymentHandle[Any], version: str) -> None:
         self._replicas, self._version = replicas, version
-        self._tasks: dict[Ticket, asyncio.Task[None]] = {}
+        self._tasks: dict[RequestStream, asyncio.Task[None]] = {}
         self.owner_of: Callable[[Any], int] = lambda owner: 0
         self.counts: Counter[str] = Counter()
         self._homes = Homes()
         self._channels = Channels(replicas)
 
-    def submit(self, request: Request, told: Told | None = None) -> Ticket:
-        ticket = Ticket(request, None, told)
-        task = asyncio.get_running_loop().create_task(self._run(ticket))
-        self._tasks[ticket] = task
-        task.add_done_callback(lambda done: self._tasks.pop(ticket, None))
-        return ticket
+    def submit(self, request: Request, on_step: StepCallback | None = None) -> RequestStream:
+        stream = RequestStream(request, None, on_step)
+        task = asyncio.get_running_loop().create_task(self._run(stream))
+        self._tasks[stream] = task
+        task.add_done_callback(lambda done: self._tasks.pop(stream, None))
+        return stream
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, stream: RequestStream) -> None:
         """End a sequence early, and cancel it on its replica."""
-        task = self._tasks.get(ticket)
+        task = self._tasks.get(stream)
         if task is not None:
             task.cancel()
 
-    async def _run(self, ticket: Ticket) -> None:
+    async def _run(self, stream: RequestStream) -> None:
         """Generate one sequence, on several replicas if some are lost."""
         try:
-            await self._generate(ticket)
+            await self._generate(stream)
             error: BaseException | None = None
         except Exception as failed:
             error = failed
-        if not ticket.done:
-            ticket.end(error)
-        self._notify(ticket)
+        if not stream.done:
+            stream.end(error)
+        self._notify(stream)
 
-    async def _generate(self, ticket: Ticket) -> None:
-        sequence, losses = cast(RemoteSequence, ticket.request.sequence), 0
+    async def _generate(self, stream: RequestStream) -> None:
+        sequence, losses = cast(RemoteSequence, stream.request.sequence), 0
         while sequence.finish_reason is None:
             try:
                 async with aclosing(self._chunks(sequence, by_channel=not losses)) as chunks:
                     async for chunk in chunks:
-                        for event in sequence.take(chunk, ticket.request):
-                            ticket.put(event)
-                        self._notify(ticket)
+                        for event in sequence.take(chunk, stream.request):
+                            stream.put(event)
+                        self._notify(stream)
                 if sequence.finish_reason is None:
                     raise ReplicaLostError("it ended without a reason")
             except ReplicaLostError as lost:
@@ -138,9 +138,9 @@ class RemoteFront:
                     stream.cancel()
                     reading.cancel()
 
-    def _notify(self, ticket: Ticket) -> None:
-        if ticket.told is not None:
-            ticket.told([ticket])
+    def _notify(self, stream: RequestStream) -> None:
+        if stream.on_step is not None:
+            stream.on_step([stream])
 
 
 async def read_into(inbox: Inbox, stream: DeploymentResponseGenerator[Chunk]) -> None:

@@ -1,4 +1,4 @@
-"""A step on its way: launched, begun, settled, told. `Engine.begin` and `Engine.finish` take it that way."""
+"""The states of a step: launched, running, finished. `Engine.begin` and `Engine.finish` lead from one to the next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lookahead.engine.scheduler import Pass
 
 
 @dataclass(slots=True)
-class Launched:
-    """A pass that the backend runs: its inputs, and when it was launched."""
+class LaunchedPass:
+    """A pass that the backend is running: its inputs, and when it was launched."""
 
     one: Pass
     inputs: list[StepInput]
@@ -24,21 +24,21 @@ class Launched:
 
 
 @dataclass(slots=True)
-class Begun:
-    """A step that has begun: its passes, when it began, and the backend's `captures` then. The first pass runs."""
+class RunningStep:
+    """A step that has begun: its passes, when it began, and the backend's `captures` then. Its first pass runs."""
 
     passes: list[Pass]
     time: float = 0.0
     captures: int = 0
-    first: Launched | None = None
+    first: LaunchedPass | None = None
 
 
-NOT_BEGUN = Begun([])
+NO_STEP = RunningStep([])
 
 
 @dataclass(slots=True)
-class Settled:
-    """A step of which nobody has been told yet: what was accepted, which requests failed, and what it took of time."""
+class FinishedStep:
+    """A finished step whose events have not been sent: accepted tokens, failed requests, and times."""
 
     accepted: list[tuple[StepResult, Verdict]]
     failed: list[tuple[Request, Exception]]
@@ -51,11 +51,11 @@ class Settled:
 
     @property
     def mean_tokens(self) -> float:
-        """How many tokens a request got, on average."""
+        """The mean number of tokens that a request got."""
         return sum(len(verdict.tokens) for _, verdict in self.accepted) / (len(self.accepted) + len(self.failed))
 
-    def tell(self) -> list[Event]:
-        """What the step gave each request. It is told once."""
+    def events(self) -> list[Event]:
+        """The event of each request. Call it once: it also updates the requests' statistics."""
         events = []
         for result, verdict in self.accepted:
             request, tree = result.request, result.input.tree
@@ -69,29 +69,29 @@ class Settled:
             event = Event(request, verdict.tokens, verdict.finish_reason, verdict.path, tree.size - tree.branch)
             if request.sequence.sampling.logprobs is not None:
                 event.logprobs = logprobs_of(result, verdict, request.sequence.sampling.logprobs)
-            if request.tells_steps:
-                event.tell_step(tree)
+            if request.reports_steps:
+                event.add_step_details(tree)
             events.append(event)
         return events + [Event(request, [], "error", error=reason) for request, reason in self.failed]
 
 
 def verdicts_of(results: Sequence[StepResult]) -> list[Verdict | Exception | None]:
-    """What was accepted: as the requests' verifiers say, or else as is known from the targets.
+    """What each result accepted: by its request's verifier if it has one, otherwise as verified against the targets.
 
-    All requests of a verifier that raises have its exception.
+    If a verifier raises, all its requests get the exception.
     """
     verdicts = [result.accepted for result in results]
     if all(result.request.verifier is None for result in results):
         return verdicts
     groups: dict[Verifier, list[int]] = {}
-    for place, result in enumerate(results):
+    for index, result in enumerate(results):
         if result.request.verifier is not None:
-            groups.setdefault(result.request.verifier, []).append(place)
-    for verifier, places in groups.items():
+            groups.setdefault(result.request.verifier, []).append(index)
+    for verifier, indices in groups.items():
         try:
-            found: Sequence[Verdict | Exception] = verifier([results[place] for place in places])
+            found: Sequence[Verdict | Exception] = verifier([results[index] for index in indices])
         except Exception as error:
-            found = [error] * len(places)
-        for place, verdict in zip(places, found, strict=True):
-            verdicts[place] = verdict
+            found = [error] * len(indices)
+        for index, verdict in zip(indices, found, strict=True):
+            verdicts[index] = verdict
     return verdicts
