@@ -10,8 +10,8 @@ It starts `lookahead serve` with all options that are not its own (`--replicas 2
 shape with `--inflate 7b`, or takes the `--url` of a server that runs. Every closed cell has prompts of its own, while
 there are new ones in the sets of `--prompts`; `again` counts the requests whose prompt had been asked before. Nothing
 is warmed up: the server says that it is ready. Every answer has the same length. Tokens per second are those of the
-last three quarters of a cell's time, in which all clients have an answer under way. `--report FOLDER/serve-load.json`
-writes the page, and with matplotlib the plot, anywhere.
+last three quarters of a cell's time, in which all clients have an answer under way. The figures are in
+`FOLDER/serve-load.json`, the table in `serve.md` beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 from load import Connection, Reply, closed_loop, open_loop, poisson, summary, timed
 from server_process import Served, add_server_options, connect, parse
 
-from lookahead.bench.report import plots
 from lookahead.bench.report.sections import Section, markdown
 from lookahead.bench.run import prompts
 from lookahead.bench.run.about import machine, versions
@@ -131,24 +130,7 @@ def page(found: Record) -> Section:
         "counted from the beginning, when all clients come at once. TTFT (the time to the first token) and gap (the "
         "time between two events of a stream) in ms, p50 / p99.",
     ]
-    loads = sorted({one["streams"] for one in records if one["kind"] == "closed"})
-    for what, title, part in (("tokens_per_second", "tokens per second", None), ("ttft_ms", "time to first token", 0)):
-        series = {way: [(load, median(records, "closed", load, way, what, part)) for load in loads] for way in WAYS}
-        lines = {way: [point for point in points if point[1] is not None] for way, points in series.items()}
-        section.plots.append(plots.Curves(title, "streams", "ms" if part == 0 else "tok/s", lines, log=True))
     return section
-
-
-def report(source: Path, target: Path) -> str:
-    """Write the page, and its plot beside it, from a run's JSON. Returns the page."""
-    section = page(json.loads(source.read_text(encoding="utf-8")))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if plots.available():
-        plots.write(section.plots, target.with_suffix(".svg"))
-        section.notes.append(f"![Tokens per second and time to the first token]({target.stem}.svg)")
-    text = markdown("`lookahead serve` under load", [section])
-    target.write_text(text, encoding="utf-8")
-    return text
 
 
 def numbers(text: str) -> list[Any]:
@@ -166,16 +148,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="for which a cell sends new requests")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--report", type=Path, help="write the page of this JSON, and measure nothing")
-    parser.add_argument("--page", type=Path, default=Path("serve.md"))
     add_server_options(parser)
     args = parse(parser)
-    if args.report is not None:
-        print(report(args.report, args.page))
-        return
     with connect(args) as served:
         found = measure(served, args)
-    print(markdown("`lookahead serve` under load", [page(found)]))
+    written = markdown("`lookahead serve` under load", [page(found)])
+    print(written)
+    if args.out is not None:
+        (args.out / "serve.md").write_text(written, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -88,11 +88,11 @@ def test_settings_reach_the_runs(model: ScriptedModel) -> None:
     assert all((s.raw, s.temperature, s.seed) == (True, 0.7, 0) for _, _, s in model.asked)
 
 
-def test_a_plot_is_written(model: ScriptedModel, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_plot_is_deprecated(model: ScriptedModel, tmp_path: Path) -> None:
     result = run(model, "--quick", "--plot", str(tmp_path / "p.svg"))
     assert result.exit_code == 0
-    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+    assert "--plot is deprecated and ignored" in result.stderr
+    assert not (tmp_path / "p.svg").exists()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,6 @@ def test_a_plot_is_written(model: ScriptedModel, tmp_path: Path) -> None:
         (["--max-tokens", "1"], "use at least 2"),
         (["--temperature", "-1"], "temperature=-1"),
         (["--prompts", "nowhere.txt"], "cannot read the prompts in 'nowhere.txt'"),
-        (["--plot", "nowhere/plot.svg"], "no folder 'nowhere'"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_loaded(model: ScriptedModel, args: list[str], message: str) -> None:

@@ -26,8 +26,6 @@ GPU_PRESETS = {
     "gpu-step": "A step by K on a CUDA GPU",
     "gpu-speed": "Tokens per second, S and the host's share on a CUDA GPU",
     "gpu-batch": "1 to 64 sequences at once on a CUDA GPU",
-    "gpu-bound": "Token by token against what reading the weights and the K/V takes, on a CUDA GPU",
-    "gpu-context": "A step by context, and memory, on a CUDA GPU",
     "gpu-report": "The report of the other GPU presets' results in --out",
 }
 """Presets of `python -m lookahead.bench.gpu`, which has two more options."""
@@ -74,12 +72,7 @@ def bench(
     dtype: Annotated[str, typer.Option("--dtype", help="As for generate.", rich_help_panel="Model")] = "auto",
     device: Annotated[str, typer.Option("--device", help="As for generate.", rich_help_panel="Model")] = "auto",
     backend: Annotated[str, typer.Option("--backend", help="As for generate.", rich_help_panel="Model")] = "auto",
-    step_cost: Annotated[
-        Path | None,
-        typer.Option(
-            "--step-cost", help="JSON with sizes and seconds of steps, measured elsewhere.", rich_help_panel="Ranks"
-        ),
-    ] = None,
+    step_cost: Annotated[Path | None, typer.Option("--step-cost", hidden=True)] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="Run our methods on this many ranks.", rich_help_panel="Ranks")
     ] = None,
@@ -105,13 +98,15 @@ def bench(
         given = {"model": model, "dtype": dtype, "device": device, "data_dir": data_dir, "out": out}
         host.write(_gpu(host, preset, {**given, "limit": limit, "max_tokens": max_tokens}) + "\n")
         return
+    if step_cost is not None:
+        host.say("warning: --step-cost is deprecated and ignored: preset configs reports measured speeds alone")
     settings = Settings(model=model, dtype=dtype, device=device, backend=backend)
     settings.validate()
     several = Ranks(ranks, rank_timeout, False)
     runs = [
         BenchOptions(
             name, sets=sets, methods=method, data_dir=data_dir, quick=quick, limit=limit, max_tokens=max_tokens,
-            repeats=repeats, temperatures=temperature, seed=seed, warm=warm, step_cost=step_cost,
+            repeats=repeats, temperatures=temperature, seed=seed, warm=warm,
             draft_model=draft_model, ranks=several.size,
             half="float16" if dtype == "float16" else "bfloat16",
         )
@@ -133,12 +128,12 @@ def _refuse_others(ctx: typer.Context, taken: Sequence[str]) -> None:
 
 def _gpu(host: Host, preset: str, given: dict[str, Any]) -> str:
     """Run presets of `lookahead.bench.gpu`; returns their summary table. Options not given keep its defaults."""
-    from lookahead.bench.gpu.bench import GpuOptions
-    from lookahead.bench.gpu.command import run
+    from lookahead.bench.gpu.command import parser, run
 
-    presets = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
-    options = {name: value for name, value in given.items() if value not in (None, "auto")}
-    return run(presets, GpuOptions(**options), host.load)
+    words = [choice("--preset", name.strip(), tuple(GPU_PRESETS)).removeprefix("gpu-") for name in preset.split(",")]
+    for name, value in given.items():
+        words += [] if value in (None, "auto") else [f"--{name.replace('_', '-')}", str(value)]
+    return run(parser().parse_args(words), host.load)
 
 
 def _named(preset: str | None, device: str) -> list[str | None]:
@@ -209,7 +204,7 @@ def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner
     """Run one preset and report, even if interrupted by Ctrl-C. Returns whether it finished."""
     from lookahead.bench.paper.options import report
 
-    run, todo = options.run_of(jobs, runner, host.say), runner.agreed(jobs)
+    run, todo = options.run_of(jobs, runner), runner.agreed(jobs)
     finished = True
     try:
         _run(host, runner, run, todo)
@@ -222,7 +217,7 @@ def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner
         host.write(json.dumps({**options.record(run), "files": {k: str(v) for k, v in files.items()}}) + "\n")
     else:
         host.write(files["markdown"].read_text(encoding="utf-8"))
-    host.say(f"results in {run.results.path}, report in {files['html']}")
+    host.say(f"results in {run.results.path}, report in {files['markdown']}")
     return finished
 
 

@@ -40,7 +40,7 @@ def tune(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter runs; rougher.")] = False,
     prior: Annotated[bool, typer.Option("--prior", help="Measure only the cost of a step; assume acceptance.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Make the best one the default for this model.")] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw an SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", hidden=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Find the config that makes a model fastest on this machine, plain decoding included.
@@ -55,14 +55,11 @@ def tune(
         raise ValueError(f"--max-tokens {tokens}: an answer of one token is always one step; use at least 2")
     SamplingParams(temperature)
     chosen = choose_prompts(prompts, QUICK_PROMPTS if quick else PROMPTS)
-    if plot is not None and not plot.parent.is_dir():
-        raise ValueError(f"--plot: no folder {str(plot.parent)!r} to write {plot.name!r} to; make it first")
+    if plot is not None:
+        host.say("warning: --plot is deprecated and ignored: the bars are printed, and --json has every figure")
 
-    from lookahead.bench.report import plots
     from lookahead.tune import tuner
 
-    if plot is not None and not plots.available():
-        raise ValueError(f"--plot: {plots.MISSING}")
     # An explicit config skips the measurement and the profile at loading.
     loaded: Any = host.load(model, dtype=dtype, device=device, backend=backend, log=host.say, config=LookaheadConfig())
     result = tuner.tune(
@@ -82,9 +79,6 @@ def tune(
         host.write(bars(result.predictions))
         host.write(law(result))
         host.write(result.verdict() + "\n")
-    if plot is not None:
-        plots.write(drawings(result), plot)
-        host.say(f"plot: {plot}")
     if save:
         path = tuner.save(loaded, result, cache_dir())
         host.say(f"saved: {path}; `lookahead` and lookahead.load() use it for this model here; delete it to go back")
@@ -145,27 +139,3 @@ def bars(predictions: Any, width: int = 40) -> str:
         bar = "".join("|" if i + 1 == one else "#" if i < length else " " for i in range(max(length, one)))
         lines.append(f"{p.candidate.name:<{names}}  {bar:<{width}}  {p.speedup:.2f}x")
     return "\n".join(lines) + "\n"
-
-
-def drawings(result: Any) -> list[Any]:
-    """Every candidate's speedup; and S of the paper's method over W, as measured and by the fitted law (figure 4)."""
-    from lookahead.bench.report.plots import Bars, Curves
-    from lookahead.tune.scaling_law import candidates
-
-    found, points = result.laws.paper, result.laws.points
-    names = [p.candidate.name for p in result.predictions]
-    where = f"{result.model} on {result.facts['device']}, {result.facts['dtype']}"
-    by_basis: dict[str, Any] = {
-        basis: [p.speedup if p.basis == basis else None for p in result.predictions]
-        for basis in dict.fromkeys(p.basis for p in result.predictions)
-    }
-    series: dict[str, Any] = {}
-    for ngram in sorted({3, 5, 7, *(p.ngram for p in points)}):
-        series[f"N = {ngram}"] = [(candidates(p.window, p.guesses), p.compression) for p in points if p.ngram == ngram]
-        series[f"N = {ngram}, law"] = [(w, found.compression(ngram - 1, w)) for w in (2, 4, 8, 16, 32)]
-    title = f"S over W = G; the law: alpha = {found.alpha:.3f}, f = {found.f:.2f}"
-    laws = [name for name in series if name.endswith("law")]
-    return [
-        Bars(f"Speedup, by how S is known: {where}", names, by_basis, "x", 1.0),
-        Curves(title, "W = G (log)", "S", series, laws, log=True),
-    ]

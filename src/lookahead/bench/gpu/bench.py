@@ -1,11 +1,11 @@
-"""One command of the GPU benchmark: its options, the model and prompts, and one JSON file for each part."""
+"""One command of the GPU benchmark: the model and prompts of its options, and one JSON file for each part."""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from lookahead.bench.run.about import device_name, machine, versions
 from lookahead.bench.run.prompts import load as load_prompts
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, StopRules
-from lookahead.generate import LookaheadModel, load
-from lookahead.loading.load import DTYPES
+from lookahead.generate import LookaheadModel
 
 METHODS = {
     "autoregressive": LookaheadConfig.autoregressive(),
@@ -27,44 +26,16 @@ METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class GpuOptions:
-    """`limit` are prompts of each set. `shape` is the one that the model was padded to, where it was."""
-
-    model: str | None = None
-    dtype: str = "bfloat16"
-    device: str = "cuda"
-    data_dir: Path | None = None
-    limit: int = 10
-    max_tokens: int = 256
-    out: Path = Path("lookahead-bench")
-    page: Path | None = None
-    invariant: str = "on"
-    shape: str | None = None
-
-    def check(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype does not know {self.dtype!r}: choose from {', '.join(DTYPES)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device here; --device cpu tests the parts, and times nothing")
-
-    def shown(self, parts: Sequence[str]) -> str:
-        """The command, without the folders of the machine it ran on."""
-        size = f"--limit {self.limit} --max-tokens {self.max_tokens} --model FILE --data-dir DATA"
-        if self.shape is not None:
-            return f"python benchmarks/inflate.py {self.shape} gpu {' '.join(parts)} {size}"
-        return f"lookahead bench --preset {','.join(f'gpu-{p}' for p in parts)} {size}"
-
-
 class GpuBench:
     """The model, loaded when it is first needed, and what the current part has measured.
 
     A part adds its records one by one, and its file is written again each time: a run that is cut short leaves what it
-    had. The model is made outside inference mode: `torch.compile` takes no weights made in it.
+    had. The model is made outside inference mode: `torch.compile` takes no weights made in it. `shape` is the one that
+    `load` pads the model to, if it does.
     """
 
-    def __init__(self, options: GpuOptions, parts: Sequence[str], load: Callable[..., Any] = load) -> None:
-        self.options, self.parts, self._load = options, parts, load
+    def __init__(self, options: Namespace, load: Callable[..., Any], shape: str | None = None) -> None:
+        self.options, self.shape, self._load = options, shape, load
         self.part = ""
         self.records: list[dict[str, Any]] = []
 
@@ -76,21 +47,13 @@ class GpuBench:
             found: LookaheadModel = self._load(self.options.model, config=LookaheadConfig(), log=print, **options)
             return found
 
-    def free(self) -> None:
-        """Free what the last backend held."""
+    def backend(self) -> GraphBackend:
+        """A new backend; what the one before it held is freed."""
         gc.collect()  # a backend and its captured steps hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    def backend(self, *, invariant: bool = True, kv_tokens: int | None = None) -> GraphBackend:
-        """A new backend; what the one before it held is freed."""
-        self.free()
         with torch.inference_mode(False):
-            return GraphBackend(self.model.model, invariant=invariant, kv_tokens=kv_tokens)
-
-    @property
-    def invariances(self) -> tuple[bool, ...]:
-        return {"on": (True,), "off": (False,), "both": (True, False)}[self.options.invariant]
+            return GraphBackend(self.model.model)
 
     @cached_property
     def prompts(self) -> dict[str, list[list[int]]]:
@@ -118,20 +81,28 @@ class GpuBench:
         about = json.dumps(self.about(), indent=1)
         records = ",\n ".join(map(json.dumps, self.records))
         self.options.out.mkdir(parents=True, exist_ok=True)
-        name = self.part if self.options.shape is None else f"{self.part}-{self.options.shape}"
+        name = self.part if self.shape is None else f"{self.part}-{self.shape}"
         text = f'{{\n"about": {about},\n"records": [\n {records}\n]\n}}\n'
         (self.options.out / f"{name}.json").write_text(text, encoding="utf-8")
 
     def about(self) -> dict[str, Any]:
-        cuda = self.options.device == "cuda"
+        options, cuda = self.options, self.options.device == "cuda"
         return {
             "part": self.part,
-            "command": self.options.shown(self.parts),
+            "command": self._command(),
             "gpu": device_name(torch.device("cuda")) if cuda else "none: run on a CPU, no times to go by",
             **machine(),
             **versions(),
-            "shape": self.options.shape or Path(self.model.name).name,
-            "dtype": self.options.dtype,
-            "prompts": self.options.limit,
-            "new_tokens": self.options.max_tokens,
+            "shape": self.shape or Path(self.model.name).name,
+            "dtype": options.dtype,
+            "prompts": options.limit,
+            "new_tokens": options.max_tokens,
         }
+
+    def _command(self) -> str:
+        """Without the folders of the machine that it ran on."""
+        parts = [part for part in self.options.parts if part != "report"]
+        size = f"--limit {self.options.limit} --max-tokens {self.options.max_tokens} --model FILE --data-dir DATA"
+        if self.shape is not None:
+            return f"python benchmarks/inflate.py {self.shape} gpu {' '.join(parts)} {size}"
+        return f"lookahead bench --preset {','.join(f'gpu-{part}' for part in parts)} {size}"

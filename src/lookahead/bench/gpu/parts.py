@@ -1,89 +1,53 @@
-"""The parts step, context, bound and speed, each over a `GpuBench`."""
+"""The parts step and speed, each over a `GpuBench`."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
-
-import torch
 
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, bucket
+from lookahead.backends.graph.sizes import bucket
 from lookahead.bench.gpu.bench import METHODS, GpuBench
-from lookahead.bench.gpu.timing import ROOM, bytes_read, copy_bandwidth, products_ms, step_ms
+from lookahead.bench.gpu.timing import ROOM, products_ms, step_ms
 from lookahead.bench.run.decode import Decoded, decode
 from lookahead.config import StopRules
 from lookahead.stats import Stats
 
-STEP_COUNTS, STEP_CONTEXT = (1, 16, 32, 64, 121, 128), 1024
-CONTEXTS = (1024, 4096, 16384, 32768)
-BOUND_SEQUENCES, BOUND_CONTEXT = (1, 8, 16, 32, 64), 512
+STEP_COUNTS = (1, 16, 32, 64, 121, 128)
 
 
 def step(bench: GpuBench) -> None:
     """A step by K at one context: the matrix products alone, the device, and the host around it."""
-    for invariant in bench.invariances:
-        backend = bench.backend(invariant=invariant)
-        for count in STEP_COUNTS:
-            device, wall = step_ms(backend, count, STEP_CONTEXT)
-            record = {"invariant": invariant, "K": count, "context": STEP_CONTEXT, "device_ms": round(device, 3)}
-            record |= {"products_ms": round(products_ms(backend, count), 3), "step_wall_ms": round(wall, 3)}
-            bench.add(record | {"gap_percent": round(100 * (wall - device) / wall, 1)})
-        del backend
-
-
-def context(bench: GpuBench) -> None:
-    """A step by context, and the memory beside the weights: one sequence's K/V, and the steps of every size up to K."""
-    bench.backend()  # fuses the weights
-    for tokens, count in product(CONTEXTS, (1, 128)):
-        bench.free()
-        before = torch.cuda.memory_allocated()  # 0 without CUDA
-        backend = bench.backend(kv_tokens=tokens + ROOM + INVARIANT_ROWS)
-        device, wall = step_ms(backend, count, tokens)
-        held = torch.cuda.memory_allocated() - before
-        record = {"context": tokens, "K": count, "device_ms": round(device, 3), "step_wall_ms": round(wall, 3)}
-        bench.add(record | {"memory_mb": round(held / 1e6, 1)})
-        del backend
-
-
-def bound(bench: GpuBench) -> None:
-    """Token by token with several sequences at one context, against steps that only read the weights and the K/V."""
-    backend = bench.backend()
-    bandwidth = copy_bandwidth(backend.device)
-    for sequences in BOUND_SEQUENCES:
-        device, _ = step_ms(backend, 1, BOUND_CONTEXT, sequences)
-        least = 1e3 * bytes_read(backend.layers, sequences, BOUND_CONTEXT) / bandwidth
-        record = {"sequences": sequences, "context": BOUND_CONTEXT, "tok_s": round(1e3 * sequences / device, 1)}
-        record |= {"device_ms": round(device, 3), "products_ms": round(products_ms(backend, sequences), 3)}
-        bench.add(record | {"bound_ms": round(least, 3), "of_bound": round(least / device, 3)})
+    backend, context = bench.backend(), bench.options.context
+    for count in STEP_COUNTS:
+        device, wall = step_ms(backend, count, context)
+        record = {"K": count, "context": context, "device_ms": round(device, 3)}
+        record |= {"products_ms": round(products_ms(backend, count), 3), "step_wall_ms": round(wall, 3)}
+        bench.add(record | {"gap_percent": round(100 * (wall - device) / wall, 1)})
 
 
 def speed(bench: GpuBench) -> None:
     """Our methods on real text, one prompt after another, keeping what they learn, as a server would."""
     everything = [prompt for prompts in bench.prompts.values() for prompt in prompts]
     longest = max(map(len, everything)) + bench.options.max_tokens
-    for invariant in bench.invariances:
-        backend = bench.backend(invariant=invariant)
-        # Everything is captured before it is timed. There is room for `gap`, too: larger pages would drop all graphs.
-        backend.check_room(1, longest + ROOM)
-        backend.prepare(longest + ROOM, max(config.budget for config in METHODS.values()))
-        plain: dict[str, list[list[int]]] = {}
-        for name, config in METHODS.items():
-            for prompt in everything:  # a few tokens of each prompt warm up
-                decode(backend, [prompt], config, StopRules(8, bench.rules.eos_ids))
-            for data, prompts in bench.prompts.items():
-                memory = SharedMemory()
-                done = [decode(backend, [prompt], config, bench.rules, memory) for prompt in prompts]
-                outputs = [one.outputs[0] for one in done]
-                facts = {"method": name, "set": data, "invariant": invariant}
-                same = sum(map(list.__eq__, outputs, plain.setdefault(data, outputs)))
-                record = {**facts, **summary([one.stats for one in done]), "as_autoregressive": same}
-                bench.add(record | gap(backend, prompts, done, record["ms_per_step"]))
-        del backend
+    backend = bench.backend()
+    # Everything is captured before it is timed. There is room for `gap`, too: larger pages would drop all graphs.
+    backend.check_room(1, longest + ROOM)
+    backend.prepare(longest + ROOM, max(config.budget for config in METHODS.values()))
+    plain: dict[str, list[list[int]]] = {}
+    for name, config in METHODS.items():
+        for prompt in everything:  # a few tokens of each prompt warm up
+            decode(backend, [prompt], config, StopRules(8, bench.rules.eos_ids))
+        for data, prompts in bench.prompts.items():
+            memory = SharedMemory()
+            done = [decode(backend, [prompt], config, bench.rules, memory) for prompt in prompts]
+            outputs = [one.outputs[0] for one in done]
+            same = sum(map(list.__eq__, outputs, plain.setdefault(data, outputs)))
+            record = {"method": name, "set": data, **summary([one.stats for one in done]), "as_autoregressive": same}
+            bench.add(record | gap(backend, prompts, done, record["ms_per_step"]))
 
 
 def summary(stats: Sequence[Stats]) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CPU, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
-from lookahead.bench.paper.views import scorer
 from lookahead.bench.report import ranks
-from lookahead.bench.report.sections import Section, html, markdown
-from lookahead.bench.run import costs, prompts
+from lookahead.bench.report.sections import Section, comparison, markdown
+from lookahead.bench.run import prompts
 from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Load, Models
@@ -38,7 +37,6 @@ class BenchOptions:
     temperatures: Sequence[float] | None = None
     seed: int = 0
     warm: bool = False
-    step_cost: Path | None = None
     draft_model: str | None = None
     ranks: int = 1
     half: str = HALF
@@ -51,10 +49,6 @@ class BenchOptions:
             raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
         if any(method.how == "hf-assisted" for method in methods) and self.draft_model is None:
             raise ValueError("method 'hf-assisted' needs --draft-model, a smaller model with the same tokenizer")
-        if preset.name == "sampling":
-            scorer()  # before hours of answers that could not be scored
-        if self.step_cost is not None:
-            costs.read(self.step_cost)
         _ = self.prompts  # they are read before a model is loaded for nothing
 
     @property
@@ -134,7 +128,10 @@ class BenchOptions:
         return {data: self.size.max_tokens or own.get(data, 256) for data in self.prompts}
 
     def sections(self, run: BenchRun) -> list[Section]:
-        made = self.preset.show(run)
+        preset = self.preset
+        made = [] if preset.tables is None else preset.tables(run)
+        if preset.common:
+            made.append(comparison(run.lines, preset.paper, preset.notes))
         return [*made, ranks.show(run)] if self.ranks > 1 else made
 
     def record(self, run: BenchRun) -> dict[str, Any]:
@@ -153,19 +150,16 @@ class BenchOptions:
 
         return Models(lm, load, draft if self.draft_model is not None else None, say)
 
-    def run_of(self, jobs: list[Job], runner: Runner, say: Callable[[str], None]) -> BenchRun:
+    def run_of(self, jobs: list[Job], runner: Runner) -> BenchRun:
         assert runner.results is not None
-        return BenchRun(self.prompts, jobs, runner.results, runner.models, say, self.step_cost)
+        return BenchRun(self.prompts, jobs, runner.results, runner.models)
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:
     sections = [*options.sections(run), about_section(run)]
-    title = f"lookahead bench: {options.preset.title}"
-    name = options.preset.name
-    files = {"results": run.results.path, "markdown": out / f"{name}.md", "html": out / f"{name}.html"}
+    files = {"results": run.results.path, "markdown": out / f"{options.preset.name}.md"}
     try:
-        files["markdown"].write_text(markdown(title, sections), encoding="utf-8")
-        files["html"].write_text(html(title, sections), encoding="utf-8")
+        files["markdown"].write_text(markdown(f"lookahead bench: {options.preset.title}", sections), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write the report into {out}: {error.strerror}; the results are kept") from error
     return files

@@ -1,1 +1,1 @@
-"""Reports: lines into tables, plots and a page."""
+"""Reports: lines into tables."""

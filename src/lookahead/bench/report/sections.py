@@ -1,15 +1,16 @@
-"""What a report is made of: sections with a table, notes and plots; as Markdown, or as an HTML file with all in it."""
+"""The sections of a report, each a table with notes, written as Markdown; and the table that all presets share."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
-from lookahead.bench.report.plots import MISSING, Bars, Curves, Points, available, draw
 from lookahead.bench.run.summary import Line
-from lookahead.stats import Stats
+
+EVEN = 0.02
+"""A speedup this close to 1 is called even."""
+PaperFigures = Mapping[tuple[str, str, float], str]
+"""What the paper reports, by set, label of a method and temperature."""
 
 
 @dataclass
@@ -18,7 +19,6 @@ class Section:
     head: Sequence[str] = ()
     rows: list[Sequence[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    plots: list[Bars | Curves] = field(default_factory=list)
 
 
 def markdown(title: str, sections: Sequence[Section]) -> str:
@@ -36,61 +36,6 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #8886; }
-.word { text-align: left; }
-p { max-width: 48rem; }
-svg { width: 100%; max-width: 48rem; height: auto; display: block; margin: 1.2rem 0; }
-"""
-
-
-def html(title: str, sections: Sequence[Section]) -> str:
-    body = "\n".join(map(_section_html, sections))
-    if any(section.plots for section in sections) and not available():
-        body = f"<p>{_note(MISSING)}</p>\n{body}"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def _section_html(section: Section) -> str:
-    parts = [f"<h2>{escape(section.title)}</h2>"]
-    if section.rows:
-        parts.append(_table_html(section))
-    parts += [f"<p>{_note(note)}</p>" for note in section.notes]
-    if section.plots and available():
-        parts.append(draw(section.plots))
-    return "\n".join(parts)
-
-
-def _note(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
-def _table_html(section: Section) -> str:
-    """Columns of words to the left, of numbers to the right."""
-    words = [any(not _number(row[i]) for row in section.rows) for i in range(len(section.head))]
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        kinds = [' class="word"' if word else "" for word in words]
-        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-
-    rows = "\n".join(f"<tr>{line(row, 'td')}</tr>" for row in section.rows)
-    return f'<div class="table"><table>\n<tr>{line(section.head, "th")}</tr>\n{rows}\n</table></div>'
-
-
-def _number(cell: str) -> bool:
-    return cell in ("-", "") or cell.rstrip("x%").replace(".", "").replace("/", "").replace(" ", "").isdigit()
-
-
-MOST_LINES = 9
-"""Methods that a plot can tell apart by their colours."""
 COLUMNS = ("set", "method", "tokens", "steps", "S", "K", "first ms", "tok/s", "speedup", "same", "over AR", "as AR")
 ABOUT_COLUMNS = (
     "S: generated tokens per step. K: mean tokens of a step. first ms: median time to the first token. tok/s: "
@@ -102,41 +47,16 @@ ABOUT_COLUMNS = (
 )
 
 
-def comparison(lines: Sequence[Line], title: str = "Methods") -> Section:
-    """The common table: every method on every set, by the one counter."""
+def comparison(lines: Sequence[Line], paper: PaperFigures | None = None, notes: Sequence[str] = ()) -> Section:
+    """Every method on every set; with the column `paper` if the paper reports figures."""
     sampled = any(line.temperature for line in lines)
-    section = Section(title, [*COLUMNS[:2], *(["temp."] if sampled else []), *COLUMNS[2:]])
+    head = [*COLUMNS[:2], *(["temp."] if sampled else []), *COLUMNS[2:], *(["paper"] if paper else [])]
+    section = Section("Methods", head, notes=[*verdicts(lines), *errors(lines), *notes, ABOUT_COLUMNS])
     for line in lines:
         temperature = [f"{line.temperature:g}"] if sampled else []
-        section.rows.append([line.data, line.method.label, *temperature, *cells(line)])
-    section.notes += [*errors(lines), ABOUT_COLUMNS]
-    # Of several temperatures the lowest is shown.
-    lowest = min((line.temperature for line in lines), default=0.0)
-    shown = [line for line in lines if line.temperature == lowest]
-    section.plots += by_set(shown, "speedup", lambda line: line.reference.speedup, "x")
-    section.plots += by_set(shown, "S", lambda line: line.compression or None)
-    section.plots += [plot for plot in (depths(lines), sources(lines)) if plot.series]
+        reported = [paper.get((line.data, line.method.label, line.temperature), "-")] if paper else []
+        section.rows.append([line.data, line.method.label, *temperature, *cells(line), *reported])
     return section
-
-
-def by_data(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
-    for line in lines:
-        found.setdefault(line.data, []).append(line)
-    return found
-
-
-def by_set(
-    lines: Sequence[Line], what: str, value: Callable[[Line], float | None], unit: str = "", title: str | None = None
-) -> list[Bars]:
-    """A group of bars per set, a colour per method; with more methods than colours a plot per set instead."""
-    sets = list(dict.fromkeys(line.data for line in lines))
-    names = list(dict.fromkeys(line.method.label for line in lines))
-    at = {(line.data, line.method.label): value(line) for line in lines}
-    if len(names) <= MOST_LINES:
-        series: dict[str, Sequence[float | None]] = {n: [at.get((data, n)) for data in sets] for n in names}
-        return [Bars(title or f"{what} by set", sets, series, unit, 1.0)]
-    return [Bars(f"{data}: {what}", names, {what: [at.get((data, n)) for n in names]}, unit, 1.0) for data in sets]
 
 
 def cells(line: Line) -> list[str]:
@@ -162,6 +82,21 @@ def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
+def verdicts(lines: Sequence[Line]) -> list[str]:
+    """One sentence per set: whether the default is faster than transformers' greedy, with the same tokens."""
+    found = []
+    for line in lines:
+        speedup = line.reference.speedup
+        fitted = line.method.how == "lookahead" and line.method.config is None
+        if fitted and speedup is not None and not line.temperature:
+            word = "even" if abs(speedup - 1) <= EVEN else "faster" if speedup > 1 else "slower"
+            found.append(
+                f"{line.data}: {line.method.label} is {speedup:.2f}x as fast as the reference ({word}), "
+                f"{line.reference.identity} outputs identical, S = {line.compression:.2f}."
+            )
+    return found
+
+
 def errors(lines: Sequence[Line]) -> list[str]:
     return [
         f"{line.method.label} on {line.data}: {len(line.errors)} without an answer: {line.errors[0]}"
@@ -170,26 +105,8 @@ def errors(lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def _guessed(lines: Sequence[Line]) -> dict[str, Stats]:
-    """The counters of every method that had guesses accepted, over all sets."""
-    names = dict.fromkeys(line.method.label for line in lines if line.stats.accepted_by_depth)
-    return {name: Stats.total(line.stats for line in lines if line.method.label == name) for name in names}
-
-
-def depths(lines: Sequence[Line]) -> Curves:
-    """How deep guesses were accepted: the share of steps that did at each depth. Of too many methods, nothing."""
-    found = _guessed(lines)
-    series: dict[str, Points] = {}
-    for name, stats in found.items() if len(found) <= MOST_LINES else ():
-        series[name] = [(i + 1, count / stats.steps) for i, count in enumerate(stats.accepted_by_depth)]
-    return Curves("steps that accepted a guess at a depth", "depth", "share of steps", series)
-
-
-def sources(lines: Sequence[Line]) -> Bars:
-    found = _guessed(lines)
-    names = dict.fromkeys(source for stats in found.values() for source in stats.accepted_by_source)
-    series: dict[str, Sequence[float | None]] = {}
-    for name in names:
-        counts = [(stats.accepted_by_source.get(name), stats.steps) for stats in found.values()]
-        series[name] = [None if count is None else count / steps for count, steps in counts]
-    return Bars("accepted guesses per step, by source", list(found), series)
+def by_data(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line.data, []).append(line)
+    return found

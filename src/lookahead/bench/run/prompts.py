@@ -20,14 +20,13 @@ from lookahead.bench.run.methods import near
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation of a set. `kind` is its category, `reference` what an answer is scored against."""
+    """One conversation of a set. `kind` is its category."""
 
     id: str
     turns: tuple[str, ...]
     kind: str = ""
     system: str | None = None
     raw: bool = False
-    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,12 @@ class PromptSet:
 
 def _summary(row: dict[str, Any]) -> Prompt:
     """As the paper's appendix D lays it out, in our words: the text and a few rules as the system message."""
-    cnn = "article" in row
-    text, reference = (row["article"], row["highlights"]) if cnn else (row["document"], row["summary"])
+    text = row["article"] if "article" in row else row["document"]
     system = (
         f"Answer from the text below and from nothing else.\n\n{text}\n\n"
         "Write plain, businesslike English. Give only what is asked for, with no greeting and no remark about yourself."
     )
-    return Prompt(str(row["id"]), ("Summarise the text briefly.",), system=system, reference=reference)
+    return Prompt(str(row["id"]), ("Summarise the text briefly.",), system=system)
 
 
 def _mt_bench(row: dict[str, Any]) -> Prompt:
@@ -69,7 +67,7 @@ def _mbpp(row: dict[str, Any]) -> Prompt:
 
 
 def _gsm8k(row: dict[str, Any]) -> Prompt:
-    return Prompt(row["question"][:60], (f"{row['question']}\nThink step by step.",), reference=row["answer"])
+    return Prompt(row["question"][:60], (f"{row['question']}\nThink step by step.",))
 
 
 def _classeval(row: dict[str, Any]) -> Prompt:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from lookahead.bench.run.jobs import Job
@@ -145,14 +144,12 @@ def seconds_of(repeats: Sequence[Record]) -> float:
 
 @dataclass
 class BenchRun:
-    """What was asked for, and what was measured. `step_cost` is a file that stands for a measured t(K)."""
+    """What was asked for, and what was measured."""
 
     prompts: dict[str, list[Prompt]]
     jobs: list[Job]
     results: Results
     models: Models
-    say: Callable[[str], None]
-    step_cost: Path | None = None
 
     @property
     def lines(self) -> list[Line]:
