@@ -1,4 +1,4 @@
-"""The load generator of `serve_load.py`, `soak.py` and `queueing.py`: clients that send requests to a server, timed.
+"""The load generator of `serve_load.py` and `soak.py`: clients that send requests to a server, timed.
 
 A *closed loop* has a number of clients, each of which sends its next request when the last one has its reply. In an
 *open loop* requests are sent at given times, whether or not earlier ones have been answered. Only Python is needed.

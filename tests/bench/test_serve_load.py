@@ -7,7 +7,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import queueing
 import serve_load
 from http_server import running
 from load import Reply, steady, summary
@@ -70,4 +69,3 @@ def test_a_short_load(model: Any, tokenizer: Any, settings: Any, tmp_path: Path)
     assert found["about"]["dtype"] == "float32"
     assert json.loads((tmp_path / "serve-load.json").read_text()) == found
     assert [row[0] for row in serve_load.page(found).rows] == ["1 streams", "2 streams", "20 a second"]
-    assert [streams for streams, _ in queueing.measured(tmp_path / "serve-load.json")] == [1, 2]

@@ -208,8 +208,6 @@ def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner
     finished = True
     try:
         _run(host, runner, run, todo)
-        if options.preset.more is not None:
-            options.preset.more(run)
     except KeyboardInterrupt:
         finished = False
     files = report(options, run, out)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CPU, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
-from lookahead.bench.report import ranks
 from lookahead.bench.report.sections import Section, comparison, markdown
 from lookahead.bench.run import prompts
 from lookahead.bench.run.jobs import Job
@@ -43,8 +42,6 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         preset, methods = self.preset, self.chosen
-        if self.ranks > 1 and preset.more is not None:
-            raise ValueError(f"preset {preset.name!r} is measured on one rank; leave --ranks out")
         if self.ranks > 1 and any(method.dtype or method.backend for method in methods):
             raise ValueError(f"preset {preset.name!r} loads several models, which ranks do not; leave --ranks out")
         if any(method.how == "hf-assisted" for method in methods) and self.draft_model is None:
@@ -130,9 +127,7 @@ class BenchOptions:
     def sections(self, run: BenchRun) -> list[Section]:
         preset = self.preset
         made = [] if preset.tables is None else preset.tables(run)
-        if preset.common:
-            made.append(comparison(run.lines, preset.paper, preset.notes))
-        return [*made, ranks.show(run)] if self.ranks > 1 else made
+        return [*made, comparison(run.lines, preset.paper, preset.notes)] if preset.common else made
 
     def record(self, run: BenchRun) -> dict[str, Any]:
         tables = [

@@ -26,8 +26,8 @@ class Size:
 @dataclass(frozen=True)
 class Preset:
     """`tables` makes sections before the common one, or instead of it if not `common`. `paper` are its figures, shown
-    in the common one, and `notes` stand below it. `more` measures what is no job, after the jobs. `turns` are those of
-    each conversation, None for all."""
+    in the common one, and `notes` stand below it. `turns` are those of each conversation,
+    None for all."""
 
     name: str
     title: str
@@ -39,7 +39,6 @@ class Preset:
     notes: tuple[str, ...] = field(default=(), repr=False)
     tables: Callable[[BenchRun], list[Section]] | None = None
     common: bool = True
-    more: Callable[[BenchRun], None] | None = None
     temperatures: tuple[float, ...] = (0.0,)
     cuda: bool = False
     warm: bool = False
@@ -191,7 +190,7 @@ PRESETS = {preset.name: preset for preset in (
     ),
     Preset(
         "exactness", "Exactness (appendix E)", MT_BENCH, EXACT, Size(None, 256), Size(1, 6), tables=exactness.show,
-        common=False, more=exactness.margins,
+        common=False,
     ),
     Preset(
         "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), tables=grid.law,
