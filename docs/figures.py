@@ -346,7 +346,7 @@ STAGES = (
     Stage(244, 74, "1. schedule", ("who decodes, and which", "prompt chunks run"), "engine/scheduler.py", BLUE),
     Stage(464, 74, "2. propose", ("a tree per sequence:", "window and draft tokens"), "algorithm/drafting.py", BLUE),
     Stage(684, 74, "5. verify", ("follow the targets down", "each tree, and commit"), "algorithm/verify.py", BLUE),
-    Stage(904, 74, "events", ("accepted tokens", "per request"), "engine/stages.py", GREY),
+    Stage(904, 74, "events", ("accepted tokens", "per request"), "engine/step.py", GREY),
     Stage(
         464,
         256,

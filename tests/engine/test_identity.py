@@ -76,7 +76,9 @@ class Crowd:
         self.rng = rng = random.Random(seed)
         self.begins_early = seed % 2 == 1
         self.backend = PagedToy(rng.choice((16, 18, 22)), 4, rng.choice((8, 17, 32, 64)))
-        self.engine = Engine(self.backend, max_sequences=rng.choice((2, 8, 64)), most_beside=rng.choice((1, 12, 512)))
+        self.engine = Engine(
+            self.backend, max_sequences=rng.choice((2, 8, 64)), max_mixed_rows=rng.choice((1, 12, 512))
+        )
         self.memory = SharedMemory() if rng.random() < 0.5 else None
         stems = [tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 13))) for _ in range(3)]
         self.asked: list[Asked] = []
@@ -176,7 +178,7 @@ def test_passes_with_prompts_and_decoding_requests_are_bounded() -> None:
         return sum(chunk + nodes for _, chunk, nodes in one)
 
     backend = PagedToy(pages=400, most_rows=64)
-    engine = Engine(backend, most_beside=10)
+    engine = Engine(backend, max_mixed_rows=10)
     engine.submit(request(60))
     engine.step()
     assert rows(backend.passes[-1]) == 60
@@ -191,8 +193,8 @@ def test_passes_with_prompts_and_decoding_requests_are_bounded() -> None:
     engine.step()
     assert rows(backend.passes[-1]) >= 2 * len(backend.passes[-1]) - 2
     for bad in (0, -1):
-        with pytest.raises(ValueError, match=f"most_beside={bad} must be at least 1"):
-            Engine(backend, most_beside=bad)
+        with pytest.raises(ValueError, match=f"max_mixed_rows={bad} must be at least 1"):
+            Engine(backend, max_mixed_rows=bad)
 
 
 def test_several_prompts_share_a_pass() -> None:

@@ -12,15 +12,15 @@ from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.exact import check_exact
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.engine.inputs import input_of, needs_most
+from lookahead.engine.inputs import largest_input, make_input
 from lookahead.engine.request import Event, Request, StepResult
-from lookahead.engine.scheduler import Part, Pass, Scheduler
+from lookahead.engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningStep, verdicts_of
 
 MAX_SEQUENCES = 256
-MOST_BESIDE = 512
-"""The most rows of a pass in which prompts run beside decoding requests, which wait for all of it. On an H200 a pass of
-a 7B model takes 13 ms then, and twice as long with 1,024 rows: larger passes read no more of a prompt per second."""
+MAX_MIXED_ROWS = 512
+"""The most rows of a pass in which prompt chunks run beside decoding requests, which wait for all of it. On an H200 a
+7B model takes 13 ms for such a pass, and twice as long with 1,024 rows, which prefills no more tokens per second."""
 
 
 class Engine:
@@ -29,10 +29,10 @@ class Engine:
     An engine lives as long as its backend, and is used by one thread at a time (`EngineClient` serves many). Every
     request has its own config, sampling, stop rules and optional verifier. Requests wait in a queue until they are
     admitted, at most `max_sequences` at once (see `scheduler`). The output of a request depends on nothing else: not on
-    other requests, nor on whether its K/V were shared with one, nor on whether it was preempted.
+    other requests, nor on whether its K/V were shared, nor on whether it was preempted.
 
     `budget` decides how many draft tokens a step takes; the engine reports to it how long passes really take.
-    `most_beside`: see `scheduler`. `watch`, if set, is called after every pass with its rows and its seconds.
+    `max_mixed_rows`: see `scheduler`. `on_pass`, if set, is called after every pass with its rows and its seconds.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class Engine:
         backend: Backend,
         budget: DraftBudget | None = None,
         max_sequences: int = MAX_SEQUENCES,
-        most_beside: int = MOST_BESIDE,
+        max_mixed_rows: int = MAX_MIXED_ROWS,
     ) -> None:
         self.backend = backend
-        self.watch: Callable[[int, float], None] | None = None
-        self._scheduler = Scheduler(backend, max_sequences, most_beside)
+        self.on_pass: Callable[[int, float], None] | None = None
+        self._scheduler = Scheduler(backend, max_sequences, max_mixed_rows)
         self._requests: dict[int, Request] = {}
         self._submitted = 0
         self._drafting = Drafting(budget, pads=backend.capabilities.pads)
         self._failed: list[tuple[Request, Exception]] = []  # during this step
         self._running_step = NO_STEP
-        self._spent: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
+        self._last_results: Sequence[StepResult] = ()  # the last step's objects, freed while the next one runs
 
     # Requests.
 
     def check_request(self, request: Request) -> None:
-        """Raise ValueError if the request could not be run to its end, even alone."""
+        """Raise ValueError if the request could not run to its end, even alone."""
         for token, _ in request.sequence.sampling.bias[-1:]:
             if token >= self.backend.vocab_size:
                 raise ValueError(f"logit_bias names token {token}; the model has 0 to {self.backend.vocab_size - 1}")
@@ -75,7 +75,7 @@ class Engine:
             )
 
     def submit(self, request: Request) -> int:
-        """Put a request into the queue. Returns its id."""
+        """Queue a request. Returns its id."""
         self.check_request(request)
         self._submitted += 1
         request.id = self._submitted
@@ -89,12 +89,12 @@ class Engine:
         if request is not None:
             self._scheduler.remove(request)
 
-    def limit(self, max_sequences: int) -> None:
-        """Let at most so many requests run at once from now on."""
+    def set_max_sequences(self, max_sequences: int) -> None:
+        """Run at most `max_sequences` requests at once from now on."""
         self._scheduler.max_sequences = min(max_sequences, self.backend.most_rows)
 
     def abort(self, *, wait: bool = True) -> None:
-        """Remove all requests, after an error of the backend. Nothing of them is remembered.
+        """Remove all requests after an error of the backend. Their K/V are not cached.
 
         `wait=False`: the device is lost, and a step that runs there never ends.
         """
@@ -110,120 +110,122 @@ class Engine:
 
     @property
     def budget(self) -> DraftBudget:
-        """What decides how many draft tokens a step takes."""
+        """Decides how many draft tokens a step takes."""
         return self._drafting.budget
 
     @property
     def running(self) -> list[int]:
-        """The ids of the requests that have not finished, in the order in which they came."""
+        """The ids of the unfinished requests, in the order in which they were submitted."""
         return list(self._requests)
 
     @property
     def waiting(self) -> int:
-        """How many requests are in the queue."""
+        """The number of requests in the queue."""
         return len(self._scheduler.waiting)
 
     @property
     def preemptions(self) -> int:
-        """How often a request had to make room for an older one."""
+        """How often a request was preempted for an older one."""
         return self._scheduler.preemptions
 
     # A step.
 
     def step(self) -> list[Event]:
-        """Run one step of every decoding request, and as much of the prompts as there is room for.
+        """Run one step of every decoding request, and prompt chunks in the rows that are left.
 
-        Finished requests are removed. A request whose own part of the step raised an exception has failed, and is
-        removed, too. The others go on.
+        Finished requests are removed. So is a request whose own code (drafting, mask, verifier) raised an exception;
+        the others continue.
         """
         self.begin()
         return self.finish().events()
 
     def begin(self) -> None:
-        """Start a step. Where the device runs beside the host, it may still be running on return."""
+        """Start a step. On a device that runs beside the host, it may still be running on return."""
         begin, captures = perf_counter(), self.backend.captures
-        # 1. Schedule: who takes part, and with how many tokens of a text that is not cached yet.
-        passes = self._scheduler.schedule()
-        # 2. Propose: a tree for each request whose text is cached by then; and room for all of it.
-        for one in passes:
-            self._propose(one)
-            self._scheduler.fill(one)
-        self._scheduler.make_room(passes)
-        passes = [one for one in passes if one.parts]
-        # 3. Launch. Most backends put everything into one pass; if there are more, `finish` runs the others.
-        first = self._launch(passes[0], len(passes) == 1) if passes else None
-        self._running_step = RunningStep(passes, begin, captures, first)
+        # 1. Schedule: which requests run, and with how many tokens that are not cached yet.
+        batches = self._scheduler.schedule()
+        # 2. Propose: a tree for each request whose prompt ends in this step. Reserve K/V room for all of it.
+        for batch in batches:
+            self._propose(batch)
+            self._scheduler.fill_with_chunks(batch)
+        self._scheduler.reserve_room(batches)
+        batches = [batch for batch in batches if batch.requests]
+        # 3. Launch. Most backends have one batch per step; if there are more, `finish` runs the others.
+        first = self._launch(batches[0], len(batches) == 1) if batches else None
+        self._running_step = RunningStep(batches, begin, captures, first)
 
     def finish(self) -> FinishedStep:
         """Learn, collect, verify and commit the running step. The next step can begin before the events of this one are
         sent."""
         step, self._running_step = self._running_step, NO_STEP
         results = list[StepResult]()
-        for place, one in enumerate(step.passes):
-            launched = self._launch(one, only_pass=False) if place else step.first
+        for index, batch in enumerate(step.batches):
+            launched = self._launch(batch, only_batch=False) if index else step.first
             if launched is not None:
                 results += self._collect(launched)
         finished = self.verify_and_commit(results)
         seconds = finished.time - step.time
         if self.backend.captures != step.captures:
             return finished  # the time of a capture says nothing about the next step
-        if self.budget.cost is not None and len(step.passes) == 1:
-            self.budget.cost.note(step.passes[0].rows_run(pads=self.backend.capabilities.pads), seconds)
-        if self.budget.guarded and finished and not any(part.chunk for one in step.passes for part in one.parts):
+        if self.budget.cost is not None and len(step.batches) == 1:
+            self.budget.cost.note(step.batches[0].rows_run(pads=self.backend.capabilities.pads), seconds)
+        if self.budget.guarded and finished and not step.has_chunks:
             drafted = any(result.input.tree.size > 1 for result in results)
             self.budget.note_step(len(results), drafted, finished.mean_tokens, seconds)
         return finished
 
-    def _propose(self, one: Pass) -> None:
-        """Choose the trees of a pass. A request for which that fails is left out."""
-        if not one.parts or not one.parts[0].whole:  # a pass may be one prompt chunk, which has no tree
+    def _propose(self, batch: ScheduledBatch) -> None:
+        """Set the trees of a batch. A request that cannot propose one is left out."""
+        if not batch.requests or not batch.requests[0].is_last_chunk:  # a batch may be one prompt chunk without a tree
             return
         begin = perf_counter()
-        sequences = [part.request.sequence for part in one.parts]
+        sequences = [scheduled.request.sequence for scheduled in batch.requests]
         try:
-            trees = self._drafting.propose(sequences, one.limit, sum([len(part.chunk) for part in one.parts]))
+            chunk_tokens = sum([len(scheduled.chunk) for scheduled in batch.requests])
+            trees = self._drafting.propose(sequences, batch.max_tree_tokens, chunk_tokens)
         except Exception:
-            failed = self._culprits(one.parts)
+            failed = self._failing_requests(batch.requests)
             if not failed:
                 raise
             self._failed += failed
-            one.parts = [part for part in one.parts if all(part.request is not request for request, _ in failed)]
-            trees = [part.request.sequence.bare_root() for part in one.parts]
-        for part, tree in zip(one.parts, trees, strict=True):
-            part.tree = tree
-        one.propose_seconds = (perf_counter() - begin) / len(sequences)
+            failed_requests = [request for request, _ in failed]
+            batch.requests = [scheduled for scheduled in batch.requests if scheduled.request not in failed_requests]
+            trees = [scheduled.request.sequence.bare_root() for scheduled in batch.requests]
+        for scheduled, tree in zip(batch.requests, trees, strict=True):
+            scheduled.tree = tree
+        batch.propose_seconds = (perf_counter() - begin) / len(sequences)
 
-    def _culprits(self, parts: Sequence[Part]) -> list[tuple[Request, Exception]]:
+    def _failing_requests(self, requests: Sequence[ScheduledRequest]) -> list[tuple[Request, Exception]]:
         """The requests that cannot propose a tree, each with its exception."""
         failed = []
-        for part in parts:
+        for scheduled in requests:
             try:
-                self._drafting.propose([part.request.sequence])
+                self._drafting.propose([scheduled.request.sequence])
             except Exception as error:
-                failed.append((part.request, error))
+                failed.append((scheduled.request, error))
         return failed
 
-    def _launch(self, one: Pass, only_pass: bool) -> LaunchedPass | None:
-        """Start a pass, unless nothing is left of it. If the device has too little memory for it, one request fails,
-        and the pass is tried without it."""
-        inputs = self._inputs(one, only_pass)
+    def _launch(self, batch: ScheduledBatch, only_batch: bool) -> LaunchedPass | None:
+        """Launch a batch, unless it is empty. If the device has too little memory for it, its largest request fails,
+        and the batch is launched without it."""
+        inputs = self._inputs(batch, only_batch)
         begin = perf_counter()
         while inputs:
             try:
-                return LaunchedPass(one, inputs, begin, self.backend.launch(inputs))
+                return LaunchedPass(batch, inputs, begin, self.backend.launch(inputs))
             except DeviceMemoryError as error:
-                index = needs_most(inputs, error.slot)
-                self._failed.append((one.parts.pop(index).request, error))
+                index = largest_input(inputs, error.slot)
+                self._failed.append((batch.requests.pop(index).request, error))
                 del inputs[index]
         return None
 
-    def _learn(self, parts: Sequence[Part]) -> None:
-        """Do while the device runs what need not delay it: free memory, learn, draw noise, get ready to verify."""
-        self._spent = ()
-        requests = [part.request for part in parts]
+    def _learn(self, batch: ScheduledBatch) -> None:
+        """Overlap with the device: free memory, learn from the last step, draw noise, prepare verification."""
+        self._last_results = ()
+        requests = [scheduled.request for scheduled in batch.requests]
         failed = self._drafting.learn(
             [request.sequence for request in requests],
-            [part.tree for part in parts],
+            [scheduled.tree for scheduled in batch.requests],
             [request.verifier is not None for request in requests],
         )
         for index, request in enumerate(requests):
@@ -235,54 +237,56 @@ class Engine:
         self._failed += [(requests[index], error) for index, error in failed.items()]
 
     def _collect(self, launched: LaunchedPass) -> list[StepResult]:
-        """Learn from the step before while the device runs; then wait for the whole pass, and verify."""
-        # 4. Learn from the step before.
-        one = launched.one
-        self._learn(one.parts)
+        """Learn from the last step while the device runs; then wait for the pass, and verify."""
+        # 4. Learn from the last step.
+        batch = launched.batch
+        self._learn(batch)
         # 5. Collect.
         outputs = self.backend.collect(launched.running)
         done = perf_counter()
         # 6. Verify: what the targets confirm.
         accepted = self._drafting.verify(outputs)
         seconds, after = done - launched.time, (perf_counter() - done) / len(accepted)
-        if self.watch is not None:
-            self.watch(one.tokens, seconds)
-        results, before = list[StepResult](), one.propose_seconds
-        for part, item, output, verdict in zip(one.parts, launched.inputs, outputs, accepted, strict=True):
-            if part.request.id not in self._requests:
+        if self.on_pass is not None:
+            self.on_pass(batch.tokens, seconds)
+        results, before = list[StepResult](), batch.propose_seconds
+        for scheduled, step_input, output, verdict in zip(
+            batch.requests, launched.inputs, outputs, accepted, strict=True
+        ):
+            if scheduled.request.id not in self._requests:
                 continue  # it was cancelled while it ran
-            if part.whole:
-                results.append(StepResult(part.request, item, output, verdict, before, seconds, after))
+            if scheduled.is_last_chunk:
+                results.append(StepResult(scheduled.request, step_input, output, verdict, before, seconds, after))
             else:
-                part.request.sequence.stats.forward_seconds += seconds
+                scheduled.request.sequence.stats.forward_seconds += seconds
         return results
 
-    def _inputs(self, one: Pass, only_pass: bool) -> list[StepInput]:
-        """The inputs of a pass. A request whose mask fails is left out."""
-        inputs, parts = list[StepInput](), list[Part]()
-        for part in one.parts:
+    def _inputs(self, batch: ScheduledBatch, only_batch: bool) -> list[StepInput]:
+        """The inputs of a batch. A request whose mask fails is left out."""
+        inputs, requests = list[StepInput](), list[ScheduledRequest]()
+        for scheduled in batch.requests:
             try:
-                inputs.append(input_of(part, only_pass, self.backend))
-                parts.append(part)
+                inputs.append(make_input(scheduled, only_batch, self.backend))
+                requests.append(scheduled)
             except Exception as error:
-                if part.request.mask is None:
+                if scheduled.request.mask is None:
                     raise
-                self._failed.append((part.request, error))
-        one.parts = parts
+                self._failed.append((scheduled.request, error))
+        batch.requests = requests
         return inputs
 
     def verify_and_commit(self, results: Sequence[StepResult], *, commit: bool = True) -> FinishedStep:
         """Verify and commit a step that has run. Requests that have finished or failed are removed.
 
-        `commit=False` is for a step that ran outside of the backend and whose K/V were given to `Backend.adopt`
+        `commit=False` is for a step that ran outside the backend, which got its K/V by `Backend.adopt`
         (a prompt given as embeddings, in `transformers_hook.run`).
         """
         # 7. Accept: each sequence takes its tokens, up to the one that ends it.
         begin = perf_counter()
         accepted = list[tuple[StepResult, Verdict]]()
         if self._failed:
-            out = {request.id for request, _ in self._failed}
-            results = [result for result in results if result.request.id not in out]
+            failed_ids = {request.id for request, _ in self._failed}
+            results = [result for result in results if result.request.id not in failed_ids]
         for result, given in zip(results, verdicts_of(results), strict=True):
             request = result.request
             try:
@@ -309,7 +313,7 @@ class Engine:
                 self.cancel(result.request.id)
             elif result.input.chunk:
                 self._scheduler.remember(result.request)
-        failed, self._failed, self._spent = self._failed, [], results
+        failed, self._failed, self._last_results = self._failed, [], results
         for request, _ in failed:
             request.sequence.finish_reason = "error"
             self.cancel(request.id)

@@ -1,4 +1,4 @@
-"""What a request's part of a pass is for the backend: its tree, how targets are chosen, and what is to be returned."""
+"""The backend's input for a scheduled request: its chunk and tree, how targets are chosen, and what to return."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
 from lookahead.config import SamplingParams
 from lookahead.engine.request import Request
-from lookahead.engine.scheduler import Part
+from lookahead.engine.scheduler import ScheduledRequest
 
 GREEDY = SamplingParams()
-"""The sampling of a request with a verifier. The verifier chooses its tokens; the backend's targets only feed the
-window and the sources, for which greedy targets are enough."""
+"""The sampling of a request with a verifier, which chooses its tokens. The backend's targets only feed the window and
+the sources, for which greedy targets are enough."""
 
 
-def input_of(part: Part, only_pass: bool, backend: Backend) -> StepInput:
-    """The input of a part. `only_pass`: its step has no other pass. ValueError if the request's mask cannot be used."""
-    request, sequence, tree = part.request, part.request.sequence, part.tree
-    if not part.whole:
-        return StepInput(request.slot, part.chunk, tree, GREEDY, ())
+def make_input(scheduled: ScheduledRequest, only_batch: bool, backend: Backend) -> StepInput:
+    """The input of a scheduled request. `only_batch`: its step has no other batch. ValueError if the mask is bad."""
+    request, sequence, tree = scheduled.request, scheduled.request.sequence, scheduled.tree
+    if not scheduled.is_last_chunk:
+        return StepInput(request.slot, scheduled.chunk, tree, GREEDY, ())
     top = KEPT_TOKENS if sequence.wants_top else 0
     if request.verifier is not None:
-        return StepInput(request.slot, part.chunk, tree, GREEDY, (), top, logits=True)
+        return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), top, logits=True)
     if (noise := request.noise) is not None:
-        return StepInput(request.slot, part.chunk, tree, noise.sampling, (), top, noise=noise.lines(tree))
-    item = StepInput(request.slot, part.chunk, tree, sequence.sampling, sequence.uniforms(tree), top)
-    if only_pass and sequence.continues_alone:
-        item.continues_alone, item.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
+        return StepInput(request.slot, scheduled.chunk, tree, noise.sampling, (), top, noise=noise.lines(tree))
+    step_input = StepInput(request.slot, scheduled.chunk, tree, sequence.sampling, sequence.uniforms(tree), top)
+    if only_batch and sequence.continues_alone:
+        step_input.continues_alone, step_input.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)
     if sequence.sampling.logprobs is not None:
-        item.logprobs = sequence.sampling.logprobs
+        step_input.logprobs = sequence.sampling.logprobs
     if sequence.adjusts:
-        item.adjustment = sequence.adjustment()
+        step_input.adjustment = sequence.adjustment()
     if request.mask is not None:
-        item.adjustment = masked(request, tree, item.adjustment, backend.vocab_size)
-    return item
+        step_input.adjustment = with_mask(request, tree, step_input.adjustment, backend.vocab_size)
+    return step_input
 
 
-def masked(request: Request, tree: TokenTree, adjustment: Adjustment | None, vocabulary: int) -> Adjustment | None:
-    """The adjustment with the allowed tokens of the request's mask in it. ValueError if they cannot be used."""
+def with_mask(request: Request, tree: TokenTree, adjustment: Adjustment | None, vocabulary: int) -> Adjustment | None:
+    """The adjustment with the request's mask of allowed tokens. ValueError if the mask is invalid."""
     rows = None if request.mask is None else request.mask.rows(tree, request.sequence)
     if rows is None:
         return adjustment
@@ -57,8 +57,8 @@ def masked(request: Request, tree: TokenTree, adjustment: Adjustment | None, voc
     return adjustment
 
 
-def needs_most(inputs: Sequence[StepInput], slot: int | None) -> int:
-    """The index of the input that a pass had too little memory for: that of `slot`, or the one with the most tokens."""
+def largest_input(inputs: Sequence[StepInput], slot: int | None) -> int:
+    """The index of the input to drop when memory is short: that of `slot`, or the one with the most tokens."""
     if slot is not None:
-        return [item.slot for item in inputs].index(slot)
+        return [step_input.slot for step_input in inputs].index(slot)
     return max(range(len(inputs)), key=lambda index: len(inputs[index].chunk) + inputs[index].tree.size)

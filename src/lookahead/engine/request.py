@@ -1,4 +1,4 @@
-"""What goes into the engine and comes out of it: requests and events. The engine knows token ids, but no text."""
+"""The engine's input and output: requests and events. The engine knows token ids, but no text."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lookahead.config import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence on its way through the engine.
+    """One sequence in the engine.
 
-    `verifier` is for rules that need the text so far and the logits, such as transformers' processors. `slot` is the
-    backend's handle for the K/V: the engine opens one when the request's turn comes. A request that comes with a slot,
-    which may already hold the K/V of its first tokens, keeps it to its end, and never shares it. `noise` draws the
-    tokens in place of the sequence's uniforms. `mask` says which tokens may be chosen, for grammars. `finished` is
-    called when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts.
-    Only requests with the same `salt` share the K/V of a common beginning: `cached` tokens were there when the request
-    was last admitted. With `reports_steps` its events say when their step ended and which sources were right, and those
-    of its next `trees` steps carry the step's tree. `recipe` is what other ranks make the same request from, if it has
-    to run on several (see `parallel.leader`); the engine does not look at it.
+    `verifier` is for rules that need the text so far and the logits, such as transformers' logits processors. `slot` is
+    the backend's handle for the K/V; the engine opens one when it admits the request. A request submitted with a slot,
+    which may already hold the K/V of its first tokens, keeps it to its end and shares it with no other. `noise` draws
+    the tokens instead of the sequence's uniforms. `mask` restricts the tokens, for grammars. `finished` is called
+    when the sequence has ended, before its K/V are freed. `begin` is the time from which `stats.seconds` counts. Only
+    requests with the same `salt` share the K/V of a common prefix; `cached` is how many tokens were cached when the
+    request was last admitted. With `reports_steps` an event has the time of its step and the sources of its accepted
+    tokens, and the events of the next `trees` steps also have the step's tree. `recipe` is the data from which other
+    ranks build the same request (see `parallel.leader`); the engine does not use it.
     """
 
     sequence: DecodingSequence
@@ -43,7 +43,7 @@ class Request:
     begin: float = field(default_factory=perf_counter)
     salt: str = ""
     id: int = -1
-    queued: float = 0.0
+    queued_at: float = 0.0
     keeps_slot: bool = False
     cached: int = 0
     reports_steps: bool = False
@@ -53,10 +53,10 @@ class Request:
 
 @dataclass(slots=True)
 class StepResult:
-    """One request's part of a step that has run: its input, its output, and how long each stage took.
+    """A request's result of a forward pass: its input, its output, and the time of each stage.
 
-    `accepted` is what its targets confirm, before any rule may end it, or why that cannot be told; None if nobody has
-    looked.
+    `accepted` is what its targets confirm, before stop rules are applied, or the error of that; None if it has not been
+    verified.
     """
 
     request: Request
@@ -74,42 +74,42 @@ class Noise(Protocol):
     sampling: SamplingParams
 
     def lines(self, tree: TokenTree) -> Sequence[int]:
-        """The lines of noise of the tree's needed nodes, filled, or -1 for the argmax."""
+        """The indices of the noise lines for the tree's needed nodes, after filling them; -1 for the argmax."""
         ...
 
     def draw_ahead(self) -> None:
-        """Fill lines that the next tree may need, while the device runs the last one's step."""
+        """Fill lines that the next tree may need, while the device runs the current step."""
         ...
 
 
 class TokenMask(Protocol):
-    """Says which tokens a request may choose. It follows the text: it is told every accepted token once, in order."""
+    """The tokens that a request may choose. It follows the text: `accept` gets every accepted token once, in order."""
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> npt.NDArray[np.uint32] | None:
         """The allowed tokens after each needed node of the tree, or None if all are allowed after all of them.
 
         uint32 [len(tree.needed), ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t is allowed. The tree's
-        root is the last token of the text. The object walks the guesses below it by itself (`tree.guesses_below`;
-        `tree.place` tells a guess's row). Only the root's row must allow some token. What stands in the rows of the
-        window, and below a guess that is not allowed itself, does not matter: no such guess is accepted.
+        root is the last token of the text. The mask walks the guesses below it by itself (`tree.guesses_below`;
+        `tree.place` is a guess's row). Only the root's row must allow some token. The rows of the window, and those
+        below a guess that is not allowed itself, are ignored: no such guess is accepted.
         """
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take the tokens that a step accepted."""
+        """Add the tokens that a step accepted."""
         ...
 
 
 Verifier = Callable[[Sequence[StepResult]], list[Verdict]]
-"""Verifies a step in place of `DecodingSequence.verify` (see `processors`). Requests that must move together share one
+"""Verifies a step instead of `DecodingSequence.verify` (see `processors`). Requests that must step together share one
 verifier, which is called once with all their results."""
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """The log-probability of an accepted token, and the likeliest tokens in its place with theirs, best first.
+    """The log-probability of an accepted token, and the likeliest tokens at its position with theirs, best first.
 
-    They are the model's own: of its logits, before penalties, bias, mask and temperature.
+    They are those of the model's logits, before penalties, bias, mask and temperature.
     """
 
     logprob: float
@@ -118,11 +118,11 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Event:
-    """What a step gave one request: the accepted tokens, the nodes of the accepted guesses, and how many were tried.
+    """A request's result of a step: accepted tokens, the nodes of accepted draft tokens, and how many were tried.
 
     `finish_reason` is None while the request continues. It is "error" if proposing or verifying raised `error`.
-    `logprobs` has one item per token if the request's sampling asks for log-probabilities, and else is None. `seconds`
-    (since the request's begin), `sources` (of the accepted guesses) and `tree` are only there if the request asks.
+    `logprobs` aligns with the tokens, and is None unless the request's sampling has `logprobs`. `seconds` (since the
+    request's begin), `sources` (of the accepted draft tokens) and `tree` are set only if the request `reports_steps`.
     """
 
     request: Request
@@ -138,11 +138,11 @@ class Event:
 
     @property
     def accepted(self) -> int:
-        """How many of the tried guesses were accepted."""
+        """How many of the tried draft tokens were accepted."""
         return len(self.path)
 
     def add_step_details(self, tree: TokenTree) -> None:
-        """Add what a request with `reports_steps` wants to know of its step."""
+        """Set the fields of a request that `reports_steps`."""
         request = self.request
         self.seconds = request.sequence.stats.seconds
         self.sources = [source_of(tree.origins[node - tree.branch]) for node in self.path]
@@ -152,7 +152,7 @@ class Event:
 
 
 def raise_errors(events: Sequence[Event]) -> Sequence[Event]:
-    """The events, unless one of their requests has failed: then its error is raised."""
+    """Return the events, or raise the error of one that has failed."""
     for event in events:
         if event.error is not None:
             raise event.error

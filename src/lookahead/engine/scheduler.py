@@ -1,7 +1,7 @@
-"""Who takes part in a step: admission, first come first served; prompts in pieces beside decoding requests; and room.
+"""Schedules the requests of a step: first-come, first-served admission, chunked prefill, and preemption.
 
-A request is *decoding* when all its tokens but the last are cached. Otherwise its *rest* has to run first: its prompt,
-what a shared prefix left of it, or all its text if it had been put back.
+A request is *decoding* when all its tokens but the last are cached. Otherwise it is *prefilling*: its prompt has to run
+first, or what a shared prefix left of it, or its prompt and output again if it was preempted.
 """
 
 from __future__ import annotations
@@ -18,71 +18,71 @@ from lookahead.backends.prompts import prompt_chunk
 from lookahead.engine.request import Request, Verifier
 
 RETRY_STEPS = 64
-"""Steps after which a request that found no room is tried again although none has left: sequences give pages behind a
-sliding window back while they go on, about one for every 64 tokens."""
+"""Steps after which a request that did not fit is tried again even if no other has finished: running sequences free the
+pages behind a sliding window, about one per 64 tokens."""
 
 
 @dataclass(slots=True)
-class Part:
-    """One request's part of a pass: its prompt chunk, whose tokens are not cached yet, then its tree.
+class ScheduledRequest:
+    """A request in a pass: its prompt chunk, whose tokens are not cached yet, then its tree.
 
-    A part that is not `whole` ends before the text does, and has no tree.
+    Only the last chunk of a prompt has a tree. A decoding request has an empty chunk, which counts as the last one.
     """
 
     request: Request
     chunk: Sequence[int] = ()
-    whole: bool = True
+    is_last_chunk: bool = True
     tree: TokenTree = field(default_factory=lambda: NO_TREE)
 
 
 @dataclass(slots=True)
-class Pass:
-    """The parts of one forward pass. Their trees may have `limit` tokens together; None: any number.
+class ScheduledBatch:
+    """The requests of one forward pass. Their trees have at most `max_tree_tokens` tokens in all; None: any number.
 
-    The requests in `waiting` take what the trees leave of the pass's `rows` (see `Scheduler.fill`). `propose_seconds`
-    is how long each of its trees took to propose.
+    The prompts in `prefilling` get the rows of the pass that the trees leave (see `Scheduler.fill_with_chunks`).
+    `propose_seconds` is the time per tree that proposing took.
     """
 
-    parts: list[Part]
-    limit: int | None = None
-    waiting: list[Request] = field(default_factory=list)
+    requests: list[ScheduledRequest]
+    max_tree_tokens: int | None = None
+    prefilling: list[Request] = field(default_factory=list)
     rows: int = 0
     propose_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """How many tokens the parts have together."""
-        return sum([len(part.chunk) + part.tree.size for part in self.parts])
+        """The tokens of all chunks and trees."""
+        return sum([len(scheduled.chunk) + scheduled.tree.size for scheduled in self.requests])
 
     def rows_run(self, *, pads: bool) -> int:
-        """How many rows the backend runs for these tokens: where it `pads`, each part has as many as the longest."""
+        """The rows that the backend runs. If it `pads`, every request has as many as the longest one."""
         if not pads:
             return self.tokens
-        return len(self.parts) * max([len(part.chunk) + part.tree.size for part in self.parts])
+        return len(self.requests) * max([len(scheduled.chunk) + scheduled.tree.size for scheduled in self.requests])
 
 
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.
 
-    `most_beside`: a pass in which prompts run beside decoding requests has at most so many rows.
+    `max_mixed_rows` is the most rows of a pass in which prompt chunks run beside decoding requests.
     """
 
-    def __init__(self, backend: Backend, max_sequences: int, most_beside: int) -> None:
-        for name, value in (("max_sequences", max_sequences), ("most_beside", most_beside)):
+    def __init__(self, backend: Backend, max_sequences: int, max_mixed_rows: int) -> None:
+        for name, value in (("max_sequences", max_sequences), ("max_mixed_rows", max_mixed_rows)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        self.backend, self._most_beside = backend, most_beside
+        self.backend, self._max_mixed_rows = backend, max_mixed_rows
         self.max_sequences = min(max_sequences, backend.most_rows)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self.preemptions = 0
-        self._full = 0  # the next request found no room: for how many steps it is not tried again
+        self._retry_in = 0  # steps until the next request, which did not fit, is tried again
 
-    # Requests come and go.
+    # Requests.
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. One that comes with a slot runs at once."""
-        request.queued = perf_counter()
+        """Queue a request. One that already has a slot runs at once."""
+        request.queued_at = perf_counter()
         if self._is_inexact(request):  # exact requests must not share its K/V
             request.salt += " inexact"
         if request.slot < 0:
@@ -97,165 +97,174 @@ class Scheduler:
         self.running[request.id] = request
 
     def remove(self, request: Request) -> None:
-        """Forget a request, and free its K/V."""
-        self._full = 0
+        """Remove a request, and free its K/V."""
+        self._retry_in = 0
         if self.running.pop(request.id, None) is None:
             self.waiting.remove(request)
             return
         self.remember(request)
         self.backend.close(request.slot)
 
-    def put_back(self, request: Request) -> None:
-        """Free a running request's K/V. It is the next to be admitted; then its text runs again, and it continues."""
+    def preempt(self, request: Request) -> None:
+        """Free a running request's K/V, and put it at the front of the queue. When it is admitted again,
+        all its tokens are prefilled, and it continues."""
         self.remove(request)
         self.preemptions += 1
-        request.slot, request.queued = -1, perf_counter()
+        request.slot, request.queued_at = -1, perf_counter()
         self.waiting.appendleft(request)
 
     def remember(self, request: Request) -> None:
-        """Let later requests share the K/V that this one has cached."""
+        """Let later requests share the cached K/V of this one."""
         if not request.keeps_slot:
-            self._full = 0  # a request that shares these needs less room
+            self._retry_in = 0  # a request that shares them needs fewer pages
             self.backend.remember(request.slot, request.sequence.tokens[: self.backend.length(request.slot)])
 
     # A step.
 
-    def schedule(self) -> list[Pass]:
-        """The passes of the next step, in which every decoding request takes part."""
-        self._full = max(0, self._full - 1)
+    def schedule(self) -> list[ScheduledBatch]:
+        """The batches of the next step, which include every decoding request."""
+        self._retry_in = max(0, self._retry_in - 1)
         self._admit()
-        decoding, unread, cached = list[Request](), list[Request](), self.backend.length
+        decoding, prefilling, cached = list[Request](), list[Request](), self.backend.length
         for request in self.running.values():
             if len(request.sequence.tokens) - 1 == cached(request.slot):
                 decoding.append(request)
             else:
-                unread.append(request)
-                if cached(request.slot) > request.cached:  # before its pages behind a window are given back
+                prefilling.append(request)
+                if cached(request.slot) > request.cached:  # before its pages behind a window are freed
                     self.remember(request)
         if self.backend.capabilities.pads:  # each prompt runs alone
-            passes = [Pass([part]) for request in unread for part in self._prompt_parts(request)]
-            return [*passes, Pass([Part(request) for request in decoding])] if decoding else passes
+            batches = [ScheduledBatch([chunk]) for request in prefilling for chunk in self._prompt_chunks(request)]
+            if decoding:
+                batches.append(ScheduledBatch([ScheduledRequest(request) for request in decoding]))
+            return batches
         if not self.running:
             return []
         most = self.backend.most_rows
-        apart = {request.id for request in self.running.values() if self._is_inexact(request)}
-        if not apart or len(apart) == len(self.running):
-            return [self._shared_pass(decoding, unread, most)]
+        inexact_ids = {request.id for request in self.running.values() if self._is_inexact(request)}
+        if not inexact_ids or len(inexact_ids) == len(self.running):
+            return [self._mixed_batch(decoding, prefilling, most)]
         return [
-            self._shared_pass(
-                [request for request in decoding if (request.id in apart) is inexact],
-                [request for request in unread if (request.id in apart) is inexact],
+            self._mixed_batch(
+                [request for request in decoding if (request.id in inexact_ids) is inexact],
+                [request for request in prefilling if (request.id in inexact_ids) is inexact],
                 most,
             )
             for inexact in (False, True)
         ]
 
     def _is_inexact(self, request: Request) -> bool:
-        """Whether its trees may be too large or too deep to be exact. Such a tree takes the exactness of its whole pass
-        and leaves inexact K/V, so these requests run in passes of their own and share no K/V with others."""
+        """Whether its trees may be too large or too deep to be exact. Such a tree makes its whole pass inexact and
+        leaves inexact K/V, so these requests run in batches of their own and share no K/V with others."""
         config = request.sequence.config
         return not config.exact and not config.is_within(*exact_limits(self.backend))
 
     def _admit(self) -> None:
-        """Open slots for waiting requests, in their order, while there is room for the next one's text and a step."""
-        while self.waiting and len(self.running) < self.max_sequences and not (self._full and self.running):
+        """Admit waiting requests in order, while the backend has room for the next one's tokens and one step."""
+        while self.waiting and len(self.running) < self.max_sequences and not (self._retry_in and self.running):
             request = self.waiting[0]
             tokens = request.sequence.tokens
             request.slot = self.backend.open(tokens, request.salt)
             if not self.backend.reserve(request.slot, len(tokens) + request.sequence.config.budget) and self.running:
                 self.backend.close(request.slot)
-                request.slot, self._full = -1, RETRY_STEPS
+                request.slot, self._retry_in = -1, RETRY_STEPS
                 return
             self.running[request.id] = self.waiting.popleft()
             request.cached = self.backend.length(request.slot)
-            request.sequence.stats.queue_seconds += perf_counter() - request.queued
+            request.sequence.stats.queue_seconds += perf_counter() - request.queued_at
 
-    def _shared_pass(self, decoding: list[Request], unread: list[Request], rows: int) -> Pass:
-        """One pass of at most `rows` tokens: the decoding requests' trees, and prompts beside them.
+    def _mixed_batch(self, decoding: list[Request], prefilling: list[Request], rows: int) -> ScheduledBatch:
+        """One pass of at most `rows` tokens: the trees of decoding requests, and prompt chunks beside them.
 
-        Prompts get all rows if nothing decodes, and else what the roots leave, but at least half of the rows are theirs
-        before there are guesses.
+        If nothing is decoding, prompts get all rows. Otherwise they get half of the rows, or what the roots leave if
+        that is less; draft tokens get the rest.
         """
-        held, most_nodes = self._held(unread) if unread else set(), self.backend.most_nodes
-        parts = [Part(request, (), True, NO_TREE) for request in decoding if not held or request.verifier not in held]
-        if parts and unread:
-            rows = min(rows, max(self._most_beside, 2 * len(parts)))
-        share = rows - max(len(parts), rows // 2) if parts else rows
-        waiting = deque(unread)
-        while waiting and waiting[0].verifier not in held and self._rest(waiting[0]) < share:
-            parts.append(self._part(waiting.popleft()))
-            share -= len(parts[-1].chunk) + 1
-        share = min(share, sum([self._rest(request) + 1 for request in waiting]))
-        limit = rows - share - sum([len(part.chunk) for part in parts])
-        if most_nodes is not None:  # every prompt may come to its root
-            limit = min(limit, max(len(parts), most_nodes - len(waiting)))
-        return Pass(parts, limit, list(waiting), rows)
+        blocked, most_nodes = self._blocked_verifiers(prefilling) if prefilling else set(), self.backend.most_nodes
+        requests = [
+            ScheduledRequest(request, (), True, NO_TREE)
+            for request in decoding
+            if not blocked or request.verifier not in blocked
+        ]
+        if requests and prefilling:
+            rows = min(rows, max(self._max_mixed_rows, 2 * len(requests)))
+        prompt_rows = rows - max(len(requests), rows // 2) if requests else rows
+        waiting = deque(prefilling)
+        while waiting and waiting[0].verifier not in blocked and self._uncached(waiting[0]) < prompt_rows:
+            requests.append(self._next_chunk(waiting.popleft()))
+            prompt_rows -= len(requests[-1].chunk) + 1
+        prompt_rows = min(prompt_rows, sum([self._uncached(request) + 1 for request in waiting]))
+        tree_tokens = rows - prompt_rows - sum([len(scheduled.chunk) for scheduled in requests])
+        if most_nodes is not None:  # every prompt may reach its root
+            tree_tokens = min(tree_tokens, max(len(requests), most_nodes - len(waiting)))
+        return ScheduledBatch(requests, tree_tokens, list(waiting), rows)
 
-    def fill(self, one: Pass) -> None:
-        """Give the rows that the trees have left to the prompts that wait, as pieces; a last piece has a bare root."""
-        if not one.waiting:
+    def fill_with_chunks(self, batch: ScheduledBatch) -> None:
+        """Fill the rows that the trees leave with prompt chunks. A prompt's last chunk has a bare root as its tree."""
+        if not batch.prefilling:
             return
-        held = self._held(one.waiting)
-        rows = one.rows - sum(len(part.chunk) + len(part.tree) for part in one.parts)
-        for request in one.waiting:
+        blocked = self._blocked_verifiers(batch.prefilling)
+        rows = batch.rows - sum(len(scheduled.chunk) + len(scheduled.tree) for scheduled in batch.requests)
+        for request in batch.prefilling:
             if rows < 1:
                 return
-            part = self._part(request, rows)
-            part.whole = self._rest(request) < rows and request.verifier not in held
-            if part.whole:
-                part.tree = request.sequence.bare_root()
-            rows -= len(part.chunk) + len(part.tree)
-            one.parts.append(part)
+            scheduled = self._next_chunk(request, rows)
+            scheduled.is_last_chunk = self._uncached(request) < rows and request.verifier not in blocked
+            if scheduled.is_last_chunk:
+                scheduled.tree = request.sequence.bare_root()
+            rows -= len(scheduled.chunk) + len(scheduled.tree)
+            batch.requests.append(scheduled)
 
-    def _held(self, unread: Iterable[Request]) -> set[Verifier | None]:
-        """The verifiers of several requests, one of which is still unread: these requests must move together."""
-        if all(request.verifier is None for request in unread):
+    def _blocked_verifiers(self, prefilling: Iterable[Request]) -> set[Verifier | None]:
+        """Verifiers shared by several requests, one of which is still prefilling: these requests must step together."""
+        if all(request.verifier is None for request in prefilling):
             return set()
         users = Counter(request.verifier for request in self.running.values())
         del users[None]
-        return {request.verifier for request in unread if users[request.verifier] > 1}
+        return {request.verifier for request in prefilling if users[request.verifier] > 1}
 
-    def _rest(self, request: Request) -> int:
+    def _uncached(self, request: Request) -> int:
         return len(request.sequence.tokens) - 1 - self.backend.length(request.slot)
 
-    def _prompt_parts(self, request: Request) -> list[Part]:
-        """A request's whole prompt as prompt chunks, the last one with a tree."""
-        prompt, chunk = self._part(request).chunk, prompt_chunk(self.backend)
-        chunks = [prompt[start : start + chunk] for start in range(0, len(prompt), chunk)]
-        return [Part(request, tokens, whole=number == len(chunks)) for number, tokens in enumerate(chunks, start=1)]
+    def _prompt_chunks(self, request: Request) -> list[ScheduledRequest]:
+        """The whole prompt of a request in chunks, of which the last has a tree."""
+        prompt, size = self._next_chunk(request).chunk, prompt_chunk(self.backend)
+        starts = range(0, len(prompt), size)
+        return [
+            ScheduledRequest(request, prompt[start : start + size], is_last_chunk=start + size >= len(prompt))
+            for start in starts
+        ]
 
-    def _part(self, request: Request, most: int | None = None) -> Part:
+    def _next_chunk(self, request: Request, most: int | None = None) -> ScheduledRequest:
         start, end = self.backend.length(request.slot), len(request.sequence.tokens) - 1
         if most is not None:
             end = min(end, start + most)
-        return Part(request, request.sequence.tokens[start:end])
+        return ScheduledRequest(request, request.sequence.tokens[start:end])
 
-    # Room.
+    # K/V room.
 
-    def make_room(self, passes: Sequence[Pass]) -> None:
-        """Reserve room for every part. Where there is too little, the trees become bare roots; if that is not enough,
-        the youngest requests are put back."""
-        while not all(self._reserve(part) for one in passes for part in one.parts):
-            grown = [part for one in passes for part in one.parts if len(part.tree) > 1]
-            for part in grown:
-                part.tree = part.request.sequence.bare_root()
-            if not grown:
+    def reserve_room(self, batches: Sequence[ScheduledBatch]) -> None:
+        """Reserve K/V room for every scheduled request. If there is too little, the trees become bare roots; if that is
+        not enough, the youngest requests are preempted."""
+        while not all(self._reserve(scheduled) for batch in batches for scheduled in batch.requests):
+            with_drafts = [scheduled for batch in batches for scheduled in batch.requests if len(scheduled.tree) > 1]
+            for scheduled in with_drafts:
+                scheduled.tree = scheduled.request.sequence.bare_root()
+            if not with_drafts:
                 youngest = self._youngest()
-                for one in passes:
-                    one.parts = [part for part in one.parts if part.request is not youngest]
-                self.put_back(youngest)
+                for batch in batches:
+                    batch.requests = [scheduled for scheduled in batch.requests if scheduled.request is not youngest]
+                self.preempt(youngest)
 
-    def _reserve(self, part: Part) -> bool:
-        """Room for the whole text and its tree. It is asked for from the first piece on, so that no prompt gets stuck
-        half-way."""
-        before_root = len(part.request.sequence.tokens) - 1
-        return self.backend.reserve(part.request.slot, before_root + (part.tree.size or 1))
+    def _reserve(self, scheduled: ScheduledRequest) -> bool:
+        """Reserve room for all tokens and the tree, from the first chunk on, so that no prompt gets stuck half-way."""
+        before_root = len(scheduled.request.sequence.tokens) - 1
+        return self.backend.reserve(scheduled.request.slot, before_root + (scheduled.tree.size or 1))
 
     def _youngest(self) -> Request:
-        movable = [request for request in self.running.values() if not request.keeps_slot]
-        if not movable or len(self.running) == 1:
+        preemptible = [request for request in self.running.values() if not request.keeps_slot]
+        if not preemptible or len(self.running) == 1:
             raise MemoryError(
                 f"the backend has no room for the K/V of {len(self.running)} sequences, and they cannot wait for each "
                 "other; use a smaller batch or fewer tokens"
             )
-        return movable[-1]
+        return preemptible[-1]

@@ -10,14 +10,14 @@ from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
 from lookahead.engine.logprobs import logprobs_of
 from lookahead.engine.request import Event, Request, StepResult, Verifier
-from lookahead.engine.scheduler import Pass
+from lookahead.engine.scheduler import ScheduledBatch
 
 
 @dataclass(slots=True)
 class LaunchedPass:
     """A pass that the backend is running: its inputs, and when it was launched."""
 
-    one: Pass
+    batch: ScheduledBatch
     inputs: list[StepInput]
     time: float
     running: Any
@@ -25,12 +25,17 @@ class LaunchedPass:
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step that has begun: its passes, when it began, and the backend's `captures` then. Its first pass runs."""
+    """A step that has begun: its batches, when it began, and the backend's `captures` then. Its first pass runs."""
 
-    passes: list[Pass]
+    batches: list[ScheduledBatch]
     time: float = 0.0
     captures: int = 0
     first: LaunchedPass | None = None
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a prompt chunk runs in this step."""
+        return any(scheduled.chunk for batch in self.batches for scheduled in batch.requests)
 
 
 NO_STEP = RunningStep([])

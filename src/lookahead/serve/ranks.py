@@ -41,7 +41,7 @@ def run_follower(model: ParallelModel, settings: ServeSettings) -> None:
     """Run the requests of rank 0 until it stops serving. `settings` must be the same as there."""
     owners = KeyRing(settings.keys, model.memory, settings.share_memory, settings.public).owners
     grammars, tokenizer = Grammars(model), SharedTokenizer(model.tokenizer)
-    model.engine.limit(settings.max_concurrency)
+    model.engine.set_max_sequences(settings.max_concurrency)
     model.prepare(settings.max_concurrency)
 
     def make(data: Any) -> Request:

@@ -62,9 +62,9 @@ class Service:
         if settings.memory_folder is not None:
             owners = list({owner.file: owner for owner in self.keys.owners}.values())  # one per file
             self.memory_saver = MemorySaver(model, settings, owners, self.in_worker, lambda: bool(self.replies))
-        model.engine.limit(settings.max_concurrency)
+        model.engine.set_max_sequences(settings.max_concurrency)
         model.prepare(settings.max_concurrency, log.info)  # before the first request
-        model.engine.watch = self.metrics.observe_step
+        model.engine.on_pass = self.metrics.observe_step
 
     async def start(self) -> None:
         """Called in the server's event loop."""

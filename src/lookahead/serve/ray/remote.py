@@ -86,11 +86,11 @@ class NoEngine:
     """The engine's interface where the server configures it or reads its load."""
 
     def __init__(self) -> None:
-        self.watch: Callable[[int, float], None] | None = None
+        self.on_pass: Callable[[int, float], None] | None = None
         self.running: list[int] = []
         self.waiting = self.preemptions = 0
 
-    def limit(self, max_sequences: int) -> None: ...
+    def set_max_sequences(self, max_sequences: int) -> None: ...
 
 
 @dataclass
