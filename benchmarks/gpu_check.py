@@ -33,12 +33,11 @@ from gpu_tests import run_tests
 from inflate import shaped_load
 
 import lookahead
-from lookahead.bench.gpu.batch import Clock, Load, measure
-from lookahead.bench.gpu.timing import step_ms
+from lookahead.bench.gpu.batch import Load, steady_state
+from lookahead.bench.gpu.timing import Clock, step_ms
 from lookahead.bench.run.about import device_name, versions
 from lookahead.bench.run.prompts import load as load_prompts
 from lookahead.config import SamplingParams, StopRules
-from lookahead.engine.engine import Engine
 from lookahead.generate import LookaheadModel
 from lookahead.stats import Stats
 
@@ -167,17 +166,12 @@ class GpuCheck:
         return found
 
     def _together(self, count: int) -> float:
-        """Tokens per second of the default in a steady state; the first run captures."""
-        lm, tokens = self.lm, self.sizes.figure_tokens
+        """Tokens per second of the default in a steady state."""
+        lm, rules = self.lm, StopRules(self.sizes.figure_tokens, self.lm.stop_ids)
         prompts = [lm.encode(prompt) for prompt in self.prompts]
-        for answers in (0.5 * count, max(1.5 * count, self.sizes.figure_answers)):
-            engine = Engine(lm.backend, lm.engine.budget, max_sequences=count)
-            load = Load(engine, prompts, lm.default_config, SamplingParams(), StopRules(tokens, lm.stop_ids))
-            for _ in range(2 * count):
-                load.add()
-            record = measure(load, Clock(), count, answers * tokens)
-            load.end()
-        return float(record["tok_s"])
+        load = partial(Load, prompts=prompts, config=lm.default_config, sampling=SamplingParams(), rules=rules)
+        answers = max(1.5 * count, self.sizes.figure_answers)
+        return float(steady_state(load, lm.backend, lambda: lm.engine.budget, count, answers, Clock())[0]["tok_s"])
 
 
 def random_request(rng: random.Random, prompts: Sequence[str], tokens: int) -> tuple[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ import argparse
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -32,13 +32,16 @@ from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.search import PythonDrafter
+from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.kinds import StepKind
 from lookahead.backends.graph.steps import CapturedStep, CapturedSteps
-from lookahead.bench.run.decode import Decoded, decode_steps
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request, raise_errors
+from lookahead.stats import Stats
 
 VOCABULARY = 49152
 PROMPT, OUTPUT = 200, 192
@@ -131,37 +134,42 @@ class Run:
         self.config, self.batch, self.memory = config, batch, SharedMemory(drafter)
         self.sampling = SamplingParams(temperature=temperature, seed=1)
         self.backend, self.rng = Played(), random.Random(0)
+        self.engine = Engine(self.backend)
+        self.sequences: list[DecodingSequence] = []
         self.times: dict[str, list[float]] = defaultdict(list)
-        self._steps: Iterator[Decoded] = iter(())
 
-    def step(self) -> Decoded:
+    @property
+    def stats(self) -> Stats:
+        return Stats.total(sequence.stats for sequence in self.sequences)
+
+    def step(self) -> None:
         """One step; the first of a batch, which carries the prompts, is not counted."""
+        first = not self.engine.running
+        if first:
+            self._submit()
         self.backend.seconds.clear()
-        done = next(self._steps, None)
-        return self._begin() if done is None else self._count(done)
-
-    def _begin(self) -> Decoded:
-        texts = [text(self.rng, PROMPT + OUTPUT + 64) for _ in range(self.batch)]
-        self.backend.texts = [np.array(tokens, dtype=np.int32) for tokens in texts]
-        prompts, rules = [tokens[:PROMPT] for tokens in texts], StopRules(max_tokens=OUTPUT)
-        self._steps = decode_steps(self.backend, prompts, self.config, rules, self.memory, self.sampling)
-        done = next(self._steps)
-        self._spent = self._counted(done)
-        return done
-
-    def _counted(self, done: Decoded) -> dict[str, float]:
-        return {name: sum(getattr(s, f"{name}_seconds") for s in done.each) for name in ("propose", "absorb")}
-
-    def _count(self, done: Decoded) -> Decoded:
-        counted = self._counted(done)
-        spent = {name: counted[name] - self._spent[name] for name in counted}
-        self._spent = counted
-        spent |= {name: self.backend.seconds[name] for name in ("fill", "read", "later")}
-        spent["host"] = done.step_seconds[-1] - self.backend.seconds["played"] - spent["later"]
+        before, begin = self.stats, perf_counter()
+        raise_errors(self.engine.step())
+        seconds, after = perf_counter() - begin, self.stats
+        if first:
+            return
+        spent = {part: getattr(after, f"{part}_seconds") - getattr(before, f"{part}_seconds")
+                 for part in ("propose", "absorb")}  # fmt: skip
+        spent |= {part: self.backend.seconds[part] for part in ("fill", "read", "later")}
+        spent["host"] = seconds - self.backend.seconds["played"] - spent["later"]
         spent["rest"] = spent["host"] - sum(spent[part] for part in PARTS[:4])
         for part in PARTS:
             self.times[part].append(1e6 * spent[part])
-        return done
+
+    def _submit(self) -> None:
+        texts = [text(self.rng, PROMPT + OUTPUT + 64) for _ in range(self.batch)]
+        self.backend.texts = [np.array(tokens, dtype=np.int32) for tokens in texts]
+        rules = StopRules(max_tokens=OUTPUT)
+        self.sequences = [
+            DecodingSequence(tokens[:PROMPT], self.config, self.sampling, rules, memory=self.memory) for tokens in texts
+        ]
+        for sequence in self.sequences:
+            self.engine.submit(Request(sequence))
 
 
 def main() -> None:

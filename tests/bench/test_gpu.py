@@ -56,7 +56,7 @@ def test_every_part(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(files) not in json.dumps(about)
 
     assert [record["K"] for record in made["step-7b"]["records"]] == [1, 16]
-    assert all(0 < record["products_ms"] < record["step_wall_ms"] for record in made["step-7b"]["records"])
+    assert all(record["device_ms"] > 0 and record["step_wall_ms"] > 0 for record in made["step-7b"]["records"])
 
     speed = made["speed-7b"]["records"]
     assert {(r["method"], r["set"]) for r in speed} == {
@@ -65,10 +65,8 @@ def test_every_part(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for data in ("mt-bench", "humaneval")
     }
     for record in speed:
-        assert record["device_ms"] == pytest.approx(record["ms_per_step"] - record["gap_ms"], abs=0.002)
-        assert sum(record["sizes"].values()) == record["steps"] - record["prompts"]
-        assert record["as_autoregressive"] == record["prompts"] == len(record["answers"]) == 3
-    assert [set(r["sizes"]) for r in speed if r["method"] == "autoregressive"] == [{"1"}] * 2
+        assert record["as_autoregressive"] == record["prompts"] == 3
+        assert (record["S"] == record["K"] == 1) == (record["method"] == "autoregressive")
 
     batches = made["batch-7b"]["records"]
     assert [record["batch"] for record in batches] == [1, 1, 3, 3] * 2

@@ -16,11 +16,11 @@ from lookahead.config import LookaheadConfig
 )
 def test_texts_are_played_back(config: LookaheadConfig, least: float) -> None:
     run = Run(config, 1, choose_drafter())
-    done = run.step()
+    run.step()
     played = run.backend.texts[0].tolist()
-    while run.step() is done:
-        pass
-    assert done.outputs[0] == played[PROMPT : PROMPT + OUTPUT]
-    assert done.stats.compression >= least
-    assert all(len(run.times[part]) == done.stats.steps - 1 for part in PARTS)
+    while run.engine.running:
+        run.step()
+    assert run.sequences[0].output == played[PROMPT : PROMPT + OUTPUT]
+    assert run.stats.compression >= least
+    assert all(len(run.times[part]) == run.stats.steps - 1 for part in PARTS)
     assert min(run.times["host"]) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,26 +11,19 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.graph.backend import GraphBackend
+from lookahead.bench.gpu.timing import Clock
 from lookahead.bench.run.about import device_name, machine, versions
+from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.prompts import load as load_prompts
-from lookahead.bench.run.runner import prompt_ids
-from lookahead.config import LookaheadConfig, StopRules
+from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel
-
-METHODS = {
-    "autoregressive": LookaheadConfig.autoregressive(),
-    "paper (5,15,15) + prompt": LookaheadConfig.paper(15, 5, 15, prompt=True),
-    "default": LookaheadConfig(),
-}
 
 
 class GpuBench:
     """The model, loaded when it is first needed, and what the current part has measured.
 
     A part adds its records one by one, and its file is written again each time: a run that is cut short leaves what it
-    had. The model is made outside inference mode: `torch.compile` takes no weights made in it. `shape` is the one that
-    `load` pads the model to, if it does.
+    had. `shape` is the one that `load` pads the model to, if it does.
     """
 
     def __init__(self, options: Namespace, load: Callable[..., Any], shape: str | None = None) -> None:
@@ -41,32 +33,24 @@ class GpuBench:
 
     @cached_property
     def model(self) -> LookaheadModel:
-        """On the eager backend, and with a config, so that nothing is captured or measured for it."""
-        options: dict[str, Any] = {"dtype": self.options.dtype, "device": self.options.device, "backend": "eager"}
-        with torch.inference_mode(False):
-            found: LookaheadModel = self._load(self.options.model, config=LookaheadConfig(), log=print, **options)
-            return found
-
-    def backend(self) -> GraphBackend:
-        """A new backend; what the one before it held is freed."""
-        gc.collect()  # a backend and its captured steps hold each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        with torch.inference_mode(False):
-            return GraphBackend(self.model.model)
+        """On the graph backend, and with a config, so that no cost is measured for it."""
+        options: dict[str, Any] = {"dtype": self.options.dtype, "device": self.options.device, "backend": "graph"}
+        found: LookaheadModel = self._load(self.options.model, config=LookaheadConfig(), log=print, **options)
+        return found
 
     @cached_property
-    def prompts(self) -> dict[str, list[list[int]]]:
-        """Token ids by set: MT-Bench's first turns as chat and HumanEval's prompts as raw text; without a folder that
-        has them, the builtin ones."""
+    def clock(self) -> Clock:
+        """Of all steps of the model from now on."""
+        clock = Clock()
+        clock.watch(self.model.backend)
+        return clock
+
+    @cached_property
+    def prompts(self) -> dict[str, list[Prompt]]:
+        """MT-Bench's first turns and HumanEval's prompts; without a folder that has them, the builtin ones."""
         folder, limit = self.options.data_dir, self.options.limit
         names = ("builtin",) if folder is None else ("mt-bench", "humaneval")
-        loaded = {name: load_prompts(name, folder, limit, 1) for name in names}
-        return {name: [prompt_ids(self.model, prompt) for prompt in chosen] for name, chosen in loaded.items()}
-
-    @property
-    def rules(self) -> StopRules:
-        return StopRules(self.options.max_tokens, self.model.stop_ids)
+        return {name: load_prompts(name, folder, limit, 1) for name in names}
 
     def begin(self, part: str) -> None:
         self.part, self.records = part, []

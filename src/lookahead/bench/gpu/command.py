@@ -58,8 +58,7 @@ def run(options: argparse.Namespace, load: Callable[..., Any] = load_model, shap
     for name in chosen:
         begin = perf_counter()
         bench.begin(name)
-        with torch.inference_mode():
-            PARTS[name](bench)
+        PARTS[name](bench)
         bench.save()
         print(f"-- {name}: {perf_counter() - begin:.0f} s", flush=True)
     return page.write(options.out, options.page or options.out / "gpu.md")

@@ -19,7 +19,7 @@ TABLES = {
     "speed": (
         "Tokens per second",
         "From prompt to last token, the prompt included. over AR: against our autoregressive decoding. as AR: texts "
-        "equal to its. gap: the mean wall time of a step less the device's at the mean context.",
+        "equal to its. gap: the part of a step in which the device waits for the host.",
     ),
     "batch": (
         "Batch",

@@ -1,4 +1,4 @@
-"""Time on the device: of a captured step, of its matrix products alone, of any call."""
+"""Time on the device: of a captured step, of any call, and of the steps of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import random
 import statistics
 import timeit
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec
 
 import torch
 
@@ -14,10 +15,13 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.model import GraphModel
-from lookahead.backends.graph.sizes import INVARIANT_ROWS, PAGE, bucket
+from lookahead.backends.graph.running import RunningStep
+from lookahead.backends.graph.sizes import PAGE
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 from lookahead.loading.timing import bush
+
+P = ParamSpec("P")
 
 REPEATS = 30
 ROOM = 4 * REPEATS
@@ -67,18 +71,6 @@ def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
     return 1e3 * statistics.median(timeit.repeat(run, number=1, repeat=repeats))
 
 
-def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a captured graph, so that launching many kernels costs nothing."""
-    if not torch.cuda.is_available():
-        return run
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
     """A tree about as deep and as wide as the default makes them, of random tokens."""
     rng, tree = random.Random(count), bush(count)
@@ -115,18 +107,45 @@ def step_ms(backend: GraphBackend, count: int, context: int, sequences: int = 1)
             backend.close(slot)
 
 
-def products_ms(backend: GraphBackend, count: int) -> float:
-    """Device time of the matrix products of a step of this many tokens, and of nothing else."""
-    rows, buffers, calls = bucket(count), dict[int, torch.Tensor](), []
-    for matrix in backend.layers.matrices:
-        outer, inner = matrix.weight.shape
-        for width in (outer, inner):
-            if width not in buffers:
-                buffers[width] = matrix.weight.new_zeros(max(rows, INVARIANT_ROWS), width)
-        calls.append((matrix.plan(rows), buffers[inner], buffers[outer]))
+@dataclass
+class Clock:
+    """When the device began and ended each step's work: all the rest of the time it waits for the host."""
 
-    def run() -> None:
-        for multiply, x, out in calls:
-            multiply(x, out)
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _next: list[torch.cuda.Event] = field(default_factory=list)
 
-    return median_ms(graphed(run))
+    def watch(self, backend: Any) -> None:
+        """Mark every step of this backend from now on. Without a GPU nothing is marked."""
+        if backend.device.type == "cuda":
+            runner = backend.runner
+            runner.run = self._marked(runner.run)
+            runner.run_ahead = self._marked(runner.run_ahead)
+
+    def _marked(self, call: Callable[P, RunningStep]) -> Callable[P, RunningStep]:
+        def run(*args: P.args, **options: P.kwargs) -> RunningStep:
+            begin, end = self._next or self._new_events()
+            begin.record()
+            running = call(*args, **options)
+            end.record()
+            self.marks.append((begin, end))
+            self._next = self._new_events()  # made now, so that the next step need not wait for them
+            return running
+
+        return run
+
+    def _new_events(self) -> list[torch.cuda.Event]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for event in events:
+            event.record()  # only then CUDA makes it
+        return events
+
+    def read(self) -> dict[str, float]:
+        """The median step and the median gap before it since the last reading, in milliseconds."""
+        if not self.marks:
+            return {}
+        torch.cuda.synchronize()
+        device = statistics.median(begin.elapsed_time(end) for begin, end in self.marks)
+        gaps = [before[1].elapsed_time(after[0]) for before, after in zip(self.marks, self.marks[1:], strict=False)]
+        gap = statistics.median(gaps) if gaps else 0.0
+        self.marks.clear()
+        return {"device_ms": round(device, 3), "gap_percent": round(100 * gap / (gap + device), 1)}
