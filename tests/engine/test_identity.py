@@ -108,7 +108,7 @@ class Crowd:
                 assert (event.logprobs and [len(item.top) for item in event.logprobs]) == expected
         assert backend.slots == backend.tables == {}
         assert backend.pool.used == 0
-        assert backend.pool.free + backend.pool.kept == backend.pool.pages
+        assert backend.pool.free + backend.pool.evictable == backend.pool.pages
         for request in requests:
             assert told[request.id] == request.sequence.output
         return [(request.sequence.output, request.sequence.finish_reason) for request in requests]

@@ -50,7 +50,7 @@ class Pool(RuleBasedStateMachine):
         """Grow, and cache tokens there; a page that others see is never written."""
         sequence = data.draw(st.sampled_from(self.live))
         wanted = min(sequence.cached + more, len(sequence.text))
-        old, room = list(sequence.table.pages), self.pool.free + self.pool.kept
+        old, room = list(sequence.table.pages), self.pool.free + self.pool.evictable
         others = [list(other.table.pages) for other in self.live]
         grown = self.pool.reserve(sequence.table, wanted)
         lacking = -(-wanted // SIZE) - len(old)
@@ -116,12 +116,12 @@ class Pool(RuleBasedStateMachine):
         pool = self.pool
         users = Counter(page for sequence in self.live for page in sequence.table.pages)
         assert [users[page] for page in range(PAGES)] == pool._users
-        free, kept = set(pool._free), set(pool._kept)
+        free, kept = set(pool._free), set(pool._evictable)
         assert len(free) == len(pool._free)
         assert free.isdisjoint(kept)
         assert (free | kept).isdisjoint(users)
         assert free | kept | set(users) == set(range(PAGES))
-        assert (pool.free, pool.kept, pool.used) == (len(free), len(kept), len(users))
+        assert (pool.free, pool.evictable, pool.used) == (len(free), len(kept), len(users))
         assert {page: digest for digest, page in pool._known.items()} == pool._digest
         assert kept <= set(pool._digest)
         assert free.isdisjoint(pool._digest)
@@ -135,7 +135,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def a_prefix_is_evicted_last(self) -> None:
         by_text = {(self.memory[page][0], tuple(self.memory[page][1])): page for page in self.pool._digest}
-        order = list(self.pool._kept)
+        order = list(self.pool._evictable)
         for page in order:
             salt, text = self.memory[page]
             if len(text) > SIZE:
@@ -173,7 +173,7 @@ def test_the_oldest_text_is_evicted_first_and_its_end_before_its_beginning() -> 
     old, new = [1, 1, 2, 2], [3, 3, 4, 4]
     for text in (old, new):
         pool.close(filled(pool, text))
-    assert (pool.free, pool.kept) == (0, 4)
+    assert (pool.free, pool.evictable) == (0, 4)
     assert pool.reserve(pool.open(), 2)
     assert pool.open([*old, 0]).cached == 2
     assert pool.open([*new, 0]).cached == 4
@@ -270,8 +270,8 @@ class Pools(RuleBasedStateMachine):
             tables = [tables[number] for tables in self.live]
             users = Counter(page for table in tables for page in table.pages if page != DROPPED)
             assert [users[page] for page in range(pool.pages)] == pool._users
-            assert set(pool._free) | set(pool._kept) | set(users) == set(range(pool.pages))
-            assert pool.free + pool.kept + len(users) == pool.pages
+            assert set(pool._free) | set(pool._evictable) | set(users) == set(range(pool.pages))
+            assert pool.free + pool.evictable + len(users) == pool.pages
             for table in tables if window is not None else ():
                 assert len(table.pages) - table.dropped <= pages_in_window(window, ROWS, SIZE)
 

@@ -1,9 +1,9 @@
-"""Which page of the K/V memory belongs to whom. Only numbers live here: the memory itself is the device's.
+"""The allocation of K/V pages to sequences, and the prefix cache. Only page numbers: the K/V are the device's.
 
 A page holds the K/V of `page_size` tokens. A sequence has a `PageTable` in the pool of every attention group. Full
-pages can be remembered under a hash of all the text up to their end, so that a sequence that begins the same shares
-them. Such a page outlives its sequences, until its room is needed. Where layers have a window, a sequence gives the
-pages behind it back while it goes on.
+pages are cached under a hash of all tokens up to their end, so that a sequence with the same prefix shares them. A
+cached page outlives its sequences until it is evicted. Where layers have a window, a sequence frees the pages behind it
+as it grows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from hashlib import blake2b
 
 PAGE_SIZE = 64
 DROPPED = -1
-"""In a table, in place of a page that the sequence has given back because it lies behind the window."""
+"""In a table, instead of a page that the sequence has freed because it lies behind the window."""
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
-    """One sequence's pages, in the order of its tokens. `cached` tokens were there when it was opened.
+    """One sequence's pages, in the order of its tokens. `cached` is how many tokens it shared when it was opened.
 
-    The first `dropped` pages lie behind the window, and are `DROPPED`. `digests` are the hashes of its first pages, as
-    far as they were found or remembered. Its own page may be a second copy of the one that is known under the same
-    hash.
+    The first `dropped` pages lie behind the window, and are `DROPPED`. `digests` are the hashes of its first pages that
+    were shared or remembered. Such a page may be a second copy of the one that is cached under the same hash.
     """
 
     root: bytes
@@ -36,9 +35,9 @@ class PageTable:
 
 
 class PagePool:
-    """A fixed number of pages. Each is free, in use by one or more tables, or kept for a later sequence.
+    """A fixed number of pages. Each is free, in use by one or more tables, or cached without a user (evictable).
 
-    A page is known by a 128-bit BLAKE2b hash over the hash before it and its own tokens; the first one hashes the salt.
+    A page is cached under a 128-bit BLAKE2b hash of the previous page's hash, at first the salt's, and its own tokens.
     The tokens themselves are not compared: among 2^32 pages, two different texts share a hash with a chance of 2^-65.
     With a `window`, no row sees further back than that, and `most_rows` is the most rows of a pass.
     """
@@ -53,26 +52,28 @@ class PagePool:
         self._users = [0] * pages
         self._known: dict[bytes, int] = {}
         self._digest: dict[int, bytes] = {}  # the reverse of `_known`
-        self._kept: OrderedDict[int, None] = OrderedDict()  # known pages without users; the first is evicted first
+        self._evictable: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # cached pages without users; the first is evicted first
 
     @property
     def free(self) -> int:
-        """Pages that hold nothing."""
+        """Pages without content."""
         return len(self._free)
 
     @property
-    def kept(self) -> int:
-        """Pages that nobody uses, kept for a later sequence. They are evicted when there are no free ones."""
-        return len(self._kept)
+    def evictable(self) -> int:
+        """Cached pages that no sequence uses. They are evicted when no page is free."""
+        return len(self._evictable)
 
     @property
     def used(self) -> int:
         """Pages that sequences use."""
-        return self.pages - self.free - self.kept
+        return self.pages - self.free - self.evictable
 
     @property
     def usage(self) -> float:
-        """The part of the pages in use, 0 to 1."""
+        """The fraction of the pages in use."""
         return self.used / self.pages
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> PageTable:
@@ -80,14 +81,14 @@ class PagePool:
         return open_together([self], tokens, salt)[0]
 
     def first_page(self, tokens: int) -> int:
-        """The first page that a sequence with this many cached tokens keeps: the first one that a row behind its last
-        full page reads, so that another sequence can begin there."""
+        """The first page that a sequence with this many cached tokens keeps: the first that a row after its last full
+        page reads, so that another sequence can begin there."""
         if self.window is None:
             return 0
         return max(0, tokens // self.page_size * self.page_size - self.window + 1) // self.page_size
 
     def can_begin(self, digests: Sequence[bytes]) -> list[bool]:
-        """For n = 0, 1, ...: whether a sequence can begin with n cached pages, because all that it reads are known."""
+        """For n = 0, 1, ...: whether a sequence can begin with n cached pages: all those that it reads are cached."""
         run, found = 0, [True]
         for count, digest in enumerate(digests, start=1):
             run = run + 1 if digest in self._known else 0
@@ -95,7 +96,7 @@ class PagePool:
         return found
 
     def begin(self, root: bytes, digests: Sequence[bytes]) -> PageTable:
-        """A table that begins with the known pages of these hashes, without those behind the window."""
+        """A table that begins with the cached pages of these hashes, without those behind the window."""
         first = self.first_page(len(digests) * self.page_size)
         shared = [self._known[digest] for digest in digests[first:]]
         for page in shared:
@@ -103,17 +104,17 @@ class PagePool:
         return PageTable(root, len(digests) * self.page_size, [DROPPED] * first + shared, list(digests), first)
 
     def lacks(self, table: PageTable, tokens: int, cached: int) -> int:
-        """How many pages the table lacks to hold this many tokens. `cached` of them are there before the next pass:
-        with a window no more is needed than the pass can read or write."""
+        """How many pages the table needs to hold this many tokens. `cached` of them are cached before the next pass:
+        with a window, only the pages that the pass can read or write are needed."""
         end = self._pages_of(tokens)
         if self.window is not None:
             end = min(end, self.first_page(cached) + self._most_pages)
         return end - len(table.pages)
 
     def reserve(self, table: PageTable, tokens: int, cached: int = 0) -> bool:
-        """Let the table grow until it holds `tokens` tokens. If there is no room for all of them, nothing changes."""
+        """Grow the table to hold `tokens` tokens. If there are too few pages, nothing changes."""
         lacking = self.lacks(table, tokens, cached)
-        if lacking > self.free + self.kept:
+        if lacking > self.free + self.evictable:
             return False
         for _ in range(lacking):
             page = self._free.pop() if self._free else self._evict()
@@ -122,37 +123,37 @@ class PagePool:
         return True
 
     def drop_behind(self, table: PageTable, cached: int) -> None:
-        """Give back the pages that a sequence with this many cached tokens does not read any more."""
+        """Free the pages that a sequence with this many cached tokens no longer reads."""
         end = min(self.first_page(cached), len(table.pages))
-        for place in range(table.dropped, end):
-            self._give_back(table.pages[place])
-            table.pages[place] = DROPPED
+        for index in range(table.dropped, end):
+            self._free_page(table.pages[index])
+            table.pages[index] = DROPPED
         table.dropped = max(table.dropped, end)
 
     def skip_behind(self, table: PageTable, cached: int) -> None:
-        """Let an empty table begin behind the pages that a sequence with this many cached tokens does not read."""
+        """Let an empty table begin after the pages that a sequence with this many cached tokens does not read."""
         if not table.pages:
             table.dropped = self.first_page(cached)
             table.pages = [DROPPED] * table.dropped
 
     def shrink(self, table: PageTable, tokens: int) -> None:
-        """Give the pages beyond `tokens` tokens back."""
+        """Free the pages beyond `tokens` tokens."""
         if self._pages_of(tokens) < len(table.pages):
             self._release(table, self._pages_of(tokens))
 
     def remember(self, table: PageTable, tokens: Sequence[int]) -> None:
-        """Make the full pages of these tokens known; `tokens` continue those that were remembered before.
+        """Cache the full pages of these tokens, which extend those remembered before.
 
-        Where another page is known for the same text, that one stays the known one.
+        If another page is cached for the same tokens, that one stays in the cache.
         """
-        whole = min(len(tokens) // self.page_size, len(table.pages))
+        full_pages = min(len(tokens) // self.page_size, len(table.pages))
         for digest in hashes(table.digests[-1] if table.digests else table.root, tokens, self.page_size,
-                             len(table.digests), whole):  # fmt: skip
+                             len(table.digests), full_pages):  # fmt: skip
             self._publish(digest, table.pages[len(table.digests)])
             table.digests.append(digest)
 
     def close(self, table: PageTable) -> None:
-        """Free the table's pages. Remembered ones are kept for later sequences."""
+        """Free the table's pages. Remembered ones stay cached for later sequences."""
         self._release(table, 0)
         table.cached = 0
 
@@ -165,38 +166,38 @@ class PagePool:
 
     def _use(self, page: int) -> None:
         self._users[page] += 1
-        self._kept.pop(page, None)
+        self._evictable.pop(page, None)
 
     def _evict(self) -> int:
-        page, _ = self._kept.popitem(last=False)
+        page, _ = self._evictable.popitem(last=False)
         del self._known[self._digest.pop(page)]
         return page
 
-    def _give_back(self, page: int) -> None:
-        """One user less. A known page without users is kept, an unknown one is free."""
+    def _free_page(self, page: int) -> None:
+        """Remove a user of the page. Without users a cached page becomes evictable, any other one free."""
         self._users[page] -= 1
         if not self._users[page]:
             if page in self._digest:
-                self._kept[page] = None
+                self._evictable[page] = None
             else:
                 self._free.append(page)
 
     def _release(self, table: PageTable, count: int) -> None:
-        """Take all but the first `count` pages from the table.
+        """Remove all but the first `count` pages from the table.
 
         The last page is released first, so that it is evicted before the pages without which it cannot be found. For
-        the same reason, the known copies of its pages become as recent as its own, and take the place of evicted ones.
+        the same reason, the cached copies of its pages become as recent as its own, and its own replace evicted ones.
         """
         for digest, page in zip(table.digests, table.pages, strict=False):
             self._publish(digest, page)
-        for place in range(len(table.pages) - 1, -1, -1):
-            page = table.pages[place]
-            if place >= count and page != DROPPED:
-                self._give_back(page)
-            if place < len(table.digests):
-                known = self._known.get(table.digests[place])
-                if known is not None and known in self._kept:
-                    self._kept.move_to_end(known)
+        for index in range(len(table.pages) - 1, -1, -1):
+            page = table.pages[index]
+            if index >= count and page != DROPPED:
+                self._free_page(page)
+            if index < len(table.digests):
+                known = self._known.get(table.digests[index])
+                if known is not None and known in self._evictable:
+                    self._evictable.move_to_end(known)
         del table.pages[count:], table.digests[count:]
         table.dropped = min(table.dropped, count)
 
@@ -213,7 +214,7 @@ class PagePools:
 
     @property
     def windowed(self) -> bool:
-        """Whether pages may be given back while their sequence goes on."""
+        """Whether sequences free pages while they run."""
         return any(pool.window is not None for pool in self.pools)
 
     @property
@@ -222,12 +223,12 @@ class PagePools:
 
     @property
     def free(self) -> int:
-        """Pages that hold nothing, in the pool that has the fewest."""
+        """Pages without content, in the pool that has the fewest."""
         return min([pool.free for pool in self.pools])
 
     @property
-    def kept(self) -> int:
-        return sum(pool.kept for pool in self.pools)
+    def evictable(self) -> int:
+        return sum(pool.evictable for pool in self.pools)
 
     @property
     def used(self) -> int:
@@ -235,7 +236,7 @@ class PagePools:
 
     @property
     def usage(self) -> float:
-        """The part of the pages in use, 0 to 1, of the pool that is fullest."""
+        """The fraction of the pages in use, of the fullest pool."""
         return max(pool.usage for pool in self.pools)
 
     @property
@@ -252,7 +253,9 @@ class PagePools:
     def reserve(self, tables: Sequence[PageTable], tokens: int, cached: int) -> bool:
         """See `PagePool.reserve`: in all pools, or in none."""
         pairs = list(zip(self.pools, tables, strict=True))
-        if len(pairs) > 1 and any(pool.lacks(table, tokens, cached) > pool.free + pool.kept for pool, table in pairs):
+        if len(pairs) > 1 and any(
+            pool.lacks(table, tokens, cached) > pool.free + pool.evictable for pool, table in pairs
+        ):
             return False
         return all(pool.reserve(table, tokens, cached) for pool, table in pairs)
 
@@ -279,16 +282,16 @@ class PagePools:
 
 
 def open_together(pools: Sequence[PagePool], tokens: Sequence[int], salt: str) -> list[PageTable]:
-    """A sequence's table in each of these pools, for a sequence that begins with these tokens.
+    """The tables of a sequence that begins with these tokens, one in each pool.
 
-    They have the longest run of full pages of which every pool knows what its layers read, at most len(tokens) - 1
+    They share the longest prefix of full pages whose needed pages are cached in every pool, at most len(tokens) - 1
     tokens: the last token always has to run.
     """
     root, size = blake2b(salt.encode(), digest_size=16).digest(), pools[0].page_size
-    whole = next((pool for pool in pools if pool.window is None), None)
+    unwindowed = next((pool for pool in pools if pool.window is None), None)
     digests: list[bytes] = []
     for digest in hashes(root, tokens, size, 0, max(0, len(tokens) - 1) // size):
-        if whole is not None and digest not in whole._known:
+        if unwindowed is not None and digest not in unwindowed._known:
             break  # layers without a window read everything before
         digests.append(digest)
     possible = map(all, zip(*(pool.can_begin(digests) for pool in pools), strict=True))
@@ -302,7 +305,7 @@ def open_together(pools: Sequence[PagePool], tokens: Sequence[int], salt: str) -
 
 
 def hashes(before: bytes, tokens: Sequence[int], size: int, first: int, end: int) -> Iterator[bytes]:
-    """The hashes of a text's pages `first` to `end`; `before` is that of the page before them, or the salt's."""
+    """The hashes of the pages `first` to `end`; `before` is the hash of the previous page, or of the salt."""
     for page in range(first, end):
         text = array("q", tokens[page * size : (page + 1) * size]).tobytes()
         before = blake2b(before + text, digest_size=16).digest()
@@ -311,5 +314,5 @@ def hashes(before: bytes, tokens: Sequence[int], size: int, first: int, end: int
 
 def pages_in_window(window: int, most_rows: int, page_size: int) -> int:
     """The most pages that a sequence keeps for a pass: those of the window before its last full page, and those of the
-    rows behind that page. Neither begins where a page does."""
+    rows after that page. Neither need begin at a page boundary."""
     return -(-(window + most_rows) // page_size) + 2

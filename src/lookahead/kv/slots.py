@@ -1,8 +1,7 @@
-"""The open sequences of a backend with pages: their page tables and lengths, and what the device has to learn of them.
+"""The open sequences of a paged backend: their page tables and lengths, and the changes to send to the device.
 
-The device has a copy of all page tables, and the K/V themselves. Two things happen here first and there later: a
-sequence gets pages, and accepted tokens' K/V move next to their prefix. Both are noted, and taken by whoever writes the
-next step's packet.
+The device has a copy of all page tables, and the K/V themselves. Two changes are made on the host first and sent with
+the next step's packet: new pages of a sequence, and the moves of accepted tokens' K/V next to their prefix.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from lookahead.kv.pages import PagePools, PageTable
 
 @dataclass(slots=True)
 class Slot:
-    """A sequence: its `line` in the device's page tables, its own table for every attention group, and its cached
-    tokens.
+    """A sequence: its `line` in the device's page tables, its table for every attention group, and its cached tokens.
 
     `room` is how many tokens its pages hold, in all groups. Of each group, the first `sent` pages are in the device's
     table; they hold `sent_room` tokens.
@@ -34,9 +32,9 @@ class Slots:
     """All open slots (`by_number`), and the pages that they share.
 
     The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence. `lines`
-    are those that no slot has. `pending` are the commits whose K/V have not moved yet: per sequence and attention
+    are the free ones. `pending` are the commits whose K/V have not moved yet: per sequence and attention
     group, from which cell to which. A *cell* is one token's K/V in all pages of a group: the page times the page size,
-    plus the offset in the page. The device counts pages from 1, because its page 0 belongs to nobody.
+    plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no sequence.
     """
 
     def __init__(self, pool: PagePools, longest: int, most_slots: int) -> None:
@@ -58,7 +56,7 @@ class Slots:
         return len(self.by_number)
 
     def open(self, tokens: Sequence[int], salt: str) -> int:
-        """A slot for a new sequence, with the cached pages of an earlier one that began the same."""
+        """Open a slot for a new sequence. It shares the cached pages of its longest known prefix."""
         if not self.lines:
             raise RuntimeError(f"{self.most_slots} sequences are open; close one before you open another")
         number, tables = self._next, self.pool.open(tokens, salt)
@@ -68,7 +66,7 @@ class Slots:
         return number
 
     def close(self, number: int) -> None:
-        """Give a slot's line and pages back. What the pool remembers stays until its pages are needed."""
+        """Free a slot's line and pages. Cached pages stay until they are evicted."""
         closed = self.by_number.pop(number)
         self.lines.append(closed.line)
         self._unsent.pop(closed.line, None)
@@ -77,7 +75,7 @@ class Slots:
     # Pages.
 
     def replace_pages(self, pool: PagePools, longest: int) -> None:
-        """Take other pages. No slot is open."""
+        """Replace the pools. No slot may be open."""
         self.pool, self.longest, self.page_size = pool, longest, pool.page_size
 
     @property
@@ -86,13 +84,13 @@ class Slots:
         return self.longest * self.page_size
 
     def has_pages(self, slot: Slot, tokens: int) -> bool:
-        """Whether the sequence has pages for this many tokens; if need be, it gets some. For a longer prompt, a group
-        with a window gets only the pages that the next pass reads or writes. Pages behind a window are given back
-        first."""
+        """Reserve pages for this many tokens if the sequence has too few, and say whether that worked. For a longer
+        prompt, a group with a window gets only the pages that the next pass reads or writes. Pages behind a window are
+        freed first."""
         if slot.room >= tokens and self.pool.free:
             return True
         self.pool.drop_behind(slot.tables, slot.length)
-        if not self.pool.free:  # give back what a larger tree needed before
+        if not self.pool.free:  # free what a larger tree needed before
             self.pool.shrink(slot.tables, tokens)
             self._note_pages(slot)
         found = tokens <= self.most_tokens and self._reserve(slot, tokens)
@@ -100,7 +98,7 @@ class Slots:
         return found
 
     def _reserve(self, slot: Slot, tokens: int) -> bool:
-        """Let the tables grow. Before it fails, all sequences give their pages behind windows back."""
+        """Grow the tables. Before that fails, the pages behind the windows of all sequences are freed."""
         if self.pool.reserve(slot.tables, tokens, slot.length):
             return True
         if not self.pool.windowed:
@@ -126,7 +124,7 @@ class Slots:
             free = self.pool.free
 
     def forget_pages(self, slot: Slot, length: int) -> None:
-        """Give all pages of a sequence back, if others may share some of them: new ones are its own, and hold the last
+        """Free all pages of a sequence if others may share some of them. Its next pages are its own, and hold the last
         of `length` tokens that its layers read."""
         if any(table.digests or table.dropped for table in slot.tables):
             self.pool.shrink(slot.tables, 0)
@@ -135,7 +133,7 @@ class Slots:
         self._note_pages(slot)
 
     def _note_pages(self, slot: Slot) -> None:
-        """Bring a slot up to date after its tables have grown or shrunk."""
+        """Update a slot after its tables have grown or shrunk."""
         counts = [len(table.pages) for table in slot.tables]
         slot.sent = list(map(min, slot.sent, counts))
         slot.room, slot.sent_room = min(counts) * self.page_size, min(slot.sent) * self.page_size
@@ -143,10 +141,10 @@ class Slots:
             self._unsent[slot.line] = slot
 
     def take_changes(self) -> list[int]:
-        """What has changed in the device's page tables, as pairs of numbers: an index into all tables, laid out flat,
-        and the page that stands there now. It then counts as sent.
+        """The changes to the device's page tables as pairs: an index into all tables, laid out flat, and its new page.
+        They then count as sent.
 
-        Pages behind a window stay in the device's tables: they are numbers of pages still, and their keys are not seen.
+        Pages behind a window stay in the device's tables: their numbers are still valid, and their keys are not read.
         """
         changes: list[int] = []
         if not self._unsent:
@@ -173,13 +171,12 @@ class Slots:
         return (slot.tables[group].pages[position // size] + 1) * size + position % size
 
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Keep the root and these nodes of each slot. The root's K/V is where it belongs; that of the nodes is
-        pending."""
+        """Keep the root and these nodes of each slot. The root's K/V is in its cell; those of the nodes are pending."""
         for number, path in accepted:
             slot = self.by_number[number]
-            if path and path[-1] != len(path):  # some nodes do not stand right behind the root
-                # They are noted as cells, because the sequence may give some of its pages back, or end, before they
-                # move. That is no harm: a step moves them before it writes anything.
+            if path and path[-1] != len(path):  # some nodes are not right after the root
+                # Moves are stored as cells, because the sequence may free some of its pages, or end, before they run.
+                # That is safe: a step runs its moves before it writes anything.
                 moves: list[list[int]] = []
                 for group in range(len(slot.tables)):
                     moves.append([])
@@ -190,13 +187,13 @@ class Slots:
             slot.length += 1 + len(path)
 
     def take_pending(self) -> tuple[list[int], list[list[int]]]:
-        """The pending commits (each one's first move, and how many it has) and their moves in each group, flat. They
-        then count as done."""
+        """The pending commits (first move and number of moves of each) and their moves in each group, flat. They then
+        count as done."""
         pending, self.pending = self.pending, []
         commits: list[int] = []
         all_moves: list[list[int]] = [[] for _ in self.pool.pools]
-        for own in pending:
-            commits += len(all_moves[0]) // 2, len(own[0]) // 2
-            for moves, group in zip(all_moves, own, strict=True):
+        for commit in pending:
+            commits += len(all_moves[0]) // 2, len(commit[0]) // 2
+            for moves, group in zip(all_moves, commit, strict=True):
                 moves += group
         return commits, all_moves

@@ -145,7 +145,7 @@ def test_pages_behind_a_window_are_given_back(
         for pool, cache in zip(backend.pool.pools, backend.kv.caches, strict=True):
             pool._free.sort()  # so that a new page is not one that was given back just now
             with torch.inference_mode():
-                cache[:, :, [page + 1 for page in (*pool._free, *pool._kept)]] = torch.nan
+                cache[:, :, [page + 1 for page in (*pool._free, *pool._evictable)]] = torch.nan
         return launch(backend, inputs)
 
     backend.launch = spoiling  # type: ignore[method-assign]
