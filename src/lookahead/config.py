@@ -21,7 +21,7 @@ SCOPES = ("off", "request", "model")
 METHODS = ("lookahead", "autoregressive", "jacobi", "prompt-lookup")
 BACKENDS = ("auto", "cpu", "eager", "graph")
 MOST_LOGPROBS = 20
-"""The most likely tokens whose log-probabilities a request may ask for."""
+"""The most likely tokens whose log-probabilities a request may have."""
 
 
 class _Unchanged:
@@ -247,7 +247,7 @@ class LookaheadConfig:
         - A budget without a window drops the window where it would fill more than half of that budget.
         - A window without a budget raises the budget so that both branches fit.
         - A window or a budget removes the step cost, so that every sequence of a batch gets it whole.
-        - The source `jacobi` brings the default window, if there is none.
+        - The source `jacobi` sets the default window if the config has no window.
         - A config without sources has nothing to adapt, so the changes are made to the default config.
         """
         changes = given_fields(locals())
@@ -276,7 +276,7 @@ class SamplingParams:
     `repetition_penalty` is for tokens of prompt and output: a score above 0 is divided by it, one below multiplied.
     `presence_penalty` is taken from the score of every token of the output, `frequency_penalty` once for each time that
     it occurs there. `logit_bias` is added to the scores of some tokens; -inf bans one. It may be given as a mapping,
-    and is kept as sorted pairs. `sampling.adjusted` defines all four. `logprobs` asks for log-probabilities: of the
+    and is stored as sorted pairs. `sampling.adjusted` defines all four. `logprobs` requests log-probabilities: of the
     chosen token (0), and of the n likeliest ones (n).
     """
 
@@ -320,7 +320,7 @@ class SamplingParams:
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept: pairs of a token id and a number, by token id."""
+        """`logit_bias` as it is stored: pairs of a token id and a number, by token id."""
         return tuple(self.logit_bias)  # type: ignore[arg-type]
 
     @property
@@ -333,8 +333,8 @@ class SamplingParams:
 class StopRules:
     """When a sequence ends. The rules are tested after every accepted token, not once per step.
 
-    `max_length` is the model's context: prompt and output together have at most so many tokens. With `last_is_free`
-    they may have one more, because the last token is never run through the model and needs no position. The first
+    `max_length` is the model's context: the most tokens of prompt and output together. With `last_is_free`
+    there may be one more, because the last token is never run through the model and needs no position. The first
     `min_tokens` tokens of the output cannot be one of `eos_ids`.
     """
 
@@ -358,7 +358,7 @@ class StopRules:
 
 def given_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `LookaheadConfig` among a function's parameters by name (its `locals()`), but unchanged ones."""
-    names = [*(one.name for one in fields(LookaheadConfig)), "shared"]  # which is no field any more
+    names = [*(known.name for known in fields(LookaheadConfig)), "shared"]  # which is no field any more
     named = {name: parameters[name] for name in names}
     return {name: value for name, value in named.items() if value is not UNCHANGED}
 

@@ -187,7 +187,7 @@ class LookaheadModel:
         return Stream(self.client, answer)
 
     def steps(self, prompt: Prompt, settings: RequestSettings) -> Iterator[Stats]:
-        """Run one answer and give its counters after every step. It is the same object each time.
+        """Generate one answer, and yield its counters after every step. It is the same object each time.
 
         Its steps are of this answer alone, and each waits for its caller, so that they can be timed.
         """
@@ -226,7 +226,7 @@ class LookaheadModel:
         """Whether there are several prompts, and their answers, for the parameters of `generate` or `stream`."""
         settings, prompt = RequestSettings.of(parameters), as_plain(prompt)
         many = check_batch(prompt, single)
-        return many, [self._answer(one, settings) for one in (prompt if many else [prompt])]
+        return many, [self._answer(single_prompt, settings) for single_prompt in (prompt if many else [prompt])]
 
     def _answer(self, prompt: Prompt, settings: RequestSettings) -> Answer:
         begin = perf_counter()
@@ -238,7 +238,7 @@ class LookaheadModel:
         elif method != "lookahead":
             raise ValueError(f"config belongs to method 'lookahead', not {method!r}; leave it out")
         config = self.exact_config(config)
-        # The engine looks for stop strings in a text of its own; the other one belongs to the caller's thread.
+        # The engine searches its own text for stop strings; the other text belongs to the caller's thread.
         stops = StopStrings(settings.stop_strings)
         ends = TextStream(self.tokenizer, stops, settings.min_tokens).push_token if stops.stops else None
         sequence = DecodingSequence(

@@ -15,7 +15,7 @@ class Stats:
     `compression` is the paper's S. `expected_tokens` is what `generated_tokens` should be by the scores of the guesses
     that were taken: one token per step, and the chance of every guess. `accepted_by_depth[d]` counts the steps that
     accepted a guess at depth d + 1. `accepted_by_source` counts the accepted guesses of each source. `seconds` includes
-    `queue_seconds`, the time that the request waited for others before it ran, or between, if it had to make room.
+    `queue_seconds`, the time that the request waited before it ran, and after a preemption.
     """
 
     prompt_tokens: int = 0

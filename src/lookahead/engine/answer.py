@@ -19,7 +19,7 @@ from lookahead.stats import Stats
 class Completion:
     """An answer. `finish_reason` is 'eos', 'stop' (a stop string), 'length', or 'interrupted' (closed early).
 
-    `logprobs` aligns with `token_ids`, and is None unless it was asked for.
+    `logprobs` aligns with `token_ids`, and is None unless it was requested.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Completion:
 class Piece(str):
     """A piece of streamed text. `token_ids` are the tokens accepted since the piece before it.
 
-    `logprobs` aligns with them, and is None unless it was asked for.
+    `logprobs` aligns with them, and is None unless it was requested.
     """
 
     token_ids: list[int]
@@ -64,14 +64,14 @@ class Answer:
         return self.request.sequence
 
     def read(self, tokens: Sequence[int], finish_reason: str | None) -> None:
-        """Take the next tokens, and the reason why there are no more. An EOS is no text."""
+        """Add the next tokens and the finish reason. An EOS is no text."""
         self.tokens += tokens
         self.finish_reason = finish_reason
         for token in tokens[:-1] if finish_reason == "eos" else tokens:
             self.text.push_token(token)
 
     def read_logprobs(self, event: Event) -> None:
-        """Take what an event says of its tokens, if that was asked for."""
+        """Add the log-probabilities of an event, if they were requested."""
         if self.logprobs is not None:
             self.logprobs += event.logprobs or []
 
@@ -106,7 +106,7 @@ class Stream(Iterator[Piece]):
 
     @property
     def completion(self) -> Completion:
-        """The whole answer. It is available once the stream has been read to its end or closed."""
+        """The whole answer. It is available once the stream is exhausted or closed."""
         if getgeneratorstate(self._pieces) != GEN_CLOSED:
             raise RuntimeError("the answer is still being generated; exhaust the stream, or close() it")
         if self._completion is None:

@@ -1,4 +1,4 @@
-"""Detokenisation for vocabularies whose tokens are bytes: GPT-2's way, which Llama 3, Qwen and SmolLM2 go, too.
+"""Detokenisation for vocabularies whose tokens are bytes: as in GPT-2, Llama 3, Qwen and SmolLM2.
 
 There the text is the tokens' bytes in a row, read as UTF-8. So new text follows from new tokens alone, in a tenth of
 the time that decoding the last tokens again takes. `text.Detokenizer` is the twin for all other tokenizers.
@@ -22,11 +22,11 @@ def byte_of_mark() -> dict[str, int]:
     for characters from U+0100 on, in order."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> its bytes in the text, filled when it is asked for. A special token has none."""
+    """Token id -> its bytes in the text, computed on first use. A special token has none."""
 
     def __init__(self, spell: Callable[[int], str | None], special: frozenset[str]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def token_bytes(inner: Any) -> TokenBytes | None:
     size, rng = inner.get_vocab_size(), random.Random(0)
     for _ in range(SAMPLES):
         ids = [rng.randrange(size + 2) for _ in range(LENGTH)]
-        if inner.decode(ids, skip_special_tokens=True) != b"".join([found[one] for one in ids]).decode(
+        if inner.decode(ids, skip_special_tokens=True) != b"".join([found[token] for token in ids]).decode(
             errors="replace"
         ):
             return None
@@ -75,7 +75,7 @@ class ByteDetokenizer:
         return self._decoder.decode(b"".join([known[token] for token in ids]))
 
     def peek(self) -> str:
-        """What is held back but settled: nothing."""
+        """Text that is held back although it is stable: none."""
         return ""
 
     def flush(self) -> str:

@@ -10,18 +10,18 @@ from lookahead.engine.request import StepResult, TokenLogprobs
 
 
 def logprobs_of(result: StepResult, verdict: Verdict, count: int) -> list[TokenLogprobs]:
-    """Those of the accepted tokens, each with the `count` likeliest tokens in its place.
+    """The log-probabilities of the accepted tokens, each with the `count` likeliest tokens at its position.
 
     A verifier may choose other tokens than the backend's targets; then they are computed from the logits, which its
     steps always have.
     """
-    output, places = result.output, [result.input.tree.place(node) for node in (0, *verdict.path)]
+    output, rows = result.output, [result.input.tree.place(node) for node in (0, *verdict.path)]
     if output.likely is None or output.logprobs is None:
-        logits = output.logits[places]
+        logits = output.logits[rows]
         likely, values = log_probs(logits, torch.tensor(verdict.tokens, device=logits.device), count)
     else:
-        likely, values = output.likely[places], output.logprobs[places]
+        likely, values = output.likely[rows], output.logprobs[rows]
     return [
-        TokenLogprobs(own, list(zip(tokens, others, strict=True)))
-        for (own, *others), tokens in zip(values[:, : 1 + count].tolist(), likely[:, :count].tolist(), strict=True)
+        TokenLogprobs(chosen, list(zip(tokens, others, strict=True)))
+        for (chosen, *others), tokens in zip(values[:, : 1 + count].tolist(), likely[:, :count].tolist(), strict=True)
     ]

@@ -6,7 +6,7 @@ depends on its node alone. A repetition penalty, a grammar or a stopping criteri
 and may keep a state. So `PathVerifier` goes down the tree from the root, one output token at a time: it processes the
 node's logits with the text so far, chooses the token, asks whether to stop, and goes on to the guess that equals the
 token. Every processor and criterion gets the same calls, in the same order, as with one token per step. They are never
-called for a refused guess.
+called for a rejected guess.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 
 
 Reached = dict[int, tuple[StepResult, int]]
-"""Batch entry -> its part of the step, and the node of the tree that verification has reached."""
+"""Batch index -> the result of that sequence, and the node of the tree that verification has reached."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """How logits become tokens, and when to stop. Without `processors` and `draw` a target is the logits' argmax.
 
-    `criteria` end sequences in addition to their own stop rules. A batch entry that has ended is filled with `pad`
-    while others continue. Without `pad`, `criteria` end the batch when all entries have met them.
+    `criteria` end sequences in addition to their own stop rules. A sequence that has ended is padded with `pad`
+    while others continue. Without `pad`, `criteria` end the batch when all sequences have met them.
     """
 
     processors: Processors | None = None
@@ -59,47 +59,47 @@ class Rule:
 
 
 class PathVerifier:
-    """Verifies one sequence, or several that share a rule and move together: each step gives all the same number of
-    tokens.
+    """Verifies one sequence, or several that share a rule and step together: all accept the same number of tokens
+    per step.
 
     `ids` [B, L] is the text that processors and criteria see: the prompt as it was given, with its padding, and the
     output. If the rule keeps them, `scores` and `logits` hold one [B, V] tensor per output position, with zeros for
-    batch entries that have ended.
+    sequences that have ended.
     """
 
     def __init__(self, sequences: Sequence[DecodingSequence], ids: torch.Tensor, rule: Rule) -> None:
         self.rule, self.ids = rule, ids
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
-        self.entries = {sequence: entry for entry, sequence in enumerate(sequences)}
+        self.batch_indices = {sequence: index for index, sequence in enumerate(sequences)}
         self._met = torch.zeros(len(sequences), dtype=torch.bool, device=ids.device)
 
     def __call__(self, results: Sequence[StepResult]) -> list[Verdict]:
         """Verify one step of the sequences that are still running."""
         self._begin(results)
-        reached: Reached = {self.entries[result.request.sequence]: (result, 0) for result in results}
-        verdicts = {entry: Verdict([], []) for entry in reached}
+        reached: Reached = {self.batch_indices[result.request.sequence]: (result, 0) for result in results}
+        verdicts = {index: Verdict([], []) for index in reached}
         while reached:
-            # 1. The next token of every entry, chosen with the text before it.
-            tokens = self._choose(reached)
+            # 1. The next token of every sequence, chosen with the text before it.
+            tokens = self._choose_tokens(reached)
             self._append(tokens)
-            # 2. Does an entry end here?
+            # 2. Does a sequence end here?
             ended = self._ended()
             guesses: dict[int, tuple[StepResult, int | None]] = {}
-            for entry, (result, node) in reached.items():
-                verdict, sequence = verdicts[entry], result.request.sequence
-                verdict.tokens.append(tokens[entry])
+            for index, (result, node) in reached.items():
+                verdict, sequence = verdicts[index], result.request.sequence
+                verdict.tokens.append(tokens[index])
                 generated = sequence.generated + len(verdict.tokens) - 1
-                _, reason = cut(tokens[entry : entry + 1], generated, sequence.room, sequence.rules, sequence.ends)
-                verdict.finish_reason = reason or ("stop" if ended[entry] else None)
+                _, reason = cut(tokens[index : index + 1], generated, sequence.room, sequence.rules, sequence.ends)
+                verdict.finish_reason = reason or ("stop" if ended[index] else None)
                 if verdict.finish_reason is None:
-                    guesses[entry] = result, result.input.tree.guess_below(node, tokens[entry])
-            # 3. Go on to the guesses that equal them. If one entry has no such guess, all stop here.
-            reached = {entry: (result, node) for entry, (result, node) in guesses.items() if node is not None}
+                    guesses[index] = result, result.input.tree.guess_below(node, tokens[index])
+            # 3. Go on to the guesses that equal them. If a sequence has no such guess, all stop here.
+            reached = {index: (result, node) for index, (result, node) in guesses.items() if node is not None}
             if len(reached) < len(guesses):
                 break
-            for entry, (_, node) in reached.items():
-                verdicts[entry].path.append(node)
+            for index, (_, node) in reached.items():
+                verdicts[index].path.append(node)
         self._end()
         return list(verdicts.values())
 
@@ -109,28 +109,28 @@ class PathVerifier:
     def _end(self) -> None: ...
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Add one token per batch entry to the text."""
+        """Add one token per sequence to the text."""
         self.ids = torch.cat([self.ids, torch.tensor([tokens], device=self.ids.device).T], dim=1)
 
-    def _choose(self, reached: Reached) -> list[int]:
-        """Choose one token per batch entry. Entries that have ended get the padding."""
-        tokens = [self.rule.pad or 0] * len(self.entries)
+    def _choose_tokens(self, reached: Reached) -> list[int]:
+        """Choose one token per sequence. Those that have ended get the padding."""
+        tokens = [self.rule.pad or 0] * len(self.batch_indices)
         if not self.rule.wants_logits:
-            for entry, (result, node) in reached.items():
-                tokens[entry] = result.output.targets[result.input.tree.place(node)]
+            for index, (result, node) in reached.items():
+                tokens[index] = result.output.targets[result.input.tree.place(node)]
             return tokens
         size = next(iter(reached.values()))[0].output.logits.shape[-1]
         logits = torch.zeros((len(tokens), size), dtype=torch.float32, device=self.ids.device)
-        for entry, (result, node) in reached.items():
-            logits[entry] = result.output.logits[result.input.tree.place(node)]
+        for index, (result, node) in reached.items():
+            logits[index] = result.output.logits[result.input.tree.place(node)]
         scores = logits if self.rule.processors is None else self.rule.processors(self.ids, logits)
         if self.rule.keep_scores:
             self.scores.append(scores)
         if self.rule.keep_logits:
             self.logits.append(logits)
         chosen = (scores.argmax(dim=-1) if self.rule.draw is None else self.rule.draw(scores)).tolist()
-        for entry in reached:
-            tokens[entry] = chosen[entry]
+        for index in reached:
+            tokens[index] = chosen[index]
         return tokens
 
     def _ended(self) -> list[bool]:
@@ -154,8 +154,8 @@ def with_adjustment(processors: Processors, sequence: DecodingSequence) -> Proce
 
 
 def joint_draw(draws: Sequence[Draw]) -> Draw:
-    """One draw for several sequences that move together. Sequence i uses `draws[i]`."""
-    return lambda scores: torch.cat([draw(scores[entry : entry + 1]) for entry, draw in enumerate(draws)])
+    """One draw for several sequences that step together. Sequence i uses `draws[i]`."""
+    return lambda scores: torch.cat([draw(scores[index : index + 1]) for index, draw in enumerate(draws)])
 
 
 def uniform_draw(seed: int, params: SamplingParams | None = None, drawn: int = 0) -> Draw:

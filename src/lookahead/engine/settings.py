@@ -38,7 +38,7 @@ class RequestSettings:
     def of(cls, parameters: Mapping[str, Any]) -> RequestSettings:
         """From the parameters by name (the `locals()`) of a function that has one for each field, and `unknown` for
         the keywords that are none: they raise a TypeError that names the nearest field."""
-        names = [one.name for one in fields(cls)]
+        names = [field.name for field in fields(cls)]
         reject_unknown(parameters["unknown"], names)
         return cls(**{name: parameters[name] for name in names})
 

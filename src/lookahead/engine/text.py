@@ -22,7 +22,7 @@ BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece vocabularies
 
 
 class TokenizerLike(Protocol):
-    """What a tokenizer must have. `convert_ids_to_tokens` or `id_to_token` is used too, if there is one."""
+    """What a tokenizer must have. `convert_ids_to_tokens` or `id_to_token` is used, too, where it exists."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str | list[str]: ...
 
@@ -47,7 +47,7 @@ class SharedTokenizer:
             size = inner.get_vocab_size()
             ids = list(range(0, size, max(1, size // 500)))
             samples = [ids, *([token] for token in ids[::5])]
-            if all(inner.decode(one, skip_special_tokens=True) == self._text(one) for one in samples):
+            if all(inner.decode(ids, skip_special_tokens=True) == self._text(ids) for ids in samples):
                 self.decode = inner.decode
                 self.token_bytes = token_bytes(inner)
 
@@ -67,11 +67,11 @@ class Detokenizer:
     token's leading space, and a UTF-8 character that is cut in two becomes up to three U+FFFD. So new text is read from
     the right end, and the tail is shortened only if at least three characters stay as a margin on the left.
 
-    Two kinds of text are held back until a later token settles them:
+    Two kinds of text are held back until a later token makes them stable:
     - up to three U+FFFD at the end. They may be an unfinished character.
     - a run of byte pieces (`<0x0A>`) at the end. Byte-fallback decoders turn the whole run into U+FFFD when any
-      part of it is invalid, so only the token after the run settles it. Until then `push` decodes nothing, and the
-      whole run stays in the tail, which may get longer than usual.
+      part of it is invalid, so it is stable only after the token that follows it. Until then `push` decodes nothing,
+      and the whole run stays in the tail, which may get longer than usual.
 
     Tokens that leave no trace in the text (skipped special tokens, ids past the vocabulary) are dropped at once.
     """
@@ -99,13 +99,13 @@ class Detokenizer:
         """Add newly accepted tokens, one or several. Returns the text that became stable."""
         if self._flushed:
             raise RuntimeError("push() after flush(): use a new Detokenizer for another sequence")
-        settled = len(self._tail) - self._open
+        stable = len(self._tail) - self._open
         for token in ids:
             if self._leaves_trace(token):
                 self._tail.append(token)
                 self._open = self._open + 1 if self._is_byte(token) else 0
         end = len(self._tail) - self._open
-        if end == settled:
+        if end == stable:
             return ""
         text = self._decode(self._tail[:end])
         ending = text[-INCOMPLETE:]
@@ -295,7 +295,7 @@ def _decode_options(tokenizer: TokenizerLike) -> dict[str, Any]:
 
 
 def _piece_lookup(tokenizer: TokenizerLike) -> Callable[[int], str | None]:
-    """A function from an id to its spelling in the vocabulary, or to None where the tokenizer cannot tell."""
+    """A function from an id to its spelling in the vocabulary, or to None if the tokenizer does not know it."""
     for name in ("convert_ids_to_tokens", "id_to_token"):
         if hasattr(tokenizer, name):
             return cast("Callable[[int], str | None]", getattr(tokenizer, name))

@@ -98,20 +98,20 @@ class TreeSampler(PathVerifier):
         first = len(self._states)
         nodes, rows, noise_rows, count = list[tuple[int, int]](), list[int](), list[int](), 0
         for result in self._results:
-            tree, batch_index = result.input.tree, self.entries[result.request.sequence]
+            tree, batch_index = result.input.tree, self.batch_indices[result.request.sequence]
             for node in (0, *range(tree.branch, len(tree))):
                 depth = tree.depths[node]
                 if first <= depth < first + LEVELS:
                     nodes.append((batch_index, node))
                     rows.append(count + tree.place(node))
-                    noise_rows.append((depth - first) * len(self.entries) + batch_index)
+                    noise_rows.append((depth - first) * len(self.batch_indices) + batch_index)
             count += len(result.output.logits)
         # 2. The noise of their positions, as `torch.multinomial` would draw it.
         outputs = [result.output.logits for result in self._results]
         logits = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         at = torch.tensor([rows, noise_rows], device=logits.device)
-        shape = len(self.entries), logits.shape[-1]
-        noise = torch.empty(1 + max(noise_rows) // len(self.entries), *shape, device=self.ids.device)
+        shape = len(self.batch_indices), logits.shape[-1]
+        noise = torch.empty(1 + max(noise_rows) // len(self.batch_indices), *shape, device=self.ids.device)
         for row in noise:
             self._states.append(self.generator.get_state())
             row.exponential_(1, generator=self.generator)
@@ -123,10 +123,10 @@ class TreeSampler(PathVerifier):
         targets = (scores.softmax(dim=-1) / own).argmax(dim=-1).tolist()
         self._targets |= dict(zip(nodes, targets, strict=True))
 
-    def _choose(self, reached: Reached) -> list[int]:
+    def _choose_tokens(self, reached: Reached) -> list[int]:
         if len(self._columns) == len(self._states):  # this depth has no targets yet
             self._draw()
-        tokens = [self.rule.pad or 0] * len(self.entries)
+        tokens = [self.rule.pad or 0] * len(self.batch_indices)
         for batch_index, (_, node) in reached.items():
             tokens[batch_index] = self._targets[batch_index, node]
         return tokens
@@ -135,7 +135,7 @@ class TreeSampler(PathVerifier):
         self._columns.append(list(tokens))
 
     def _ended(self) -> list[bool]:
-        return [False] * len(self.entries)
+        return [False] * len(self.batch_indices)
 
     def _end(self) -> None:
         """Set the generator's state to that after one draw per token, and append the tokens to the text."""
