@@ -1,16 +1,8 @@
 """Is all well on this GPU? `make test-gpu`, or `python benchmarks/gpu_check.py --only identity,figures --model FILE`.
 
-Four parts, each of which `--only` can choose:
-
-- tests: the tests marked `gpu`, but those that need packages that are not here;
-- identity: the default's answers against those of token-by-token decoding, one at a time and eight at once;
-- soak: for a minute, requests of all kinds come, go and are cancelled; then a sample of them is asked again, alone and
-  token by token, and no page of K/V may be in use;
-- figures: the time of a step and tokens per second, against `results/h200/baseline.json`. `--update` writes them there.
-
-The model is the small one in the shape of a 7B (see `inflate.py`); `--small` takes the model itself. The last lines are
-a table, and the exit code is 1 if something in it failed. `--device cpu` runs everything on the kernels' slow twins, to
-test this file: with a model of a few layers it takes a minute.
+docs/development.md describes the parts, the table that it ends with, and the baseline, `results/h200/baseline.json`.
+The model is the small one in the shape of a 7B (see `inflate.py`); `--small` takes the model itself. `--device cpu`
+runs everything on the kernels' slow twins, to test this file: with a model of a few layers it takes a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +26,7 @@ from inflate import shaped_load
 
 import lookahead
 from lookahead.bench.gpu.batch import Load, steady_state
-from lookahead.bench.gpu.timing import Clock, step_ms
+from lookahead.bench.gpu.timing import step_ms
 from lookahead.bench.run.about import device_name, versions
 from lookahead.bench.run.prompts import load as load_prompts
 from lookahead.config import SamplingParams, StopRules
@@ -80,20 +72,15 @@ class Row:
     ratio: str = ""
 
 
-@dataclass
-class Soaked:
-    """What clients of the soak got: (prompt, settings, tokens, whether it was cancelled), and what went wrong."""
-
-    answers: list[tuple[str, dict[str, Any], list[int], bool]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 class GpuCheck:
     """The parts that need a loaded model."""
 
     def __init__(self, lm: LookaheadModel, sizes: Sizes, seconds: float) -> None:
         self.lm, self.sizes, self.seconds = lm, sizes, seconds
         self.prompts = [prompt.turns[0] for prompt in load_prompts("builtin")]
+        # What clients of the soak got: (prompt, settings, tokens, whether it was cancelled), and what went wrong.
+        self.answers: list[tuple[str, dict[str, Any], list[int], bool]] = []
+        self.problems: list[str] = []
 
     def identity(self) -> list[Row]:
         """The default's tokens are those of token-by-token decoding."""
@@ -109,31 +96,29 @@ class GpuCheck:
 
     def soak(self) -> list[Row]:
         """Answers among others are those alone, and nothing is left behind."""
-        found, end = Soaked(), time.monotonic() + self.seconds
-        clients = [
-            threading.Thread(target=self._client, args=(number, end, found)) for number in range(self.sizes.clients)
-        ]
+        end = time.monotonic() + self.seconds
+        clients = [threading.Thread(target=self._client, args=(number, end)) for number in range(self.sizes.clients)]
         for client in clients:
             client.start()
         for client in clients:
             client.join()
-        sample = random.Random(0).sample(found.answers, min(self.sizes.again, len(found.answers)))
+        sample = random.Random(0).sample(self.answers, min(self.sizes.again, len(self.answers)))
         same = []
         for prompt, settings, tokens, cancelled in sample:
             alone = self.lm.generate(prompt, **{**settings, "method": "autoregressive"}).token_ids
             same.append((alone[: len(tokens)] if cancelled else alone) == tokens)
-        for problem in found.problems[:5]:
+        for problem in self.problems[:5]:
             print(f"soak: {problem}")
         pool = self.lm.client.call(lambda: (self.lm.backend.pool.used, len(self.lm.engine.running)))
-        cancelled = sum(answer[3] for answer in found.answers)
-        asked = f"{len(found.answers)} answers, {cancelled} cancelled"
+        cancelled = sum(answer[3] for answer in self.answers)
+        asked = f"{len(self.answers)} answers, {cancelled} cancelled"
         return [
-            Row("soak, errors", f"{len(found.problems)} of {asked}", FAIL if found.problems else OK),
+            Row("soak, errors", f"{len(self.problems)} of {asked}", FAIL if self.problems else OK),
             same_row("soak, as alone", same),
             Row("soak, pages and requests left", f"{pool[0]} and {pool[1]}", FAIL if any(pool) else OK),
         ]
 
-    def _client(self, number: int, end: float, found: Soaked) -> None:
+    def _client(self, number: int, end: float) -> None:
         """Ask for one answer after the other. One in four is cancelled."""
         rng = random.Random(number)
         while time.monotonic() < end:
@@ -146,9 +131,9 @@ class GpuCheck:
                         break
                 stream.close()
                 done = stream.completion
-                found.answers.append((prompt, settings, done.token_ids, done.finish_reason == "interrupted"))
+                self.answers.append((prompt, settings, done.token_ids, done.finish_reason == "interrupted"))
             except Exception as error:  # whatever it is, it is what the soak looks for
-                found.problems.append(f"{type(error).__name__}: {error} ({settings})"[:300])
+                self.problems.append(f"{type(error).__name__}: {error} ({settings})"[:300])
 
     def figures(self) -> dict[str, float]:
         """By name; the unit comes first."""
@@ -171,7 +156,7 @@ class GpuCheck:
         prompts = [lm.encode(prompt) for prompt in self.prompts]
         load = partial(Load, prompts=prompts, config=lm.default_config, sampling=SamplingParams(), rules=rules)
         answers = max(1.5 * count, self.sizes.figure_answers)
-        return float(steady_state(load, lm.backend, lambda: lm.engine.budget, count, answers, Clock())[0]["tok_s"])
+        return float(steady_state(load, lm.backend, lambda: lm.engine.budget, count, answers)[0]["tok_s"])
 
 
 def random_request(rng: random.Random, prompts: Sequence[str], tokens: int) -> tuple[str, dict[str, Any]]:

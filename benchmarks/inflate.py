@@ -3,10 +3,7 @@
 A step's time depends on the shapes, its acceptance on the text. To measure both without a large checkpoint, the small
 model's weights are padded into a larger Llama that computes the same function: the text is real, and so is the cost.
 
-    python benchmarks/inflate.py 7b bench --preset ablation --dtype bfloat16 ...   # any verb of `lookahead`
-    python benchmarks/inflate.py 7b gpu step speed --out DIR ...   # `python -m lookahead.bench.gpu`: no typer, no rich
-
-The model that the verb names is loaded, and runs in the larger shape. How it is padded:
+VERB is any of `lookahead`, or `gpu` (docs/bench.md); the model that it names runs in the larger shape. The padding:
 
 - Padded hidden channels stay zero: the embedding has zeros there, and nothing writes to them (`o_proj` and `down_proj`
   have zero rows). RMSNorm divides by the root of the mean over the wider vector, so its weight takes a factor

@@ -6,12 +6,9 @@ Measures one server, with lookahead and without in turn (by the body's `lookahea
              time between the events of a stream (p50 and p99)
     open     requests at random times at given `--rates` a second, whatever has become of those before them
 
-It starts `lookahead serve` with all options that are not its own (`--replicas 2`, `--max-concurrency 64`), in a larger
-shape with `--inflate 7b`, or takes the `--url` of a server that runs. Every closed cell has prompts of its own, while
-there are new ones in the sets of `--prompts`; `again` counts the requests whose prompt had been asked before. Nothing
-is warmed up: the server says that it is ready. Every answer has the same length. Tokens per second are those of the
-last three quarters of a cell's time, in which all clients have an answer under way. The figures are in
-`FOLDER/serve-load.json`, the table in `serve.md` beside it.
+docs/serving.md describes the options; those that are not its own are the server's. Every closed cell has prompts of its
+own, while there are new ones in the sets of `--prompts`; `again` counts requests whose prompt had been asked before.
+Nothing is warmed up: the server says that it is ready. Every answer has the same length.
 """
 
 from __future__ import annotations

@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import HTTPError
 
-PERIOD = 1.0
-"""Seconds between two looks at the memory."""
-
 
 @dataclass
 class Served:
@@ -149,32 +146,6 @@ def on_gpu() -> int | None:
     return sum(map(int, found)) << 20 if done.returncode == 0 and found else None
 
 
-class Watch:
-    """Notes the memory in a thread of its own: [seconds, bytes of the host, bytes of the GPU]."""
-
-    def __init__(self, pid: int | None) -> None:
-        self.pid, self.begin, self.seen = pid, time.monotonic(), list[tuple[float, int | None, int | None]]()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._over.wait(PERIOD):
-            self.look()
-
-    def look(self) -> None:
-        host = None if self.pid is None else resident(self.pid)
-        self.seen.append((round(time.monotonic() - self.begin, 1), host, on_gpu()))
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-        self.look()
-
-    def quarter_and_end(self, column: int) -> tuple[int, int] | None:
-        """The bytes after a quarter of the time, and at the end."""
-        values = [(one[0], value) for one in self.seen if (value := one[column]) is not None]
-        if not values:
-            return None
-        quarter = next(value for seconds, value in values if seconds >= values[-1][0] / 4)
-        return quarter, values[-1][1]
+def memory(pid: int | None) -> dict[str, int | None]:
+    """Bytes of the server's processes, if their parent is known, and of all GPUs."""
+    return {"host": None if pid is None else resident(pid), "gpu": on_gpu()}

@@ -1,8 +1,8 @@
 """A server under mixed load for minutes: `python benchmarks/soak.py --model NAME --seconds 160 --out FILE`.
 
 Clients in this process ask for everything that the server does (see `mixed_requests.py`), in streams and not, one after
-the other. One in five leaves mid-stream, and some requests are wrong and must be refused. Meanwhile the memory of the
-server and of the GPU is noted. Afterwards nothing may run, and a sample of the requests, each asked again alone, must
+the other. One in five leaves mid-stream, and some requests are wrong and must be refused. The memory of the server and
+of the GPU may not grow. Afterwards nothing may run, and a sample of the requests, each asked again alone, must
 get the same text. Whatever is not as it must be is named, and makes the exit code 1.
 
 It starts `lookahead serve` on loopback, with all options that are not its own (`--backend graph --max-concurrency 32`),
@@ -24,7 +24,7 @@ from typing import Any
 
 from load import Connection, closed_loop
 from mixed_requests import KINDS, Asked, Outcome, ask, comparable, make
-from server_process import Served, Watch, add_server_options, connect, parse
+from server_process import Served, add_server_options, connect, memory, parse
 
 WHATS = ("answered", "left", "refused", "busy", "failed")
 SHORT = 60.0
@@ -45,6 +45,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
     sample: list[tuple[Asked, list[Any]]] = field(default_factory=list)
     answered: int = 0
+    quarter: dict[str, int | None] = field(default_factory=dict)  # the memory after a quarter of the time
 
     def note(self, asked: Asked, outcome: Outcome, rng: random.Random, size: int) -> None:
         """Count an outcome. Of the answered ones a sample is kept, in which each is as likely as any other."""
@@ -82,7 +83,11 @@ async def soak(served: Served, args: argparse.Namespace) -> Found:
         if outcome.what in ("busy", "failed"):
             await asyncio.sleep(0.2)
 
-    await closed_loop(served.url, served.key, args.clients, args.seconds, send)
+    async def look() -> None:
+        await asyncio.sleep(args.seconds / 4)
+        found.quarter = await asyncio.to_thread(memory, served.pid)
+
+    await asyncio.gather(look(), closed_loop(served.url, served.key, args.clients, args.seconds, send))
     return found
 
 
@@ -115,18 +120,15 @@ def at_rest(served: Served, found: Found) -> dict[str, float | None]:
 
 def run(served: Served, args: argparse.Namespace) -> dict[str, Any]:
     """The soak of a server that is ready. `problems` of what it returns is empty if all is well."""
-    captures, watch, begin = served.captures(), Watch(served.pid), time.monotonic()
-    try:
-        found = asyncio.run(soak(served, args))
-    finally:
-        watch.close()
-    seconds, rest = time.monotonic() - begin, at_rest(served, found)
+    captures, begin = served.captures(), time.monotonic()
+    found = asyncio.run(soak(served, args))
+    sizes, seconds, rest = memory(served.pid), time.monotonic() - begin, at_rest(served, found)
     equal = asyncio.run(again(served, found, args.timeout))
     after = served.captures()
-    memory = {name: watch.quarter_and_end(column) for name, column in (("host", 1), ("gpu", 2))}
-    for name, sizes in memory.items():
-        if sizes and args.seconds >= SHORT and sizes[1] > GROWTH * sizes[0] + SLACK:
-            found.problems.append(f"the {name}'s memory grew from {sizes[0] >> 20} to {sizes[1] >> 20} MiB")
+    for name, end in sizes.items():
+        quarter = found.quarter[name]
+        if quarter and end and args.seconds >= SHORT and end > GROWTH * quarter + SLACK:
+            found.problems.append(f"the {name}'s memory grew from {quarter >> 20} to {end >> 20} MiB")
     if not found.answered:
         found.problems.append("nothing was answered")
     return {
@@ -136,11 +138,10 @@ def run(served: Served, args: argparse.Namespace) -> dict[str, Any]:
         "counts": {kind: dict(counts) for kind, counts in found.counts.items()},
         "totals": {what: sum(counts[what] for counts in found.counts.values()) for what in WHATS},
         "again": {"asked": len(found.sample), "equal": equal},
-        "memory": {name: sizes and {"quarter": sizes[0], "end": sizes[1]} for name, sizes in memory.items()},
+        "memory": {name: end and {"quarter": found.quarter[name], "end": end} for name, end in sizes.items()},
         "at_rest": rest,
         "captures_after_ready": None if captures is None or after is None else after - captures,
         "problems": found.problems,
-        "samples": watch.seen,
     }
 
 

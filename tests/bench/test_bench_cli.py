@@ -80,7 +80,7 @@ def test_the_default_run_ends_with_a_report(run: Callable[..., Any], tmp_path: P
     result = run("--quick", "--limit", "2", "--max-tokens", "8")
     assert result.exit_code == 0, result.output
     rows = table(result.stdout, "Methods")
-    assert [row[1] for row in rows] == [method.label for method in DEFAULT.methods]
+    assert [row[1] for row in rows] == [method.label for method in DEFAULT.methods if method.device != "cuda"]
     assert {row[SAME] for row in rows} == {row[AS_OWN] for row in rows} == {"2/2"}, "every method gives greedy's tokens"
     assert rows[0][SPEEDUP] == "1.00x"
     own = next(row for row in rows if row[1] == "autoregressive")
@@ -461,7 +461,8 @@ def cost_line(preset: Preset) -> str:
         return methods * len(preset.temperatures) * size.repeats
 
     full, quick = preset.full, preset.quick
-    whole = answers(len(preset.methods), full)
-    short = answers(len(preset.quick_methods or preset.methods), quick)
+    everywhere = [method for method in preset.methods if method.device is None]
+    whole = answers(len(everywhere), full)
+    short = answers(len(preset.quick_methods or everywhere), quick)
     sizes = f"{full.limit or 'all'}, {full.max_tokens or 'by set'}"
     return f"| `{preset.name}` | {whole} | {sizes} | {short}, {quick.limit}, {quick.max_tokens} |"

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from lookahead.bench.run import stock
-from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Models
 from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.results import Results
-from lookahead.bench.run.runner import Runner, prompt_ids
+from lookahead.bench.run.runner import Job, Runner, prompt_ids
 from lookahead.bench.run.summary import lines
 from lookahead.config import LookaheadConfig
 from lookahead.generate import LookaheadModel

@@ -18,13 +18,12 @@ from lookahead.cli.settings import Settings
 
 if TYPE_CHECKING:
     from lookahead.bench.paper.options import BenchOptions
-    from lookahead.bench.run.jobs import Job
-    from lookahead.bench.run.runner import Runner
+    from lookahead.bench.run.runner import Job, Runner
     from lookahead.bench.run.summary import BenchRun
 
 GPU_PRESETS = {
     "gpu-step": "A step by K on a CUDA GPU",
-    "gpu-speed": "Tokens per second, S and the host's share on a CUDA GPU",
+    "gpu-speed": "Tokens per second and S on a CUDA GPU",
     "gpu-batch": "1 to 64 sequences at once on a CUDA GPU",
     "gpu-report": "The report of the other GPU presets' results in --out",
 }
@@ -203,8 +202,10 @@ def _bench(
 def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner, out: Path, as_json: bool) -> bool:
     """Run one preset and report, even if interrupted by Ctrl-C. Returns whether it finished."""
     from lookahead.bench.paper.options import report
+    from lookahead.bench.run.summary import BenchRun
 
-    run, todo = options.run_of(jobs, runner), runner.agreed(jobs)
+    assert runner.results is not None
+    run, todo = BenchRun(jobs, runner.results), runner.agreed(jobs)
     finished = True
     try:
         _run(host, runner, run, todo)
@@ -222,8 +223,8 @@ def _measured(host: Host, options: BenchOptions, jobs: list[Job], runner: Runner
 def _announce(host: Host, runs: Sequence[BenchOptions], jobs: Sequence[Sequence[Job]]) -> None:
     """Print the amount of work of each preset. Presets share common answers, which are generated once."""
     for options, own in zip(runs, jobs, strict=True):
-        answers, tokens = options.work(own)
-        host.say(f"{options.preset.name}: {answers:,} answers, at most {tokens:,} new tokens")
+        tokens = sum(job.max_tokens * len(job.prompt.turns) for job in own)
+        host.say(f"{options.preset.name}: {len(own):,} answers, at most {tokens:,} new tokens")
 
 
 def _run(host: Host, runner: Runner, run: BenchRun, todo: Sequence[Job]) -> None:

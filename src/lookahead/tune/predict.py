@@ -2,10 +2,7 @@
 
     time of an answer of T tokens = first step + (T / S - 1) x time of a step
 
-A candidate that was run has its own S, and its time of a step is the mean of t(K) over the sizes of its very steps,
-times what such steps took more than the curve says (host time, longer prefixes, a busy machine), relative to plain
-decoding in the same rounds. For the others S comes from a law fitted to those that were run, K from how full their
-steps were, and the factor from those of the same kind.
+docs/tuning.md says where S and the time of a step come from, for candidates that were run and for the others.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
+from typing import NamedTuple
 
 from lookahead.tune import candidates as known
 from lookahead.tune.candidates import AUTOREGRESSIVE, FILLED, LOOKUP, PAPERS, Candidate, at, follow
@@ -24,8 +22,7 @@ TRUST = 0.25
 """How far few noisy points may move alpha: as if S were known to 0.05 and alpha to 0.1 beforehand."""
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """S, and tokens per step."""
 
     compression: float

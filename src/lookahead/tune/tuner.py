@@ -98,12 +98,7 @@ def row(one: Prediction) -> dict[str, Any]:
 
 class Tuner:
     def __init__(
-        self,
-        model: Any,
-        settings: RequestSettings,
-        *,
-        cost: CostCurve | None = None,
-        say: Say | None = None,
+        self, model: Any, settings: RequestSettings, *, cost: CostCurve | None = None, say: Say | None = None
     ) -> None:
         """`settings` are those of every answer: with a seed, so that all candidates write the same text. A `cost` that
         is given is not measured."""

@@ -20,7 +20,7 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.sizes import ROW_SIZES
 from lookahead.bench.gpu.bench import GpuBench
-from lookahead.bench.gpu.timing import Clock, bytes_read, copy_bandwidth
+from lookahead.bench.gpu.timing import bytes_read, copy_bandwidth
 from lookahead.bench.run.runner import prompt_ids
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules
 from lookahead.engine.engine import Engine
@@ -82,7 +82,7 @@ class Load:
 
 def batch(bench: GpuBench) -> None:
     """Total tokens per second of n sequences in a steady state, token by token and with guesses, greedy and sampled."""
-    lm, tokens, clock = bench.model, bench.options.max_tokens, bench.clock
+    lm, tokens = bench.model, bench.options.max_tokens
     pairs = zip(*bench.prompts.values(), strict=True)
     prompts = [prompt_ids(lm, prompt) for pair in pairs for prompt in pair]
     rules, call = StopRules(tokens, lm.stop_ids), lm.client.call
@@ -97,7 +97,7 @@ def batch(bench: GpuBench) -> None:
             for name, config in METHODS.items():
                 load = partial(Load, prompts=prompts, config=config, sampling=sampling, rules=rules)
                 answers = max(ROUNDS * count, ANSWERS[label])
-                run = partial(steady_state, load, backend, lambda: DraftBudget(PassCost(cost)), count, answers, clock)
+                run = partial(steady_state, load, backend, lambda: DraftBudget(PassCost(cost)), count, answers)
                 measured, outputs = call(run)
                 for number, output in outputs.items():
                     plain.setdefault(number, output)
@@ -115,25 +115,23 @@ def steady_state(
     make_budget: Callable[[], DraftBudget],
     count: int,
     answers: float,
-    clock: Clock,
 ) -> tuple[dict[str, Any], dict[int, list[int]]]:
     """How fast `count` sequences decode for this many answers, and the outputs; a shorter run first captures."""
     for length in (0.5 * count, answers):
         load = make_load(Engine(backend, make_budget(), max_sequences=count))
         for _ in range(2 * count):
             load.add()
-        measured = measure(load, clock, count, length * load.rules.max_tokens)
+        measured = measure(load, count, length * load.rules.max_tokens)
         load.end()
     return measured, load.outputs
 
 
-def measure(load: Load, clock: Clock, count: int, tokens: float) -> dict[str, Any]:
+def measure(load: Load, count: int, tokens: float) -> dict[str, Any]:
     """Run until this many tokens have come after the prompts; how fast they came."""
     started = 0
     while started < count:  # the prompts run, several in a pass
         load.step()
         started = sum(request.sequence.stats.steps > 0 for request in load.engine._requests.values())
-    clock.read()
     backend: Any = load.engine.backend
     steps = made = tried = captures = texts = 0
     seconds = 0.0
@@ -150,5 +148,5 @@ def measure(load: Load, clock: Clock, count: int, tokens: float) -> dict[str, An
     return {
         "tok_s": round(made / seconds, 1), "ms_per_step": round(1e3 * seconds / steps, 3),
         "S": round(made / steps / count, 3), "guesses": round(tried / steps / count, 2), "captures": captures,
-        "context": round(texts / steps / count), **clock.read(),
+        "context": round(texts / steps / count),
     }  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from lookahead.bench.gpu.timing import Clock
 from lookahead.bench.run.about import device_name, machine, versions
 from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.prompts import load as load_prompts
@@ -37,13 +36,6 @@ class GpuBench:
         options: dict[str, Any] = {"dtype": self.options.dtype, "device": self.options.device, "backend": "graph"}
         found: LookaheadModel = self._load(self.options.model, config=LookaheadConfig(), log=print, **options)
         return found
-
-    @cached_property
-    def clock(self) -> Clock:
-        """Of all steps of the model from now on."""
-        clock = Clock()
-        clock.watch(self.model.backend)
-        return clock
 
     @cached_property
     def prompts(self) -> dict[str, list[Prompt]]:

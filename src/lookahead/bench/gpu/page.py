@@ -19,15 +19,14 @@ TABLES = {
     "speed": (
         "Tokens per second",
         "From prompt to last token, the prompt included. over AR: against our autoregressive decoding. as AR: texts "
-        "equal to its. gap: the part of a step in which the device waits for the host.",
+        "equal to its.",
     ),
     "batch": (
         "Batch",
         "Total tokens per second in a steady state: an answer that ends is replaced by the next at once. over AR: "
         "against our own decoding token by token of as many sequences. of bound: against steps that only read the "
-        "weights and the K/V of this context, as fast as a copy. guesses: draft tokens per sequence and step. gap: the "
-        "part of a step in which the device waits for the host. as first seen: answers equal to what the same prompt "
-        "gave when it was first answered, at whatever load.",
+        "weights and the K/V of this context, as fast as a copy. guesses: draft tokens per sequence and step. as "
+        "first seen: answers equal to what the same prompt gave when it was first answered, at whatever load.",
     ),
 }
 """Title and note of every part's table. Files of parts that no longer exist have the part's name as their title."""

@@ -8,11 +8,10 @@ from typing import Any
 
 from lookahead.bench.gpu.bench import GpuBench
 from lookahead.bench.gpu.timing import step_ms
-from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Models
 from lookahead.bench.run.results import Record
-from lookahead.bench.run.runner import Runner
+from lookahead.bench.run.runner import Job, Runner
 from lookahead.bench.run.summary import lines
 from lookahead.config import LookaheadConfig
 
@@ -36,7 +35,7 @@ def step(bench: GpuBench) -> None:
 
 def speed(bench: GpuBench) -> None:
     """Our methods on real text, one prompt after another, keeping what they learn, as a server would."""
-    runner, clock = Runner(Models(bench.model), None, warm=True), bench.clock
+    runner = Runner(Models(bench.model), None, warm=True)
     jobs = [
         Job(data, number, prompt, method, bench.options.max_tokens, warm=True)
         for method in METHODS
@@ -58,5 +57,5 @@ def speed(bench: GpuBench) -> None:
             "steps": stats.steps, "S": round(stats.compression, 3), "K": round(stats.tokens_per_step, 1),
             "tok_s": round(stats.tokens_per_second, 1), "first_ms": round(line.first_ms, 2),
             "ms_per_step": round(1e3 * (stats.seconds - first) / max(1, stats.steps - line.prompts), 3),
-            "as_autoregressive": line.own.same, **clock.read(),
+            "as_autoregressive": line.own.same,
         })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Time on the device: of a captured step, of any call, and of the steps of a run."""
+"""Time on the device: of a captured step, of any call, and of reading what a step has to read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 import statistics
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
@@ -15,13 +14,10 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.model import GraphModel
-from lookahead.backends.graph.running import RunningStep
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 from lookahead.loading.timing import bush
-
-P = ParamSpec("P")
 
 REPEATS = 30
 ROOM = 4 * REPEATS
@@ -105,47 +101,3 @@ def step_ms(backend: GraphBackend, count: int, context: int, sequences: int = 1)
     finally:
         for slot in slots:
             backend.close(slot)
-
-
-@dataclass
-class Clock:
-    """When the device began and ended each step's work: all the rest of the time it waits for the host."""
-
-    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _next: list[torch.cuda.Event] = field(default_factory=list)
-
-    def watch(self, backend: Any) -> None:
-        """Mark every step of this backend from now on. Without a GPU nothing is marked."""
-        if backend.device.type == "cuda":
-            runner = backend.runner
-            runner.run = self._marked(runner.run)
-            runner.run_ahead = self._marked(runner.run_ahead)
-
-    def _marked(self, call: Callable[P, RunningStep]) -> Callable[P, RunningStep]:
-        def run(*args: P.args, **options: P.kwargs) -> RunningStep:
-            begin, end = self._next or self._new_events()
-            begin.record()
-            running = call(*args, **options)
-            end.record()
-            self.marks.append((begin, end))
-            self._next = self._new_events()  # made now, so that the next step need not wait for them
-            return running
-
-        return run
-
-    def _new_events(self) -> list[torch.cuda.Event]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        for event in events:
-            event.record()  # only then CUDA makes it
-        return events
-
-    def read(self) -> dict[str, float]:
-        """The median step and the median gap before it since the last reading, in milliseconds."""
-        if not self.marks:
-            return {}
-        torch.cuda.synchronize()
-        device = statistics.median(begin.elapsed_time(end) for begin, end in self.marks)
-        gaps = [before[1].elapsed_time(after[0]) for before, after in zip(self.marks, self.marks[1:], strict=False)]
-        gap = statistics.median(gaps) if gaps else 0.0
-        self.marks.clear()
-        return {"device_ms": round(device, 3), "gap_percent": round(100 * gap / (gap + device), 1)}

@@ -9,14 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lookahead.bench.paper.presets import DEFAULT, EXACT_ON_CPU, EXACT_ON_CUDA, HALF, PRESETS, STATIC, Preset, Size
+from lookahead.bench.paper.presets import DEFAULT, HALF, PRESETS, Preset, Size
 from lookahead.bench.report.sections import Section, comparison, markdown
 from lookahead.bench.run import prompts
-from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.models import Load, Models
 from lookahead.bench.run.prompts import Prompt
-from lookahead.bench.run.runner import Runner
+from lookahead.bench.run.runner import Job
 from lookahead.bench.run.summary import BenchRun
 from lookahead.loading.load import load_pretrained
 
@@ -81,18 +80,12 @@ class BenchOptions:
         return self.warm or self.preset.warm
 
     def methods_on(self, device: str) -> tuple[Method, ...]:
-        """The methods, without those this device cannot run, with those only it can; on several ranks each twice."""
+        """The methods, without the preset's that this device cannot run; on several ranks each twice."""
         self.preset.check(device)
         found = self.chosen
         if not self.methods:
-            if device != "cuda":  # compiling for a CPU takes minutes and gains nothing
-                found = tuple(method for method in found if method.how != "hf-static")
-                if self.preset.name == "exactness" and find_spec("onnxruntime") is not None:
-                    found = (*found, *EXACT_ON_CPU)
-            elif self.preset is DEFAULT:
-                found = (found[0], STATIC, *found[1:])
-            elif self.preset.name == "exactness":
-                found = (*found, *EXACT_ON_CUDA)
+            int8 = find_spec("onnxruntime") is not None
+            found = tuple(m for m in found if m.device in (None, device) and (int8 or m.dtype != "int8"))
         found = tuple(replace(m, dtype=self.half) if m.dtype == HALF else m for m in found)
         if self.ranks == 1:
             return found
@@ -113,10 +106,6 @@ class BenchOptions:
             for number, prompt in enumerate(chosen)
             for method in methods
         ]
-
-    def work(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """How many answers the run takes, and how many tokens those may have."""
-        return len(jobs), sum(job.max_tokens * len(job.prompt.turns) for job in jobs)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -144,10 +133,6 @@ class BenchOptions:
             return load_pretrained(self.draft_model, dtype=dtype, device=str(lm.device), log=say)[0]
 
         return Models(lm, load, draft if self.draft_model is not None else None, say)
-
-    def run_of(self, jobs: list[Job], runner: Runner) -> BenchRun:
-        assert runner.results is not None
-        return BenchRun(self.prompts, jobs, runner.results, runner.models)
 
 
 def report(options: BenchOptions, run: BenchRun, out: Path) -> dict[str, Path]:

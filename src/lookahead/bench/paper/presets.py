@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from lookahead.bench.paper import exactness, grid, pairs
+from lookahead.bench.paper import tables
 from lookahead.bench.report.sections import PaperFigures, Section
 from lookahead.bench.run.methods import Method, named
 from lookahead.bench.run.summary import BenchRun
@@ -50,7 +50,8 @@ class Preset:
             raise ValueError(f"preset {self.name!r} compares GPU kernels and needs a CUDA device")
 
 
-GREEDY, STATIC, LOOKUP = named("hf-greedy"), named("hf-static"), named("hf-prompt-lookup")
+GREEDY, LOOKUP = named("hf-greedy"), named("hf-prompt-lookup")
+STATIC = named("hf-static", device="cuda")  # compiling for a CPU takes minutes and gains nothing
 ALONE, OURS = named("autoregressive"), named("lookahead")
 WHOLE = LookaheadConfig()
 """The default with its whole budget in every step, whatever a step costs here."""
@@ -124,13 +125,10 @@ EXACT = (
     replace(GREEDY, label="half hf-greedy, eager attention", dtype=HALF, attention="eager"),
     replace(GREEDY, label="half hf-greedy, sdpa", dtype=HALF, attention="sdpa"),
     *_paths(HALF, "eager", ", eager"),
+    *(replace(method, device="cuda") for method in _paths(HALF, "graph", ", graph")),
+    # The quantised model, and how far its text is from that of fp32.
+    *(replace(m, label=f"int8 {m.label}", dtype="int8", backend="cpu", device="cpu") for m in (ALONE, OURS)),
 )
-EXACT_ON_CUDA = _paths(HALF, "graph", ", graph")
-"""The paths of `exactness` that need a GPU."""
-EXACT_ON_CPU = tuple(
-    replace(method, label=f"int8 {method.label}", dtype="int8", backend="cpu") for method in (ALONE, OURS)
-)
-"""Those that need a CPU and onnxruntime: the quantised model, and how far its text is from that of fp32."""
 FLASH = (
     GREEDY,
     *(
@@ -143,7 +141,7 @@ MT_BENCH, BOTH = ("mt-bench",), ("mt-bench", "humaneval")
 
 # fmt: off
 DEFAULT = Preset(
-    "default", "Does lookahead pay here?", ("builtin",), (GREEDY, LOOKUP, ALONE, OURS, PAPER),
+    "default", "Does lookahead pay here?", ("builtin",), (GREEDY, STATIC, LOOKUP, ALONE, OURS, PAPER),
     Size(None, 128, 3), Size(5, 48),
 )
 PRESETS = {preset.name: preset for preset in (
@@ -152,7 +150,6 @@ PRESETS = {preset.name: preset for preset in (
         (GREEDY, STATIC, LOOKUP, ALONE, PAPER, OURS), Size(None, None), Size(1, 48), FIGURE_5,
         ("paper: speedups over transformers' greedy search of 7B to 70B models on A100s (section 5.1: up to 2.3x on "
          "HumanEval). The figure gives no numbers with its bars.",),
-        quick_methods=(GREEDY, LOOKUP, ALONE, PAPER, OURS),
     ),
     Preset(
         "flash", "With and without the attention kernel (figures 6 and 7)", (*BOTH, "classeval"), FLASH,
@@ -179,7 +176,7 @@ PRESETS = {preset.name: preset for preset in (
     ),
     Preset(
         "configs", "Good configs (table 4)", MT_BENCH, (GREEDY, ALONE, *GRID), Size(20, 256), Size(1, 48),
-        tables=grid.best, quick_methods=(GREEDY, ALONE, *(paper(n, w, w) for n in (3, 5) for w in (3, 7, 15))),
+        tables=tables.best, quick_methods=(GREEDY, ALONE, *(paper(n, w, w) for n in (3, 5) for w in (3, 7, 15))),
     ),
     Preset(
         "overhead", "S and speedup against the window (figure 8)", MT_BENCH,
@@ -189,11 +186,11 @@ PRESETS = {preset.name: preset for preset in (
         ),
     ),
     Preset(
-        "exactness", "Exactness (appendix E)", MT_BENCH, EXACT, Size(None, 256), Size(1, 6), tables=exactness.show,
+        "exactness", "Exactness (appendix E)", MT_BENCH, EXACT, Size(None, 256), Size(1, 6), tables=tables.exactness,
         common=False,
     ),
     Preset(
-        "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), tables=grid.law,
+        "scaling-law", "The scaling law (figure 4)", MT_BENCH, LAW, Size(20, 256), Size(2, 48), tables=tables.law,
         common=False, quick_methods=tuple(paper(n, w, w) for n in (3, 5) for w in (1, 4, 16)),
     ),
     Preset(
@@ -202,7 +199,7 @@ PRESETS = {preset.name: preset for preset in (
     ),
     Preset(
         "speed", "The default against autoregressive decoding, prompt by prompt", BOTH, (ALONE, OURS), Size(8, 128),
-        Size(1, 32), tables=pairs.show, warm=True, turns=1,
+        Size(1, 32), tables=tables.prompt_by_prompt, warm=True, turns=1,
     ),
 )}
 # fmt: on

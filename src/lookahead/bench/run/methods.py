@@ -1,9 +1,4 @@
-"""The ways to decode that are compared: ours by name or config, and transformers' own.
-
-A method on the command line is a name (`lookahead`, `hf-greedy`) or a config of ours: `paper:15,5,15` is W, N, G of the
-paper's method, `paper+prompt:15,5,15` the same with prompt n-grams, and `config:window=0,budget=64,sources=suffix` any
-fields of `LookaheadConfig`.
-"""
+"""The ways to decode that are compared: ours by name or config, and transformers' own. docs/bench.md lists them."""
 
 from __future__ import annotations
 
@@ -28,7 +23,8 @@ NAMES = (*OURS, *STOCK)
 class Method:
     """One way to decode. `config` None is the model's own default, for `how='lookahead'`.
 
-    `dtype`, `backend` and `attention` (of transformers) ask for a model loaded that way instead of the run's.
+    `dtype`, `backend` and `attention` (of transformers) ask for a model loaded that way instead of the run's. Of a
+    preset's methods those with another `device` than the run's are left out.
     """
 
     label: str
@@ -38,6 +34,7 @@ class Method:
     backend: str | None = None
     attention: str | None = None
     ranks: int = 1
+    device: str | None = None
 
     @property
     def stock(self) -> bool:

@@ -5,21 +5,61 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method, plain
 from lookahead.bench.run.models import Models
 from lookahead.bench.run.prompts import Prompt, messages
-from lookahead.bench.run.results import Record, Results
+from lookahead.bench.run.results import Record, Results, key_of
 from lookahead.stats import Stats
 
 WARM_UP = 4
 """Tokens of the run before the first that is timed, on a CPU. Compiling, capturing and caches are not compared."""
 WARM_UP_STOCK = 32
 """The same on a GPU, for what captures nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversation of a set, answered once by one method.
+
+    `number` is the prompt's index in its set, `repeat` counts the times that the same answer is timed.
+    """
+
+    data: str
+    number: int
+    prompt: Prompt = field(repr=False)
+    method: Method
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    repeat: int = 0
+    warm: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of everything that decides the answer and its time."""
+        prompt = self.prompt
+        facts: Record = {
+            "kind": "answer",
+            "set": self.data,
+            "prompt": prompt.id,
+            "text": key_of({"turns": prompt.turns, "system": prompt.system, "raw": prompt.raw}),
+            "method": self.method.facts(),
+            "warm": [self.warm, self.number] if self.warm else False,
+        }
+        return key_of(facts | self.settings)
+
+    @property
+    def settings(self) -> Record:
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "seed", "repeat")}
+
+    @property
+    def group(self) -> tuple[str, Method, float, int]:
+        """Jobs that a warm method runs as one: what it learned from one prompt helps with the next."""
+        return self.data, self.method, self.temperature, self.repeat
 
 
 class Runner:

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from lookahead.bench.run.jobs import Job
 from lookahead.bench.run.methods import Method
-from lookahead.bench.run.models import Models
-from lookahead.bench.run.prompts import Prompt
 from lookahead.bench.run.results import Record, Results
+from lookahead.bench.run.runner import Job
 from lookahead.stats import Stats
 
 REFERENCES = ("hf-greedy", "autoregressive")
@@ -93,23 +91,23 @@ def lines(jobs: Sequence[Job], records: Mapping[str, Record]) -> list[Line]:
     for cell, answers in found.items():
         line = _line(cell, answers, errors.get(cell, []))
         line.reference = _compare(answers, _reference(found, cell))
-        line.own = _compare(answers, _own(found, cell))
+        method = cell[2]  # our autoregressive decoding by the same engine: backend and dtype are the method's
+        line.own = _compare(answers, _answers(found, cell, "autoregressive", method.dtype, method.backend, 1))
         made.append(line)
     return made
 
 
 def _reference(found: Mapping[Cell, Answers], cell: Cell) -> Answers:
-    beside = [(one, answers) for (*where, one), answers in found.items() if tuple(where) == cell[:2] and answers]
     hows = REFERENCES if not cell[1] else REFERENCES[1:]
-    return next((answers for how in hows for one, answers in beside if (one.how, one.dtype) == (how, None)), {})
+    return next((answers for how in hows if (answers := _answers(found, cell, how, None))), {})
 
 
-def _own(found: Mapping[Cell, Answers], cell: Cell) -> Answers:
-    """Our autoregressive decoding by the same engine: backend and dtype are the method's."""
-    data, temperature, method = cell
-    engine = "autoregressive", method.dtype, method.backend, 1
-    beside = [(one, answers) for (*where, one), answers in found.items() if where == [data, temperature]]
-    return next((a for one, a in beside if (one.how, one.dtype, one.backend, one.ranks) == engine), {})
+def _answers(found: Mapping[Cell, Answers], cell: Cell, *wanted: Any) -> Answers:
+    """The answers on the same set of the first method with this how, dtype, backend and ranks, those that are given."""
+    for (data, temperature, one), answers in found.items():
+        if (data, temperature) == cell[:2] and (one.how, one.dtype, one.backend, one.ranks)[: len(wanted)] == wanted:
+            return answers
+    return {}
 
 
 def _line(cell: Cell, answers: Answers, errors: list[str]) -> Line:
@@ -146,10 +144,8 @@ def seconds_of(repeats: Sequence[Record]) -> float:
 class BenchRun:
     """What was asked for, and what was measured."""
 
-    prompts: dict[str, list[Prompt]]
     jobs: list[Job]
     results: Results
-    models: Models
 
     @property
     def lines(self) -> list[Line]:
