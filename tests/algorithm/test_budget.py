@@ -72,7 +72,7 @@ def test_the_curve_decides_how_many_guesses_are_taken() -> None:
         config = fit_config(DEFAULT, CostCurve((1, 101), (1.0, 1.0 + 100 * slope)))
         candidates = Candidates.after([1], array("d", [0.7]))
         candidates.add_chain([2] * 20, [0] * 20)
-        taken.append(len(PythonDrafter().grow(candidates, Limits(60, 60, weighing_curve(config))).tokens))
+        taken.append(len(PythonDrafter().search(candidates, Limits(60, 60, weighing_curve(config))).tokens))
     assert taken[0] == 20 > taken[1] > taken[2] == 0
 
 
@@ -88,7 +88,7 @@ def test_guesses_that_teach_are_worth_a_little_more() -> None:
                 for token in range(1, 5):
                     candidates.tables.own.put((token,), (3, 4, 0, 0))
             limits = Limits(60, 60, [1 + slope * k for k in range(100)])
-            taken.append(len(drafter.grow(candidates, limits).tokens))
+            taken.append(len(drafter.search(candidates, limits).tokens))
     assert taken == [0, 60, 0, 0]
 
 
@@ -155,8 +155,8 @@ def test_a_text_that_changes() -> None:
     """It is dull at first; once drafting pays, it goes on again within a pause."""
     guard = DraftGuard()
     run(guard, 100, lambda _: (1.0, 1.5))
-    assert any(run(guard, 4 * DraftGuard.SHORTEST, lambda _: (3.0, 1.5))[-DraftGuard.ENOUGH :])
-    assert all(run(guard, DraftGuard.EVERY, lambda _: (3.0, 1.5))[-DraftGuard.ENOUGH :])
+    assert any(run(guard, 4 * DraftGuard.SHORTEST, lambda _: (3.0, 1.5))[-DraftGuard.MIN_STEPS :])
+    assert all(run(guard, DraftGuard.EVERY, lambda _: (3.0, 1.5))[-DraftGuard.MIN_STEPS :])
 
 
 def test_steps_without_guesses_of_their_own_count_as_plain() -> None:

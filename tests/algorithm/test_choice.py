@@ -16,7 +16,7 @@ from toy import targets_of, toy_model
 from lookahead.algorithm.budget import best_counts, without_cost
 from lookahead.algorithm.choice import DraftBudget, choose_trees
 from lookahead.algorithm.cost import PassCost
-from lookahead.algorithm.draft import TAUGHT
+from lookahead.algorithm.draft import RECYCLE_BONUS
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory, Trust
 from lookahead.config import LookaheadConfig, StopRules
@@ -80,7 +80,7 @@ def test_the_best_set_of_all_sequences_is_taken(
     sequences = sequences if len(sequences) < 4 else few
     count, rows = len(sequences), len(sequences) + more
     weights = data.draw(st.lists(st.sampled_from((0.5, 1.0, 1.3)), min_size=count, max_size=count))
-    bonuses = data.draw(st.lists(st.sampled_from((0.0, TAUGHT)), min_size=count, max_size=count))
+    bonuses = data.draw(st.lists(st.sampled_from((0.0, RECYCLE_BONUS)), min_size=count, max_size=count))
     scores = [array("d", one.scores) for one in sequences]
     counts, refused = best_counts(scores, weights, bonuses, [False] * count, rows, len(cost) - rows, cost)
     taken = sum(counts)
@@ -150,7 +150,7 @@ def warm(*configs: LookaheadConfig, steps: int = 3, tokens: int = 60) -> list[De
     for sequence in made:
         for _ in range(steps):
             tree = sequence.propose()
-            sequence.absorb(tree, targets_of(sequence, tree, model))
+            sequence.accept_step(tree, targets_of(sequence, tree, model))
             sequence.learn_while_running()
     return made
 
@@ -263,7 +263,7 @@ def test_batches_give_the_text_of_each_alone(count: int, limit: int | None, slop
     running = sequences
     while running:
         for sequence, tree in zip(running, choose_trees(running, limit, now(cost)), strict=True):
-            sequence.count(tree, sequence.absorb(tree, targets_of(sequence, tree, model)))
+            sequence.count_step(tree, sequence.accept_step(tree, targets_of(sequence, tree, model)))
             sequence.learn_while_running()
         running = [sequence for sequence in running if sequence.finish_reason is None]
     for sequence, prompt in zip(sequences, PROMPTS, strict=False):
@@ -282,10 +282,10 @@ def test_trust_follows_what_was_accepted() -> None:
     trust = Trust()
     assert trust.ratio == 1.0
     for _ in range(2000):
-        trust.learn(3, 2.0)
+        trust.record_step(3, 2.0)
     assert trust.ratio == pytest.approx((20 + 600) / (20 + 400), rel=1e-3)
     for _ in range(2000):
-        trust.learn(0, 2.0)
+        trust.record_step(0, 2.0)
     assert 0 < trust.ratio < 0.06
 
 
@@ -295,7 +295,7 @@ def test_scores_that_came_true_more_often_buy_more_rows() -> None:
     for accepted in (0, 2, 6):
         sequences = warm(*[replace(CONFIG, window=0)] * 2)
         for _ in range(200):
-            sequences[0]._memory.calibration.trust.learn(accepted, 2.0)
+            sequences[0]._memory.calibration.trust.record_step(accepted, 2.0)
         sizes.append(sum(map(len, choose_trees(sequences, None, now(cost)))))
     assert sizes[0] == 2 < sizes[1] < sizes[2]
 
@@ -308,6 +308,6 @@ def test_expected_tokens_are_counted_as_they_are_trusted() -> None:
         tree = sequence.propose()
         sequence.learn_while_running()
         expected += 1 + sequence.trust * tree.expected
-        sequence.count(tree, sequence.absorb(tree, targets_of(sequence, tree, model)))
+        sequence.count_step(tree, sequence.accept_step(tree, targets_of(sequence, tree, model)))
         assert sequence.stats.expected_tokens == pytest.approx(expected)
     assert expected > 6

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import TAUGHT, Candidates, Drafter, Limits
+from lookahead.algorithm.draft import RECYCLE_BONUS, Candidates, Drafter, Limits
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.search import CHAIN_MASS, PythonDrafter
 from lookahead.algorithm.successors import Successors, SuccessorTables
-from lookahead.algorithm.tree import Guesses
+from lookahead.algorithm.tree import DraftTokens
 
 TEXT = [3, 1, 2]
 VOCABULARY = 4
@@ -56,7 +56,7 @@ def draft_of(
     return candidates
 
 
-def paths_of(guesses: Guesses) -> list[Path]:
+def paths_of(guesses: DraftTokens) -> list[Path]:
     """Every guess as the tokens from below the root down to it."""
     paths: list[Path] = [()]
     for token, parent in zip(guesses.tokens, guesses.parents, strict=True):
@@ -83,8 +83,8 @@ class Case:
     chains: list[Chain]
     successors: dict[Path, Successors] | None = None
 
-    def grow(self, drafter: Drafter, limits: Limits) -> Guesses:
-        return drafter.grow(draft_of(drafter, self.rates, self.chains, self.successors), limits)
+    def search(self, drafter: Drafter, limits: Limits) -> DraftTokens:
+        return drafter.search(draft_of(drafter, self.rates, self.chains, self.successors), limits)
 
     def candidates(self, max_depth: int, path: Path = (), score: float = 1.0) -> dict[Path, tuple[float, float]]:
         """Path -> (score, rate) of every candidate there is, by the definition."""
@@ -133,7 +133,7 @@ def cases(draw: st.DrawFn, successors: bool = True) -> Case:
 @example(DRAFTERS[0], Case([0.5] * 14, []), 10, 3)
 @example(DRAFTERS[-1], Case([0.5] * 14, []), 10, 3)
 def test_the_best_candidates_are_taken(drafter: Drafter, case: Case, room: int, max_depth: int) -> None:
-    guesses = case.grow(drafter, Limits(room, max_depth))
+    guesses = case.search(drafter, Limits(room, max_depth))
     paths = paths_of(guesses)
     everything = case.candidates(max_depth)
 
@@ -157,7 +157,7 @@ def test_the_best_candidates_are_taken(drafter: Drafter, case: Case, room: int, 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(DRAFTERS), cases(successors=False), st.randoms(use_true_random=False))
 def test_scores_of_chains_are_products_of_rates_in_any_order(drafter: Drafter, case: Case, rng: random.Random) -> None:
-    guesses = case.grow(drafter, Limits(100, 100))
+    guesses = case.search(drafter, Limits(100, 100))
     scores = dict(zip(paths_of(guesses), guesses.scores, strict=True))
     for path, score in scores.items():
         along = [
@@ -166,14 +166,14 @@ def test_scores_of_chains_are_products_of_rates_in_any_order(drafter: Drafter, c
         ]
         assert score == pytest.approx(math.prod(along))
     rng.shuffle(case.chains)
-    again = case.grow(drafter, Limits(100, 100))
+    again = case.search(drafter, Limits(100, 100))
     assert dict(zip(paths_of(again), again.scores, strict=True)) == pytest.approx(scores)
 
 
 def test_the_likelier_origin_names_a_shared_node(drafter: Drafter) -> None:
     rates = [0.2, 0.6, 0.4]
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        guesses = drafter.grow(draft_of(drafter, rates, [([5], [origin]) for origin in order]), Limits(9, 9))
+        guesses = drafter.search(draft_of(drafter, rates, [([5], [origin]) for origin in order]), Limits(9, 9))
         assert [list(x) for x in (guesses.tokens, guesses.origins, guesses.scores)] == [[5], [1], [0.6]]
 
 
@@ -181,7 +181,7 @@ def test_a_chain_and_successors_side_by_side(drafter: Drafter) -> None:
     """Tokens 5 and 6 are in both: each takes its better rate, and 7 gets what the two leave over."""
     rates = [0.3, 0.2, *[0.0] * 8, 0.25, 0.4, 0.1]
     candidates = draft_of(drafter, rates, [([5], [0]), ([6], [1])], {(3, 1, 2): (5, 6, 7, 0, 1, 2)})
-    guesses = drafter.grow(candidates, Limits(9, 9))
+    guesses = drafter.search(candidates, Limits(9, 9))
     assert list(guesses.tokens) == [6, 5, 7]
     assert list(guesses.origins) == [11, 0, 12]
     assert list(guesses.scores) == pytest.approx([0.4, 0.3, (1 - 0.7) * 0.1])
@@ -189,13 +189,13 @@ def test_a_chain_and_successors_side_by_side(drafter: Drafter) -> None:
 
 def test_chains_leave_successors_something(drafter: Drafter) -> None:
     candidates = draft_of(drafter, [1.0, *[0.0] * 9, 0.5], [([5], [0])], {(3, 1, 2): (7, 0)})
-    assert list(drafter.grow(candidates, Limits(9, 9)).scores) == pytest.approx([1.0, (1 - CHAIN_MASS) * 0.5])
+    assert list(drafter.search(candidates, Limits(9, 9)).scores) == pytest.approx([1.0, (1 - CHAIN_MASS) * 0.5])
 
 
 def test_a_level_is_not_a_token(drafter: Drafter) -> None:
     """The second half of successors are levels: that level 1 equals the chain's token 1 means nothing."""
     candidates = draft_of(drafter, [0.2, *[0.0] * 9, 0.9, 0.5], [([1], [0])], {(3, 1, 2): (7, 1)})
-    guesses = drafter.grow(candidates, Limits(9, 1))
+    guesses = drafter.search(candidates, Limits(9, 1))
     assert (list(guesses.tokens), list(guesses.origins)) == ([7, 1], [11, 0])
     assert list(guesses.scores) == pytest.approx([0.8 * 0.5, 0.2])
 
@@ -205,7 +205,7 @@ def test_the_last_three_tokens_of_a_path_are_asked_for(drafter: Drafter, text: l
     before = [-1, -1, *text][-3:]
     likely = {tuple(before): (3, 0), (before[1], 2, 3): (4, 0), (2, 3, 4): (5, 0), (3, 4, 5): (6, 0)}
     candidates = draft_of(drafter, [*[0.0] * 10, 0.9], likely=likely, text=text)
-    assert list(drafter.grow(candidates, Limits(3, 9)).tokens) == [3, 4, 5]
+    assert list(drafter.search(candidates, Limits(3, 9)).tokens) == [3, 4, 5]
 
 
 # What a step costs.
@@ -223,9 +223,9 @@ def test_the_kept_count_gives_most_tokens_per_time(
     drafter: Drafter, case: Case, rises: list[float], branch: int, room: int
 ) -> None:
     cost = [sum(rises[: k + 1]) for k in range(len(rises))]
-    everything = case.grow(drafter, Limits(room, 3, None, branch))
-    kept = case.grow(drafter, Limits(room, 3, cost, branch))
-    taught = 0.0 if case.successors is None else TAUGHT
+    everything = case.search(drafter, Limits(room, 3, None, branch))
+    kept = case.search(drafter, Limits(room, 3, cost, branch))
+    taught = 0.0 if case.successors is None else RECYCLE_BONUS
 
     def gain(count: int) -> float:
         """A step of `branch` tokens and this many guesses; a table that ends stays at its last entry."""
@@ -242,7 +242,7 @@ def test_the_kept_count_gives_most_tokens_per_time(
 
 def fallen(drafter: Drafter, limits: Limits) -> list[int]:
     """What is taken of one chain with the scores 1/2, 1/4, 1/8."""
-    return list(drafter.grow(draft_of(drafter, [0.5], [([5, 6, 7], [0, 0, 0])]), limits).tokens)
+    return list(drafter.search(draft_of(drafter, [0.5], [([5, 6, 7], [0, 0, 0])]), limits).tokens)
 
 
 def test_a_flat_cost_keeps_all_and_a_steep_one_none(drafter: Drafter) -> None:
@@ -276,7 +276,7 @@ def test_a_chain_needs_an_origin_for_every_token(drafter: Drafter) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(DRAFTERS), cases(), st.floats(0.0, 1.0))
 def test_a_floor_ends_the_search(drafter: Drafter, case: Case, floor: float) -> None:
-    everything, above = case.grow(drafter, Limits(30, 3)), case.grow(drafter, Limits(30, 3, floor=floor))
+    everything, above = case.search(drafter, Limits(30, 3)), case.search(drafter, Limits(30, 3, floor=floor))
     count = len(above.tokens)
     for name in ("tokens", "parents", "depths", "origins", "scores"):
         assert getattr(above, name) == getattr(everything, name)[:count]

@@ -41,7 +41,7 @@ def test_a_batch_runs_to_its_end_by_three_verbs(drafter: Drafter) -> None:
         for sequence, tree, output, verdict in zip(running, trees, outputs, verbs.verify(outputs), strict=True):
             assert isinstance(verdict, Verdict)
             accepted += len(verdict.path)
-            sequence.absorb(tree, output, sequence.cut(verdict))
+            sequence.accept_step(tree, output, sequence.apply_stop_rules(verdict))
     assert [sequence.output for sequence in sequences] == [sequence.output for sequence in alone]
     assert accepted > 0
 

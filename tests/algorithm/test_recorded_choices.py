@@ -59,7 +59,7 @@ def test_the_same_trees_are_chosen(case: str, drafter: Drafter) -> None:
         for sequence, tree, begin in zip(sequences, trees, begins, strict=True):
             digest = crc32(array("i", [*tree.tokens, *tree.parents]).tobytes(), digest)
             output = model.output(tree, begin + len(sequence.tokens) - 1, sequence.wants_top)
-            sequence.count(tree, sequence.absorb(tree, output))
+            sequence.count_step(tree, sequence.accept_step(tree, output))
             sequence.learn_while_running()
         cost.note(rows[-1], table[rows[-1] - 1])
     assert rows == RECORDED[case]["rows"]

@@ -16,6 +16,7 @@ from lookahead.algorithm.sampling import NO_DRAW
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.calibration import Calibration
+from lookahead.algorithm.verify import Verdict, cut_at_stop
 from lookahead.config import SOURCES, LookaheadConfig, SamplingParams, StopRules
 
 PLAIN = LookaheadConfig.autoregressive()
@@ -137,6 +138,25 @@ def test_every_way_to_end_at_every_offset(end: int, config: LookaheadConfig) -> 
         if ends is None:
             assert ending(run(COUNT, COUNTED, PLAIN, rules)) == ending(sequence)
     assert stops == list(range(end))  # asked once per token that stands, in order
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.frozensets(st.integers(0, 5), max_size=2),
+    st.sampled_from([None, 3]),
+)
+@example([1, 2], 2, frozenset(), None)
+@example([1, 2], 3, frozenset(), None)
+def test_the_fast_path_of_the_stop_rules_agrees_with_cut_at_stop(
+    tokens: list[int], room: int, eos: frozenset[int], stop: int | None
+) -> None:
+    ends = None if stop is None else lambda token: token == stop
+    sequence = DecodingSequence([7], PLAIN, rules=StopRules(max_tokens=room, eos_ids=eos), ends=ends)
+    found = sequence.apply_stop_rules(Verdict(list(range(1, len(tokens))), tokens))
+    count, reason = cut_at_stop(tokens, 0, room, sequence.rules, ends)
+    assert (found.tokens, found.path) == (tokens[:count], list(range(1, count)))
+    assert found.finish_reason == reason
 
 
 def test_the_last_step_guesses_nothing_that_cannot_count() -> None:
@@ -310,18 +330,18 @@ def test_shared_warmth_never_changes_tokens(requests) -> None:
 @given(st.floats(0.001, 1.0), st.lists(st.booleans(), max_size=60), st.integers(1, 60))
 def test_rates_stay_probabilities(prior: float, trials: list[bool], repeats: int) -> None:
     calibration = Calibration()
-    origin = calibration.prior("jacobi", [prior])
+    origin = calibration.set_prior("jacobi", [prior])
     for right in trials * repeats:
-        calibration.count(origin, right)
+        calibration.record_trial(origin, right)
         assert 0 <= calibration.rates[origin] <= 1
 
 
 def test_rates_follow_what_is_seen() -> None:
     calibration = Calibration()
-    first, second = (calibration.prior(source, [0.5, 0.5]) for source in ("prompt", "suffix"))
+    first, second = (calibration.set_prior(source, [0.5, 0.5]) for source in ("prompt", "suffix"))
     for trial in range(2000):
-        calibration.count(first, trial % 4 == 0)
-        calibration.count(second + 1, True)
+        calibration.record_trial(first, trial % 4 == 0)
+        calibration.record_trial(second + 1, True)
     assert calibration.rates[first] == pytest.approx(0.25, abs=0.02)
     assert calibration.rates[second + 1] > 0.99
     assert (calibration.rates[first + 1], calibration.rates[second]) == (0.5, 0.5)
@@ -329,18 +349,18 @@ def test_rates_follow_what_is_seen() -> None:
 
 def test_a_prior_counts_as_eight_trials() -> None:
     calibration = Calibration()
-    origin = calibration.prior("prompt", [0.5])
-    calibration.count(origin, True)
+    origin = calibration.set_prior("prompt", [0.5])
+    calibration.record_trial(origin, True)
     assert calibration.rates[origin] == pytest.approx((8 * 0.5 + 1) / 9)
 
 
 def test_a_prior_is_set_once() -> None:
     """The next request finds what the last one learned."""
     calibration = Calibration()
-    origin = calibration.prior("recycle", [0.5, 0.2])
-    calibration.count(origin, True)
+    origin = calibration.set_prior("recycle", [0.5, 0.2])
+    calibration.record_trial(origin, True)
     learned = list(calibration.rates)
-    assert calibration.prior("recycle", [0.5, 0.2]) == origin
+    assert calibration.set_prior("recycle", [0.5, 0.2]) == origin
     assert list(calibration.rates) == learned
 
 

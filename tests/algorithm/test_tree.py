@@ -138,7 +138,7 @@ TEXT = [1, 2, 3, 4, 5, 9, 1, 2, 3, 6, 7, 9, 1, 2, 8, 8, 4, 9, 1, 7, 7, 5, 3, 9, 
 def step(sequence: DecodingSequence, target: int = 1) -> None:
     """A step in which the model answers `target` everywhere."""
     tree = sequence.propose()
-    sequence.absorb(tree, StepOutput([target] * len(tree.needed)))
+    sequence.accept_step(tree, StepOutput([target] * len(tree.needed)))
 
 
 def guess_paths(tree: TokenTree) -> dict[int, tuple[int, ...]]:

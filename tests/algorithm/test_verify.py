@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lookahead.algorithm.tree import TokenTree, window_layout
-from lookahead.algorithm.verify import accept, cut
+from lookahead.algorithm.verify import accept, cut_at_stop
 from lookahead.config import StopRules
 
 FOREVER = 10**6
@@ -116,31 +116,31 @@ OFFSETS = range(len(BLOCK))
 
 
 def test_a_block_that_ends_nothing_stands_whole() -> None:
-    assert cut(BLOCK, 0, FOREVER, StopRules()) == (5, None)
-    assert cut(BLOCK, 0, FOREVER, StopRules(eos_ids=frozenset({99})), lambda _: False) == (5, None)
+    assert cut_at_stop(BLOCK, 0, FOREVER, StopRules()) == (5, None)
+    assert cut_at_stop(BLOCK, 0, FOREVER, StopRules(eos_ids=frozenset({99})), lambda _: False) == (5, None)
 
 
 @pytest.mark.parametrize("at", OFFSETS)
 def test_eos_at_every_offset(at: int) -> None:
-    assert cut(BLOCK, 3, FOREVER, StopRules(eos_ids=frozenset({BLOCK[at]}))) == (at + 1, "eos")
+    assert cut_at_stop(BLOCK, 3, FOREVER, StopRules(eos_ids=frozenset({BLOCK[at]}))) == (at + 1, "eos")
 
 
 @pytest.mark.parametrize("at", OFFSETS)
 @pytest.mark.parametrize("later", OFFSETS)
 def test_the_first_of_several_eos_ids_counts(at: int, later: int) -> None:
     rules = StopRules(eos_ids=frozenset({99, BLOCK[at], BLOCK[later]}))
-    assert cut(BLOCK, 0, FOREVER, rules) == (min(at, later) + 1, "eos")
+    assert cut_at_stop(BLOCK, 0, FOREVER, rules) == (min(at, later) + 1, "eos")
 
 
 @pytest.mark.parametrize("generated", [0, 1, 17])
 @pytest.mark.parametrize("at", OFFSETS)
 def test_length_at_every_offset(at: int, generated: int) -> None:
-    assert cut(BLOCK, generated, generated + at + 1, StopRules()) == (at + 1, "length")
+    assert cut_at_stop(BLOCK, generated, generated + at + 1, StopRules()) == (at + 1, "length")
 
 
 @pytest.mark.parametrize("generated", [0, 1, 17])
 def test_a_length_one_past_the_block_does_not_end_it(generated: int) -> None:
-    assert cut(BLOCK, generated, generated + len(BLOCK) + 1, StopRules()) == (5, None)
+    assert cut_at_stop(BLOCK, generated, generated + len(BLOCK) + 1, StopRules()) == (5, None)
 
 
 @pytest.mark.parametrize("at", OFFSETS)
@@ -151,7 +151,7 @@ def test_stop_callback_at_every_offset(at: int) -> None:
         asked.append(token)
         return token == BLOCK[at]
 
-    assert cut(BLOCK, 0, FOREVER, StopRules(), ends) == (at + 1, "stop")
+    assert cut_at_stop(BLOCK, 0, FOREVER, StopRules(), ends) == (at + 1, "stop")
     assert asked == BLOCK[: at + 1]  # once per token that stands, in order, and no further
 
 
@@ -160,7 +160,7 @@ def one_by_one(
 ) -> tuple[int, str | None]:
     """Autoregressive decoding: a block of one token, again and again."""
     for done, tok in enumerate(tokens):
-        _, reason = cut([tok], generated + done, room, StopRules(eos_ids=eos), lambda t: t in stops)
+        _, reason = cut_at_stop([tok], generated + done, room, StopRules(eos_ids=eos), lambda t: t in stops)
         if reason is not None:
             return done + 1, reason
     return len(tokens), None
@@ -183,14 +183,14 @@ def test_on_one_token_eos_goes_before_stop_before_length(
 ) -> None:
     rules = StopRules(eos_ids=frozenset({BLOCK[at]} if eos else ()))
     room = at + 1 if length else FOREVER
-    assert cut(BLOCK, 0, room, rules, lambda t: stop and t == BLOCK[at]) == (at + 1, reason)
+    assert cut_at_stop(BLOCK, 0, room, rules, lambda t: stop and t == BLOCK[at]) == (at + 1, reason)
 
 
 @pytest.mark.parametrize("eos", OFFSETS)
 @pytest.mark.parametrize("stop", OFFSETS)
 @pytest.mark.parametrize("length", OFFSETS)
 def test_the_earliest_token_that_ends_the_sequence_wins(eos: int, stop: int, length: int) -> None:
-    found = cut(BLOCK, 0, length + 1, StopRules(eos_ids=frozenset({BLOCK[eos]})), lambda t: t == BLOCK[stop])
+    found = cut_at_stop(BLOCK, 0, length + 1, StopRules(eos_ids=frozenset({BLOCK[eos]})), lambda t: t == BLOCK[stop])
     first = min(eos, stop, length)
     reason = "eos" if eos == first else "stop" if stop == first else "length"
     assert found == (first + 1, reason)
@@ -208,5 +208,5 @@ def test_a_block_ends_where_single_tokens_would(
     tokens: list[int], generated: int, left: int, eos: frozenset[int], stops: frozenset[int]
 ) -> None:
     room = generated + left
-    found = cut(tokens, generated, room, StopRules(eos_ids=eos), lambda t: t in stops)
+    found = cut_at_stop(tokens, generated, room, StopRules(eos_ids=eos), lambda t: t in stops)
     assert found == one_by_one(tokens, generated, room, eos, stops)

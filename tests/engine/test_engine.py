@@ -67,12 +67,12 @@ def test_the_drafter_hears_that_a_choice_follows() -> None:
     heard = list[str]()
 
     class Listening(PythonDrafter):
-        def get_ready(self) -> None:
+        def prepare_search(self) -> None:
             heard.append("more to come")
 
-        def choose(self, drafts: Sequence[Draft], *more: Any) -> Any:
+        def draft_trees(self, drafts: Sequence[Draft], *more: Any) -> Any:
             heard.append(f"{len(drafts)} chosen")
-            return super().choose(drafts, *more)
+            return super().draft_trees(drafts, *more)
 
     engine, memory = Engine(PagedToy()), SharedMemory(Listening())
     for prompt in PROMPTS:

@@ -15,7 +15,7 @@ from toy import counting_model, decode, rows_of, settings_of_a_text, toy_model
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
@@ -39,8 +39,8 @@ def ran(sequence: DecodingSequence, model: Model) -> StepResult:
     """One sequence's part of a step, as the engine has it when a verifier is to verify."""
     tree = sequence.propose()
     logits = torch.tensor(rows_of(sequence, tree, model), dtype=torch.float64).log().float()
-    top = top_tokens(logits, KEPT_TOKENS).numpy()
-    item = StepInput(0, (), tree, SamplingParams(), (), KEPT_TOKENS, logits=True)
+    top = top_tokens(logits, MAX_SUCCESSORS).numpy()
+    item = StepInput(0, (), tree, SamplingParams(), (), MAX_SUCCESSORS, logits=True)
     return StepResult(Request(sequence), item, StepOutput(logits.argmax(dim=-1).tolist(), top, logits))
 
 
@@ -53,8 +53,8 @@ def run(
         parts = [ran(sequence, model) for sequence in running]
         for one, verdict in zip(parts, verifier(parts), strict=True):
             assert [one.input.tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
-            one.request.sequence.absorb(one.input.tree, one.output, verdict)
-            one.request.sequence.count(one.input.tree, verdict)
+            one.request.sequence.accept_step(one.input.tree, one.output, verdict)
+            one.request.sequence.count_step(one.input.tree, verdict)
         steps += 1
     return steps
 
@@ -361,7 +361,7 @@ def test_verification_starts_again_at_the_root_of_every_step() -> None:
         assert isinstance(part.input.tree, TokenTree)
         (verdict,) = verifier([part])
         verdicts.append(verdict)
-        sequence.absorb(part.input.tree, part.output, verdict)
+        sequence.accept_step(part.input.tree, part.output, verdict)
     assert [verdict.tokens for verdict in verdicts] == [[7], [8], [9]]
     assert [verdict.path for verdict in verdicts] == [[], [], []]
     assert verifier.ids.tolist() == [[5, 6, 7, 8, 9]]

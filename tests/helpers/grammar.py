@@ -29,7 +29,7 @@ class Alternating:
 
     def rows(self, tree: TokenTree, sequence: DecodingSequence) -> Any:
         assert self.output == sequence.output
-        if not self.output and not tree.guesses_below().get(0):
+        if not self.output and not tree.draft_children().get(0):
             return None  # anything may come first
         rows = np.zeros((len(tree.needed), -(-self.vocabulary // 32)), np.uint32)
         self._fill(rows, tree, 0, self.output)
@@ -38,8 +38,8 @@ class Alternating:
     def _fill(self, rows: Any, tree: TokenTree, node: int, output: list[int]) -> None:
         for token in range(self.vocabulary):
             if self.allows(output, token):
-                rows[tree.place(node), token // 32] |= np.uint32(1 << token % 32)
-        for guess in tree.guesses_below().get(node, ()):
+                rows[tree.needed_index(node), token // 32] |= np.uint32(1 << token % 32)
+        for guess in tree.draft_children().get(node, ()):
             if self.allows(output, tree.tokens[guess]):
                 self._fill(rows, tree, guess, [*output, tree.tokens[guess]])
 

@@ -13,7 +13,7 @@ import numpy as np
 from toys import ToyBackend
 
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Capabilities, StepInput
 
@@ -46,7 +46,7 @@ class Replay:
         counts = defaultdict[int, Counter[int]](Counter)
         for token, following in [] if forgetful else pairwise(stream):
             counts[token][following] += 1
-        self._usual = {token: [one for one, _ in found.most_common(KEPT_TOKENS)] for token, found in counts.items()}
+        self._usual = {token: [one for one, _ in found.most_common(MAX_SUCCESSORS)] for token, found in counts.items()}
 
     def output(self, tree: TokenTree, root: int, top: bool) -> StepOutput:
         """What a backend returns for a tree whose root has this index in the stream."""
@@ -60,9 +60,9 @@ class Replay:
             usual = self._usual.get(tokens[node], self.stream[:1])
             target = self.stream[root + depths[node] + 1] if on_stream[node] else usual[0]
             likely = [target, *[one for one in usual if one != target]]
-            likely += [one for one in self.stream[: 2 * KEPT_TOKENS] if one not in likely]
+            likely += [one for one in self.stream[: 2 * MAX_SUCCESSORS] if one not in likely]
             targets.append(target)
-            rows.append([*likely[:KEPT_TOKENS], *LEVELS])
+            rows.append([*likely[:MAX_SUCCESSORS], *LEVELS])
         return StepOutput(targets, np.array(rows, dtype=np.int32) if top else None)
 
 

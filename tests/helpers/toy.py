@@ -13,7 +13,7 @@ from reference import Model, argmax, norm
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.sampling import pick, top_tokens
 
@@ -71,7 +71,7 @@ def targets_of(sequence: DecodingSequence, tree: TokenTree, model: Model) -> Ste
     targets = pick(logits, sequence.sampling, sequence.uniforms(tree)).tolist()
     if not sequence.wants_top:
         return StepOutput(targets)
-    return StepOutput(targets, top_tokens(logits, KEPT_TOKENS).numpy())
+    return StepOutput(targets, top_tokens(logits, MAX_SUCCESSORS).numpy())
 
 
 def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree, list[int]]]:
@@ -80,8 +80,8 @@ def steps(sequence: DecodingSequence, model: Model) -> Iterator[tuple[TokenTree,
         tree = sequence.propose()
         assert len(tree) <= sequence.config.budget
         sequence.learn_while_running()
-        verdict = sequence.absorb(tree, targets_of(sequence, tree, model))
-        sequence.count(tree, verdict)
+        verdict = sequence.accept_step(tree, targets_of(sequence, tree, model))
+        sequence.count_step(tree, verdict)
         assert [tree.tokens[node] for node in verdict.path] == verdict.tokens[:-1]
         yield tree, verdict.tokens
 

@@ -26,8 +26,8 @@ def filled(keys: int = 5) -> SharedMemory:
     for number in range(keys):
         memory.successors.put((number,), (1, 2, 3, 0, 1, 2))
         memory.successors.put((number, number + 1, 7), (4, 0))
-    memory.calibration.count(3, True)
-    memory.calibration.trust.learn(2, 1.5)
+    memory.calibration.record_trial(3, True)
+    memory.calibration.trust.record_step(2, 1.5)
     return memory
 
 

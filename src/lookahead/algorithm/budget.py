@@ -1,4 +1,4 @@
-"""How many draft tokens a step takes. This is the one place that decides it.
+"""How many draft tokens a step takes. Only this module decides it.
 
 A step of n sequences gives at least n tokens. A draft token adds its *score*, the estimated probability that it is
 accepted, and one row to the forward pass, which costs time. The best step maximises the expected tokens per second:
@@ -6,21 +6,21 @@ accepted, and one row to the forward pass, which costs time. The best step maxim
     (n + sum of scores) / t(rows)
 
 `cost` knows t, and `search` finds every sequence's draft tokens, best first. A child never scores above its parent, so
-for every number of draft tokens the best set is the top of one list, merged over all sequences, and any cut of it keeps
-the parents of what it keeps (`best_counts`, and `worth` for one sequence). What else decides:
+for every number of draft tokens the best set is the top of one list, merged over all sequences, and the top of that
+list always contains the parents of its tokens (`best_counts`; `best_count` for one sequence). What else matters:
 
 - *The config.* With a `step_cost` the draft tokens are weighed, and `budget` is the most that one sequence gets. A
-  config without one has been chosen by hand: every sequence fills its budget, whatever that costs.
+  config without one was written by hand: every sequence fills its budget, regardless of cost.
 - *Nearly free.* If t(budget) was measured as at most FLAT times t(1), one sequence fills its budget: scores are
-  estimates, and a draft token teaches even if it is refused. On a GPU that is the rule.
+  estimates, and the sources learn even from a draft token that is refused. On a GPU this is the usual case.
 - *The window* of the lookahead branch costs rows, too. It stays if its rows make a step of one sequence at most FREE
   times as long (`fit_config`), and is left out of steps where it would fill more than half of an equal share.
 - *Many sequences.* The merged list is cut by the time of the whole pass. A sequence drafts no more than it would take
   alone.
 - *Backends that pad.* A pass costs n times its longest tree, so a long tree makes every sequence pay. All get an equal
   share, no larger than what makes the pass FREE times as long as one without draft tokens (`equal_share`).
-- *Now, not when it was measured.* The engine's `choice.DraftBudget` corrects t by the passes it has run (`PassCost`).
-  Where t was measured in a hurry, a `DraftGuard` also compares steps with and without draft tokens.
+- *The current load.* The engine's `choice.DraftBudget` corrects t by the passes it has run (`PassCost`). If t comes
+  from a quick measurement, a `DraftGuard` also compares steps with and without draft tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ step is longer than most."""
 
 def fit_config(config: LookaheadConfig, curve: CostCurve) -> LookaheadConfig:
     """The config for a machine with this curve: draft tokens are weighed by it, the window stays if it is nearly free,
-    and a step is never larger than times are known for."""
+    and a step is never larger than the curve's reach."""
     if curve.reach < config.budget:
         window = config.window if config.window_tokens <= curve.reach else 0
         config = replace(config, budget=curve.reach, window=window)
@@ -61,12 +61,12 @@ def fit_config(config: LookaheadConfig, curve: CostCurve) -> LookaheadConfig:
 
 
 def without_cost(config: LookaheadConfig) -> LookaheadConfig:
-    """The config for steps that all cost the same up to its budget, which sequences that run at once share."""
+    """The config with a flat cost up to its budget, which the sequences of a batch share."""
     return replace(config, step_cost=(1.0,) * config.budget)
 
 
 def weighing_curve(config: LookaheadConfig) -> tuple[float, ...] | None:
-    """What the draft tokens of one sequence are weighed against, or None if it fills its budget."""
+    """The times against which one sequence's draft tokens are weighed, or None if it fills its budget."""
     times = config.step_cost
     if times is None or times[min(config.budget, len(times)) - 1] <= FLAT * times[0]:
         return None
@@ -74,10 +74,10 @@ def weighing_curve(config: LookaheadConfig) -> tuple[float, ...] | None:
 
 
 def equal_share(config: LookaheadConfig, sequences: int, *, pads: bool) -> int:
-    """The most tokens of a tree if all sequences get the same: an equal part of the budget, and where a pass `pads` or
-    the budget is not nearly free, no more than is.
+    """The most tokens of a tree if all sequences get the same: an equal part of the budget, but no more than is nearly
+    free, if a pass `pads` or the whole budget is not nearly free.
 
-    A config without a step cost shares with nobody.
+    A config without a step cost does not share its budget.
     """
     times = config.step_cost
     if times is None:
@@ -89,11 +89,11 @@ def equal_share(config: LookaheadConfig, sequences: int, *, pads: bool) -> int:
     return max(1, sum(time <= FREE * of_passes[0] for time in of_passes))
 
 
-def worth(scores: Sequence[float], cost: Sequence[float], branch: int, taught: float) -> int:
-    """How many of the `scores` (the root's 1.0, then the draft tokens best first) give most tokens per second. The root
-    is counted. `branch` rows are in the step anyway."""
+def best_count(scores: Sequence[float], cost: Sequence[float], branch: int, bonus: float) -> int:
+    """How many of the `scores` (the root's 1.0, then the draft tokens', best first) give most tokens per second,
+    counting the root. `branch` rows are always in the step. A draft token has a value of its score plus `bonus`."""
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
-    gains = [(tokens + taught * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
+    gains = [(tokens + bonus * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1
 
 
@@ -106,24 +106,25 @@ def best_counts(
     most: int,
     cost: Costs | None,
 ) -> tuple[list[int], float | None]:
-    """How many of each sequence's draft tokens a step takes, and what the best one that it refuses scores.
+    """How many of each sequence's draft tokens a step takes, and the weighted score of the best one it refuses.
 
-    A draft token of sequence i is worth its score times `weights[i]`, plus `bonuses[i]`. Those of a sequence with
-    `all_taken` are taken before those of any other. `rows` are in the step anyway, and at most `most` draft tokens are
-    taken; the weighed ones end where the `cost` table does.
+    The value of a draft token of sequence i is its score times `weights[i]`, plus `bonuses[i]`. Those of a sequence
+    with `all_taken` are taken before those of any other. `rows` are always in the step, and at most `most` draft tokens
+    are taken; the weighed ones end where the `cost` table does.
 
-    Its twin in C, in `native/choice.c`, takes a fifth of the time for 16 sequences.
+    The C version in `native/choice.c` takes a fifth of the time for 16 sequences; tests/algorithm/native compares them.
     """
     joined = array("d")
-    for one in scores:
-        joined += one
-    owners = np.repeat(np.arange(len(scores)), [len(one) for one in scores])
+    for sequence_scores in scores:
+        joined += sequence_scores
+    owners = np.repeat(np.arange(len(scores)), [len(sequence_scores) for sequence_scores in scores])
     weighted = np.frombuffer(joined) * np.array(weights)[owners]
     value = weighted + np.array(bonuses)[owners]
     rank = value + 2.0 * np.array(all_taken)[owners] if any(all_taken) else value
     order = np.argsort(-rank, kind="stable")
     count = max(0, min(most, len(order)))
-    least = min(count, sum(len(one) for one, all_of_it in zip(scores, all_taken, strict=True) if all_of_it))
+    unweighed = sum(len(found) for found, takes_all in zip(scores, all_taken, strict=True) if takes_all)
+    least = min(count, unweighed)
     if cost is not None:
         count = max(least, min(count, len(cost) - rows))
     if cost is not None and count > least:
@@ -137,29 +138,29 @@ def best_counts(
 
 
 class DraftGuard:
-    """Stops drafting for a while where it does not pay, whatever curve and scores say.
+    """Pauses drafting while it does not pay, regardless of curve and scores.
 
-    It compares the tokens per second of steps with draft tokens with those of steps without, which it asks for now and
-    then. In simulations (tests/engine/test_budget_simulated.py) of a slow CPU whose curve was measured as half of what
-    it is, drafting had 0.89 times plain decoding's speed with a guard and 0.78 without; on a GPU with the right curve
-    and a text that accepts nothing 0.94 and 0.73. Where drafting pays, the comparisons cost up to 3%.
+    From time to time it requests steps without draft tokens, and compares their tokens per second with those of steps
+    with draft tokens. In simulations (tests/engine/test_budget_simulated.py) of a slow CPU whose curve was measured at
+    half its true times, drafting had 0.89 times plain decoding's speed with a guard and 0.78 without; on a GPU with the
+    right curve and a text that accepts nothing 0.94 and 0.73. Where drafting pays, the comparisons cost up to 3%.
     """
 
-    KEPT, ENOUGH = 32, 16
-    """Steps with draft tokens that are remembered, and after which they are judged. With half of them drafting was
-    stopped by chance: a text that gave 1.43 times plain decoding's speed gave 1.33."""
+    HISTORY, MIN_STEPS = 32, 16
+    """Steps with draft tokens that are remembered, and how many are needed for a decision. With half as many, drafting
+    was paused by chance: a text that gave 1.43 times plain decoding's speed gave 1.33."""
     MARGIN = 0.95
-    """Drafting is stopped below this part of plain decoding's speed."""
+    """Drafting is paused below this fraction of plain decoding's speed."""
     EVERY, COMPARED, FIRST = 64, 2, 8
     """After EVERY steps with draft tokens in a row COMPARED steps have none, for the first time after FIRST. More than
-    one, because the first one may find cold caches."""
+    one, because caches may be cold in the first."""
     CLEAR = 2.0
     """No comparison is needed while drafting gives this many times as many tokens per second."""
     SHORTEST, LONGEST = 32, 512
-    """Steps of a pause, which is twice as long each time that drafting has not paid again."""
+    """Steps of a pause, which doubles each time that drafting still does not pay."""
 
     def __init__(self) -> None:
-        self._drafted: deque[tuple[float, float]] = deque(maxlen=self.KEPT)  # (tokens per sequence, seconds)
+        self._drafted: deque[tuple[float, float]] = deque(maxlen=self.HISTORY)  # (tokens per sequence, seconds)
         self._plain_seconds = 0.0
         self._pause, self._paused = self.SHORTEST, 0
         self._compare, self._since = 0, self.EVERY - self.FIRST
@@ -170,7 +171,7 @@ class DraftGuard:
         return not self._paused and not self._compare
 
     def record(self, drafted: bool, tokens: float, seconds: float) -> None:
-        """Learn from a step that gave each sequence this many tokens."""
+        """Record a step that gave each sequence `tokens` tokens on average."""
         if drafted:
             self._drafted.append((tokens, seconds))
         else:
@@ -184,14 +185,14 @@ class DraftGuard:
         speedup = self._speedup()
         if self._since >= self.EVERY and speedup <= self.CLEAR:
             self._compare, self._since = self.COMPARED, 0
-        if len(self._drafted) >= self.ENOUGH and self._plain_seconds and not self._compare:
+        if len(self._drafted) >= self.MIN_STEPS and self._plain_seconds and not self._compare:
             if speedup < self.MARGIN:
                 self._paused, self._pause = self._pause, min(2 * self._pause, self.LONGEST)
                 self._drafted.clear()
-            elif len(self._drafted) == self.KEPT:
+            elif len(self._drafted) == self.HISTORY:
                 self._pause = self.SHORTEST
 
     def _speedup(self) -> float:
-        """Tokens per second with draft tokens, relative to those without. 0 if either is unknown."""
+        """Tokens per second with draft tokens relative to those without; 0 if either is unknown."""
         seconds = sum(taken for _, taken in self._drafted)
         return self._plain_seconds * sum(tokens for tokens, _ in self._drafted) / seconds if seconds else 0.0

@@ -1,4 +1,4 @@
-"""The trees of one step of several sequences, as `budget` says how many draft tokens pay."""
+"""The trees of one step of several sequences, with as many draft tokens as pay by `budget`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from lookahead.algorithm.budget import DraftGuard
 from lookahead.algorithm.cost import Costs, PassCost
-from lookahead.algorithm.draft import Draft, Share
+from lookahead.algorithm.draft import Draft, StepLimits
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree, WindowLayout
 
 SLACK = 0.5
-"""Guesses that score less than this part of the best one that the last step refused are not searched for."""
+"""Draft tokens below this fraction of the best score that the last step refused are not searched for."""
 
 
 def power_of_two(count: int) -> int:
-    """The next power of two. Shares are made for this many sequences, so that one that comes or goes seldom changes the
-    others' share."""
+    """The next power of two. The budget is divided by it, so that a new or finished sequence seldom changes the others'
+    share."""
     return 1 << (count - 1).bit_length()
 
 
@@ -30,9 +30,9 @@ def choose_trees(
 ) -> list[TokenTree]:
     """One tree per sequence, for one step of all of them.
 
-    `limit` is the most tokens of all trees together; the roots are always in. `cost` is what a pass costs now, which
-    has `beside` rows of prompts; without it, the curves of the sequences' configs count. Draft tokens end where the
-    table does. With `pads` a pass is padded to its longest tree.
+    `limit` is the most tokens of all trees together; the roots are always in. `cost` is the current cost of a pass,
+    which also has `beside` rows of prompts; without it, the curves of the sequences' configs are used. Draft tokens end
+    where the table does. With `pads` a pass is padded to its longest tree.
     """
     if len(sequences) == 1:
         return [sequences[0].propose(limit, cost)]
@@ -40,14 +40,14 @@ def choose_trees(
     together, rows, layouts = power_of_two(len(sequences)), 0, list[WindowLayout]()
     known, share = None, 0
     for sequence in sequences:
-        if sequence.config is not known:  # most have the same
+        if sequence.config is not known:  # most sequences share one config
             known, share = sequence.config, sequence.share(together, pads)
         layout = sequence.layout(share)
         layouts.append(layout)
         rows += layout.size
     if limit is not None and rows > limit:
         layouts, rows = [sequence.root_alone for sequence in sequences], len(sequences)
-    # 2. Every sequence has a draft, best tokens first. With `all_taken` the step has all of them.
+    # 2. One draft per sequence, best tokens first. With `all_taken` the step takes all of it.
     drafts = list[Draft]()
     table: Costs = ()
     for sequence, layout in zip(sequences, layouts, strict=True):
@@ -59,24 +59,24 @@ def choose_trees(
         drafts.append(draft or sequence.draft(layout, config.budget, sequence.weighed, sequence.trust, False))
         if len(config.step_cost) > len(table):
             table = config.step_cost
-    # 3. The step takes the best of all.
+    # 3. The step takes the best draft tokens of all sequences.
     times = table if cost is None or not len(table) else cost.after(beside)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
-    shared = Share(times if len(times) else None, None, None if limit is None else limit - rows, floor)
-    trees, cut = sequences[0].drafter.choose(drafts, shared)
-    refused = floor if cut is None else cut
+    limits = StepLimits(times if len(times) else None, None, None if limit is None else limit - rows, floor)
+    trees, refused = sequences[0].drafter.draft_trees(drafts, limits)
+    best_refused = floor if refused is None else refused
     for sequence in sequences:
-        sequence.best_refused = refused
+        sequence.best_refused = best_refused
     return trees
 
 
 class DraftBudget:
-    """Decides the draft tokens of an engine's steps, and learns from the times that these take. The engine notes those
-    of passes in `cost`.
+    """Decides the draft tokens of an engine's steps and learns from their times. The engine records the times of passes
+    in `cost`.
 
-    Without a `cost` the sequences' configs decide alone, and no clock does: ranks that run one model together must
-    choose the same trees. A `guarded` budget compares steps with and without draft tokens, for each batch size. It may
-    live longer than an engine.
+    Without a `cost` only the sequences' configs decide, and no clock: ranks that run one model together must choose the
+    same trees. A `guarded` budget compares steps with and without draft tokens, for each batch size. It may outlive an
+    engine.
     """
 
     def __init__(self, cost: PassCost | None = None, *, guarded: bool = False) -> None:
@@ -86,13 +86,13 @@ class DraftBudget:
     def choose_trees(
         self, sequences: Sequence[DecodingSequence], limit: int | None = None, beside: int = 0, *, pads: bool = False
     ) -> list[TokenTree]:
-        """One tree per sequence (see `choose_trees`); bare roots while drafting does not pay."""
+        """One tree per sequence (see `choose_trees`); only roots while drafting does not pay."""
         if self.guarded and not self._guard(len(sequences)).drafts:
             return [sequence.bare_root() for sequence in sequences]
         return choose_trees(sequences, limit, self.cost, beside, pads=pads)
 
     def note_step(self, sequences: int, drafted: bool, tokens: float, seconds: float) -> None:
-        """Learn from a step without prompts that gave each sequence this many tokens, if this budget is guarded."""
+        """Record a step without prompts that gave each sequence this many tokens, for a guarded budget."""
         self._guard(sequences).record(drafted, tokens, seconds)
 
     def _guard(self, sequences: int) -> DraftGuard:

@@ -1,10 +1,10 @@
-"""What a forward pass costs: t(rows), its time by its total number of rows.
+"""The cost of a forward pass: t(rows), its time by its total number of rows.
 
 On a GPU a pass of 100 rows takes about as long as a pass of one; on a CPU 8 rows may take twice as long. Three parts:
 
-- `CostCurve` is t as it was measured, at a few sizes. `loading.timing` times them, `loading.fitting` keeps the curve.
+- `CostCurve` is the measured t at a few sizes. `loading.timing` measures it, `loading.fitting` stores it.
 - A *table* is the curve for every number of rows: `table[k]` is the time of a pass of k + 1 rows.
-- `PassCost` answers what a pass costs now: the table, corrected by the times of the engine's last passes.
+- `PassCost` is the current cost of a pass: the table, corrected by the times of the engine's last passes.
 
 `budget` decides from these times how many draft tokens a step takes.
 """
@@ -24,12 +24,12 @@ Costs = Sequence[float] | npt.NDArray[np.float64]
 NEWEST = 0.04
 """The weight of the newest pass among all."""
 PRIOR, SPREAD = 0.2, 0.1
-"""The fit counts some imagined passes that take what the table says, so that the slope leaves 1 only for a reason: they
+"""The prior of the fit: imaginary passes that take the table's times keep the slope near 1 without evidence. They
 weigh PRIOR times as much as all real passes, and their times differ from the mean by SPREAD times the mean."""
 LEAST_SLOPE, MOST_SLOPE = 0.5, 4.0
 SURPRISE = 2.0
-"""A pass that takes more than this many times what is expected counts as if it took that long: most often a step was
-captured, or the machine was busy."""
+"""A longer time than this many times the expected one is clipped to it: usually a step was captured, or the machine was
+busy."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class CostCurve:
             raise ValueError(f"a cost curve needs positive times, not {self.seconds}")
 
     def table(self, rows: int) -> tuple[float, ...]:
-        """The times of passes of 1 to `rows` rows, by straight lines between the measured sizes.
+        """The times of passes of 1 to `rows` rows, interpolated linearly between the measured sizes.
 
-        The times never fall. If a small pass was measured slower than a larger one, something else disturbed it, and
-        it gets the larger pass's time.
+        The times never fall. If a small pass was measured slower than a larger one, something disturbed it, and it gets
+        the larger pass's time.
         """
         seconds = [min(self.seconds[i:]) for i in range(len(self.seconds))]
         times = []
@@ -68,18 +68,18 @@ class CostCurve:
 
     @property
     def reach(self) -> int:
-        """The largest pass whose time is known well enough: half as large again as the largest that was measured, which
-        is no more than the next size would be."""
+        """The largest pass to which the curve is extrapolated: 1.5 times the largest measured size, which is no more
+        than the next size would be."""
         return self.sizes[-1] + self.sizes[-1] // 2 if self.sizes[-1] > 1 else 2
 
     def with_faster(self, other: CostCurve) -> CostCurve:
-        """This curve with the other's times where those are faster."""
+        """This curve with the faster of the two times for each size."""
         known = dict(zip(other.sizes, other.seconds, strict=True))
         best = [min(taken, known.get(size, taken)) for size, taken in zip(self.sizes, self.seconds, strict=True)]
         return CostCurve(self.sizes, tuple(best), self.stable)
 
     def across(self, ranks: int) -> CostCurve:
-        """The curve of a step that `ranks` ranks share, where each runs the root and its part of the other tokens."""
+        """The curve of a step split over `ranks` ranks, which each run the root and their part of the other tokens."""
         return CostCurve(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
 
 
@@ -90,13 +90,13 @@ def stairs(table: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 class PassCost:
-    """What a pass costs now: a measured `table`, and a straight line through the engine's last passes.
+    """The current cost of a pass: a measured `table`, and a linear fit to the engine's last passes.
 
         seconds = constant + slope * table[rows - 1]
 
-    The table was measured in a quiet moment, with few sequences and short texts, or in a hurry. A pass of many
-    sequences takes longer, the more so the more rows it has, and the host needs its time, too. The line leaves the
-    table's stairs where they are: rows that only fill up a captured step are free.
+    The table was measured on an idle machine, with few sequences and short texts, or only quickly. A pass of many
+    sequences takes longer, the more so the more rows it has, and host time is added. The fit keeps the table's steps:
+    rows that only fill up a captured step are free.
     """
 
     def __init__(self, table: Costs) -> None:
@@ -106,7 +106,7 @@ class PassCost:
         self._x = self._y = self._xx = self._xy = self._weight = 0.0
 
     def note(self, rows: int, seconds: float) -> None:
-        """Learn from a pass and the host's work around it. One beyond the table says nothing."""
+        """Record the time of a pass, host work included. Passes beyond the table are ignored."""
         if rows > len(self.table):
             return
         x = float(self.table[rows - 1])
@@ -125,11 +125,11 @@ class PassCost:
             self.constant, self.slope = 0.0, self._y / self._x
 
     def seconds(self, rows: int) -> float:
-        """The time of a pass of this many rows. Beyond the table it is the table's last."""
+        """The time of a pass of this many rows. Beyond the table it is that of the table's last entry."""
         return self.constant + self.slope * float(self.table[min(rows, len(self.table)) - 1])
 
     def after(self, rows: int) -> npt.NDArray[np.float64]:
-        """The times of passes of `rows` + 1 and more rows: `rows` of them are taken already. There is always at least
+        """The times of passes of `rows` + 1 and more rows, for a pass that already has `rows`. There is always at least
         one."""
         return self.constant + self.slope * self.table[min(rows, len(self.table) - 1) :]
 

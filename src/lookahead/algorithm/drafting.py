@@ -1,11 +1,11 @@
-"""Drafting for a whole batch: three verbs, which the engine calls in this order in every step.
+"""Drafting for a batch: three methods, which the engine calls in this order in every step.
 
     propose   the trees of a forward pass, before the device runs it
-    learn     while the device runs: what the last step left to learn, and what `verify` will need
-    verify    what every sequence accepts, when the device is done
+    learn     while the device runs: deferred learning from the last step, and preparation of `verify`
+    verify    what every sequence accepts, when the device has finished
 
-A `draft.Drafter` does the work, in C or in Python; `native.choose_drafter` is the one place that chooses between them.
-All sequences of a batch have the same one, from the memory of their model.
+A `draft.Drafter` does the work, in C or in Python; only `native.choose_drafter` chooses between them. All sequences of
+a batch share one, that of their model's memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lookahead.algorithm.verify import Verdict, Verification
 
 
 class Drafting:
-    """Proposes and verifies the draft tokens of one batch after the other.
+    """Proposes and verifies draft tokens, one batch after the other.
 
-    `budget` decides how many pay. With `pads` a pass is padded to its longest tree.
+    `budget` decides how many a step takes. With `pads` a pass is padded to its longest tree.
     """
 
     def __init__(self, budget: DraftBudget | None = None, *, pads: bool = False) -> None:
@@ -33,9 +33,9 @@ class Drafting:
     def propose(
         self, sequences: Sequence[DecodingSequence], limit: int | None = None, beside: int = 0
     ) -> list[TokenTree]:
-        """One tree per sequence, of at most `limit` tokens together, in a pass with `beside` rows of prompts."""
+        """One tree per sequence, at most `limit` tokens in total, for a pass that also has `beside` rows of prompts."""
         trees = self.budget.choose_trees(sequences, limit, beside, pads=self._pads)
-        # The limit is kept here, too: a pass must never have more rows than the backend takes.
+        # Enforce the limit again: a pass must never have more rows than the backend supports.
         excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda index: trees[index].size) if excess > 0 else []
         while excess > 0 and largest_last:
@@ -47,11 +47,11 @@ class Drafting:
     def learn(
         self, sequences: Sequence[DecodingSequence], trees: Sequence[TokenTree], verified_elsewhere: Sequence[bool]
     ) -> dict[int, Exception]:
-        """Learn what may wait until the device runs, and get ready to verify the pass that it runs.
+        """Learn from the last pass what could wait, and prepare the verification of the pass that is running.
 
-        `trees` are those that run, which need not be the proposed ones: a prompt chunk has none. What a sequence
-        accepts that is `verified_elsewhere` is not known here, so nothing is learned from its targets. Returns the
-        exceptions of the sequences that failed, by their index.
+        `trees` are those of the running pass, which may differ from the proposed ones: a prompt chunk has none. For a
+        sequence that is `verified_elsewhere` the accepted tokens are not known here, so nothing is learned from its
+        targets. Returns the exceptions of failed sequences by their index.
         """
         failed = dict[int, Exception]()
         for index, sequence in enumerate(sequences):
@@ -68,9 +68,9 @@ class Drafting:
         return failed
 
     def verify(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        """What each sequence of the last `learn` accepts, or why that is unknown. Stop rules come later."""
+        """What each sequence of the last `learn` accepts, or an exception. Stop rules are applied later."""
         if self._running is None:
             raise RuntimeError("verify() follows learn(), once for each pass")
         (drafter, verification), self._running = self._running, None
-        drafter.get_ready()
+        drafter.prepare_search()
         return verification.accept(outputs)

@@ -1,4 +1,4 @@
-"""What a forward pass gives a sequence: the targets of its tree's needed nodes, and what else was asked for."""
+"""The results of a forward pass for a sequence: the targets of its tree's needed nodes, and other requested outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_ROWS = np.empty((0, 1), dtype=np.int32)
 
 
 class StepResults:
-    """What a step computed for all its inputs, in one array. It is made while the device runs, and filled afterwards.
+    """The results of a step for all its inputs, in one array. It is created while the device runs, and filled later.
 
     `rows` [R, 1 + 2 n] are the target, the n top tokens and their levels of every needed row, input after input. The C
     drafter verifies all of them at once.
@@ -25,16 +25,15 @@ class StepResults:
 
 
 class StepOutput:
-    """What a forward pass computed for the tree's needed nodes, in their order.
+    """The results of a forward pass for the tree's needed nodes, in their order. Those not requested are None.
 
-    `targets` are the tokens that the model wants after them. `top` [len(needed), 2 n] are their n top tokens, best
-    first, and then the n probability levels of these (see `sampling.top_tokens`), or None if they were not asked for.
-    `logits` [len(needed), V] are on the backend's device, or None if they were not asked for (`engine.processors`).
-    `likely` [len(needed), n] and `logprobs` [len(needed), 1 + n] are the likeliest tokens of the logits as they came,
-    and the log-probabilities of target and likeliest tokens, or None if they were not asked for.
+    `targets` are the tokens that the model chooses after them. `top` [len(needed), 2 n] are their n top tokens, best
+    first, followed by the n probability levels of these (see `sampling.top_tokens`). `logits` [len(needed), V] are on
+    the backend's device (for `engine.processors`). `likely` [len(needed), n] are the likeliest tokens of the unmodified
+    logits, and `logprobs` [len(needed), 1 + n] the log-probabilities of the target and of these.
 
-    An output `of_results` reads its targets and top tokens out of the step's `results` when they are first asked for:
-    that may be while the device runs the next step.
+    An output `of_results` reads its targets and top tokens from the step's `results` on first access, which may be
+    while the device runs the next step.
     """
 
     __slots__ = ("_count", "_end", "_start", "_targets", "_top", "likely", "logits", "logprobs", "results")
@@ -89,6 +88,6 @@ def best_tokens(rows: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32
 
 
 def results_of(outputs: Sequence[StepOutput]) -> npt.NDArray[np.int32] | None:
-    """The results of all these outputs in one array, where the backend has them so; they are those of one step."""
+    """The results of all outputs of one step in one array, or None if the backend does not provide them so."""
     results = outputs[0].results
     return None if results is None else results.rows

@@ -1,4 +1,4 @@
-"""What a backend needs to know to choose a sequence's targets, as data (`backends.sampling` chooses them)."""
+"""The inputs of sampling, as data (`backends.sampling` chooses the targets)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 NO_DRAW = -1.0
-"""Stands in place of a uniform and means: take the argmax. The window's targets are greedy, as in section 3.2."""
+"""In place of a uniform: take the argmax. The window's targets are greedy, as in section 3.2."""
 
 LEVELS = 16
 """Probability levels of a top token. The last level holds all probabilities below 2^-7.5."""
@@ -17,7 +17,7 @@ LEVELS = 16
 
 @dataclass(slots=True)
 class Adjustment:
-    """What a sequence's logits are adjusted by, besides its `SamplingParams`.
+    """The adjustment of a sequence's logits, besides its `SamplingParams`.
 
     `text` are its tokens so far, the first `prompt_tokens` of them the prompt; the last one is the tree's root. The
     first `min_tokens` tokens of the output cannot be one of `ends`. `mask` uint32 [R, ceil(V / 32)] has the allowed

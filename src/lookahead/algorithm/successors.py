@@ -1,8 +1,7 @@
-"""Successors: top tokens that are kept for later guesses, under the last tokens of the text they follow.
+"""Successors: top tokens stored for later drafts, keyed by the last tokens before them.
 
-A forward pass computes logits for every needed node anyway. The eight top tokens of each are kept here, under the last
-three, the last two and the last one tokens of the node's path. `sources.recycle` keeps them, and the drafter continues
-paths with them.
+A forward pass computes logits for every needed node. The eight top tokens of each are stored here, under the last
+three, two and one tokens of the node's path. `sources.recycle` stores them, and the drafter continues paths with them.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy.typing as npt
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.tree import TokenTree
 
-KEPT_TOKENS = 8
-"""Successors kept per key."""
+MAX_SUCCESSORS = 8
+"""Successors per key."""
 
-NOTHING = -1
-"""Stands in a key for a token before the beginning of the text."""
+BEFORE_TEXT = -1
+"""In a key: a position before the beginning of the text."""
 
 Key = tuple[int, ...]
 """The last one, two or three tokens of a text."""
@@ -32,8 +31,7 @@ Successors = tuple[int, ...]
 
 
 class SuccessorTable(Protocol):
-    """Key -> successors. A key that comes again takes the newest successors, and keeps its place
-    in the order in which keys are forgotten.
+    """Key -> successors. Storing a key again replaces its successors but not its age; the oldest keys are evicted.
 
     `handle` is C's pointer to it, or 0 for a table in Python. `learns_early`: the drafter can fill it in the call that
     verifies a step.
@@ -42,11 +40,13 @@ class SuccessorTable(Protocol):
     handle: int
     learns_early: bool
 
-    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
-        """Keep what a step computed: `top` [len(tree.needed), 2 n] are the successors of the needed nodes.
+    def store_step(
+        self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], replace: bool = False
+    ) -> None:
+        """Store a step's top tokens: `top` [len(tree.needed), 2 n] are the successors of the needed nodes.
 
-        Each node's successors go under the node's last three, two and one tokens. `before` are the two tokens before
-        the root, NOTHING where there is none. With `only`, all that was kept before is dropped.
+        Each node's successors are stored under the node's last three, two and one tokens. `before` are the two tokens
+        before the root, or BEFORE_TEXT. With `replace` the table is cleared first.
         """
         ...
 
@@ -58,7 +58,7 @@ class SuccessorTable(Protocol):
         """All keys and their successors, the oldest key first."""
         ...
 
-    def forget(self, limit: int) -> None:
+    def evict(self, limit: int) -> None:
         """Drop the oldest keys until at most `limit` are left."""
         ...
 
@@ -75,8 +75,10 @@ class SuccessorDict:
     def __init__(self) -> None:
         self._entries: dict[Key, Successors] = {}
 
-    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
-        if only:
+    def store_step(
+        self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], replace: bool = False
+    ) -> None:
+        if replace:
             self.clear()
         tokens, parents, entries = tree.tokens, tree.parents, self._entries
         for node, likely in zip(tree.needed, top.tolist(), strict=True):
@@ -98,7 +100,7 @@ class SuccessorDict:
     def items(self) -> Iterator[tuple[Key, Successors]]:
         return iter(self._entries.items())
 
-    def forget(self, limit: int) -> None:
+    def evict(self, limit: int) -> None:
         for key in list(islice(self._entries, max(0, len(self) - limit))):
             del self._entries[key]
 
@@ -111,7 +113,7 @@ class SuccessorDict:
 
 @dataclass(slots=True)
 class SuccessorTables:
-    """The tables that one request's drafts ask: of its last step, of its steps before, and of earlier requests.
+    """The tables of one request: of its last step, of its earlier steps, and of earlier requests.
 
     `first_origin` is the first of 6 x LEVELS origins: one per level for keys of three, two and one tokens of the
     request's own tables, and then for the same keys of the shared table.

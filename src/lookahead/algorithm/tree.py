@@ -2,15 +2,15 @@
 
 One rule makes the whole attention pattern of the paper's Figure 2(b): *a token sees the prefix, its ancestors
 and itself, nothing else.* Node 0 is the root `c`, the last accepted token; a node's position is the root's plus
-its depth. Parents always stand before their children.
+its depth. Parents always come before their children.
 
     lookahead branch      c - o1 - o2 - ...        the oldest window row: a chain, c is its column 0
                           |   |    |
                           g0  g1   g2              window row 1: one chain per column, hanging from the oldest one
                           |   |    |
                           r0  r1   r2              the newest window row, N-2
-    verification branch   c - guess - guess        a trie of guesses hanging from c
-                            \\ guess
+    verification branch   c - draft - draft        a trie of draft tokens hanging from c
+                            \\ draft
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import numpy.typing as npt
 
 class TokenTree:
     """One step's tokens. The first `branch` nodes are the root and a lookahead branch of `width` columns, the rest
-    are guesses.
+    are draft tokens.
 
-    `needed` are the nodes whose logits are computed: the root, the newest window row, the guesses. `origins` tells for
-    every guess which source proposed it (see `sources.calibration`). All are 32-bit integers, which numpy and the C
-    drafter read in place. `expected` is the sum of the guesses' scores: how many of them should be accepted. `size` is
-    how many nodes there are.
+    `needed` are the nodes whose logits are computed: the root, the newest window row, the draft tokens. `origins` are
+    the origins of the draft tokens (see `sources.calibration`). All are 32-bit integers, which numpy and the C drafter
+    read without a copy. `expected` is the sum of the draft tokens' scores: the expected number of accepted ones. `size`
+    is the number of nodes.
 
-    The C drafter makes the trees of a step in one piece, a `forest`, in which this one begins at row `start`. Its
-    tokens, parents, depths and origins are cut out when they are first asked for: that may be while the device runs.
+    The C drafter writes all trees of a step into one `forest`; this one begins at row `start`. Its tokens, parents,
+    depths and origins are copied from there on first access, which may be while the device runs.
     """
 
     __slots__ = (
-        "_below", "_depths", "_origins", "_packed", "_parents", "_tokens", "branch", "expected", "forest", "needed",
-        "size", "start", "width",
+        "_depths", "_draft_children", "_origins", "_packed", "_parents", "_tokens", "branch", "expected", "forest",
+        "needed", "size", "start", "width",
     )  # fmt: skip
 
     def __init__(
@@ -65,61 +65,61 @@ class TokenTree:
         self.needed, self.branch, self.width, self.expected = needed, branch, width, expected
         self.forest: Forest | None = None
         self.size, self.start = len(tokens), 0
-        self._below: dict[int, list[int]] | None = None
+        self._draft_children: dict[int, list[int]] | None = None
         self._packed: bytes | None = None
 
     @classmethod
-    def of_forest(cls, forest: Forest, start: int, layout: WindowLayout, guesses: int, expected: float) -> TokenTree:
-        """The tree that begins at this row: a branch of this layout, and this number of guesses behind it."""
+    def of_forest(cls, forest: Forest, start: int, layout: WindowLayout, drafted: int, expected: float) -> TokenTree:
+        """The tree that begins at row `start`: a branch with this layout, followed by `drafted` draft tokens."""
         tree = cls.__new__(cls)
-        tree.forest, tree.start, tree.size = forest, start, layout.size + guesses
-        tree.needed, tree.branch, tree.width = layout.needed(guesses), layout.size, layout.width
-        tree.expected, tree._below, tree._packed = expected, None, None
+        tree.forest, tree.start, tree.size = forest, start, layout.size + drafted
+        tree.needed, tree.branch, tree.width = layout.needed(drafted), layout.size, layout.width
+        tree.expected, tree._draft_children, tree._packed = expected, None, None
         tree._tokens = tree._parents = tree._depths = tree._origins = None
         return tree
 
     @property
     def tokens(self) -> array[int]:
         if self._tokens is None:
-            self._tokens = self._cut(0, self.size)
+            self._tokens = self._field(0, self.size)
         return self._tokens
 
     @property
     def parents(self) -> array[int]:
         if self._parents is None:
-            self._parents = self._cut(1, self.size)
+            self._parents = self._field(1, self.size)
         return self._parents
 
     @property
     def depths(self) -> array[int]:
         if self._depths is None:
-            self._depths = self._cut(2, self.size)
+            self._depths = self._field(2, self.size)
         return self._depths
 
     @property
     def origins(self) -> array[int]:
         if self._origins is None:
-            self._origins = self._cut(3, self.size - self.branch)
+            self._origins = self._field(3, self.size - self.branch)
         return self._origins
 
-    def _cut(self, field: int, count: int) -> array[int]:
+    def _field(self, field: int, count: int) -> array[int]:
         """The first `count` numbers of this tree in one of the forest's fields."""
         if self.forest is None:
-            raise AttributeError("a tree outside of a forest has all its fields")
+            raise AttributeError("a tree without a forest is created with all its fields")
         start = field * self.forest.rows + self.start
         return self.forest.numbers[start : start + count]
 
     def __eq__(self, other: object) -> bool:
-        return self._all() == other._all() if isinstance(other, TokenTree) else NotImplemented
+        return self._key() == other._key() if isinstance(other, TokenTree) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         names = ("tokens", "parents", "depths", "needed", "branch", "width", "origins", "expected")
-        return f"TokenTree({', '.join(f'{name}={value!r}' for name, value in zip(names, self._all(), strict=True))})"
+        return f"TokenTree({', '.join(f'{name}={value!r}' for name, value in zip(names, self._key(), strict=True))})"
 
-    def _all(self) -> tuple[Any, ...]:
-        """What makes two trees equal."""
+    def _key(self) -> tuple[Any, ...]:
+        """The fields that `==` compares."""
         return (
             self.tokens, self.parents, self.depths, self.needed, self.branch, self.width, self.origins, self.expected,
         )  # fmt: skip
@@ -127,42 +127,42 @@ class TokenTree:
     def __len__(self) -> int:
         return self.size
 
-    def place(self, node: int) -> int:
-        """Where the root or a guess (not a node of the window) stands in `needed`."""
+    def needed_index(self, node: int) -> int:
+        """The index in `needed` of the root or a draft token (not of a node of the window)."""
         return node - self.size + len(self.needed) if node else 0
 
     def path_tokens(self, node: int) -> list[int]:
-        """The tokens from below the root to this node's own."""
+        """The tokens on the path from the root, which is left out, to this node."""
         tokens, parents, path = self.tokens, self.parents, list[int]()
         while (parent := parents[node]) >= 0:
             path.append(tokens[node])
             node = parent
         return path[::-1]
 
-    def guesses_below(self) -> dict[int, list[int]]:
-        """Per node that has some, the guesses right below it, in the tree's order. The root is node 0."""
-        if self._below is None:
-            self._below = {}
-            for guess, parent in enumerate(self.parents[self.branch :], start=self.branch):
-                self._below.setdefault(parent, []).append(guess)
-        return self._below
+    def draft_children(self) -> dict[int, list[int]]:
+        """The draft tokens below each node that has any, in the tree's order. The root is node 0."""
+        if self._draft_children is None:
+            self._draft_children = {}
+            for node, parent in enumerate(self.parents[self.branch :], start=self.branch):
+                self._draft_children.setdefault(parent, []).append(node)
+        return self._draft_children
 
     def packed(self) -> bytes:
-        """The tokens, the parents and the needed nodes, one after the other, as C reads them."""
+        """The tokens, the parents and the needed nodes in one buffer, as C reads them."""
         if self._packed is None:
             self._packed = b"".join((self.tokens, self.parents, self.needed))
         return self._packed
 
-    def guess_below(self, node: int, token: int) -> int | None:
-        """The guess of this token right below a node, if there is one."""
-        return next((guess for guess in self.guesses_below().get(node, ()) if self.tokens[guess] == token), None)
+    def draft_child(self, node: int, token: int) -> int | None:
+        """The child of `node` that drafts this token, or None."""
+        return next((child for child in self.draft_children().get(node, ()) if self.tokens[child] == token), None)
 
 
 @dataclass(slots=True)
 class Forest:
-    """All trees of a step, one after the other: the tokens of all of them, then their parents, depths and origins.
+    """All trees of a step in one array: the tokens of all of them, then their parents, depths and origins.
 
-    Each of these fields takes `rows` numbers. A tree has fewer origins than rows; what follows them is not used.
+    Each of these fields has `rows` numbers. A tree has fewer origins than rows; the rest of its origins is unused.
     """
 
     numbers: array[int]
@@ -178,7 +178,7 @@ class Forest:
 
 
 def forest_of(trees: Sequence[TokenTree]) -> Forest | None:
-    """The forest that consists of these trees, in this order, if there is one."""
+    """The forest that consists of exactly these trees in this order, or None."""
     forest, row = trees[0].forest, 0
     for tree in trees:
         if tree.forest is not forest or tree.start != row:
@@ -188,12 +188,12 @@ def forest_of(trees: Sequence[TokenTree]) -> Forest | None:
 
 
 def _integers(numbers: Iterable[int]) -> array[int]:
-    """32-bit integers. An array is taken as it is: no tree changes its arrays."""
+    """32-bit integers. An array is not copied: no tree changes its arrays."""
     return numbers if isinstance(numbers, array) else array("i", numbers)
 
 
 def below_chunk(chunk: Sequence[int], tree: TokenTree) -> TokenTree:
-    """One tree: the prompt chunk as a chain, and `tree` at its end. Its root becomes node len(chunk)."""
+    """One tree: the prompt chunk as a chain, with `tree` below its last token. Its root becomes node len(chunk)."""
     shift = len(chunk)
     return TokenTree(
         tokens=[*chunk, *tree.tokens],
@@ -204,8 +204,8 @@ def below_chunk(chunk: Sequence[int], tree: TokenTree) -> TokenTree:
 
 
 @dataclass(slots=True)
-class Guesses:
-    """The guesses that a drafter took, parents first. Their parents are numbered as in the tree."""
+class DraftTokens:
+    """The draft tokens that a search found, parents first. `parents` are node numbers of the tree."""
 
     tokens: array[int]
     parents: array[int]
@@ -214,14 +214,14 @@ class Guesses:
     scores: array[float]
 
 
-NO_GUESSES = Guesses(array("i"), array("i"), array("i"), array("i"), array("d"))
+NO_DRAFT_TOKENS = DraftTokens(array("i"), array("i"), array("i"), array("i"), array("d"))
 
 
 class WindowLayout:
-    """Where the lookahead branch of a (W, N) window stands in the tree. `newest` are the newest window row's nodes.
+    """The nodes of a (W, N) window's lookahead branch. `newest` are those of the newest window row.
 
-    `parent_array` and `depth_array` are the same numbers as `parents` and `depths`, as trees have them, and
-    `parents_and_depths` are both one after the other, as C has them.
+    `parent_array` and `depth_array` are `parents` and `depths` in the format of a tree, and `parents_and_depths` is
+    both in one buffer, as C reads them.
     """
 
     def __init__(self, width: int, parents: Sequence[int], depths: Sequence[int], newest: Sequence[int]) -> None:
@@ -229,39 +229,39 @@ class WindowLayout:
         self.parents, self.depths, self.newest = tuple(parents), tuple(depths), tuple(newest)
         self.parent_array, self.depth_array = array("i", parents), array("i", depths)
         self.parents_and_depths = self.parent_array.tobytes() + self.depth_array.tobytes()
-        self._branch_needs = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
+        self._needed_branch = array("i", [0, *(node for node in newest if node)])  # N = 2: the root is one of them
         self._needed: dict[int, array[int]] = {}
 
-    def tree(self, tokens: Sequence[int], guesses: Guesses, count: int | None = None) -> TokenTree:
-        """The branch with these tokens, the root's first, and the guesses behind it: the best `count` of them, or all.
+    def tree(self, tokens: Sequence[int], drafted: DraftTokens, count: int | None = None) -> TokenTree:
+        """The branch with these tokens, the root's first, followed by the best `count` draft tokens (None: all).
 
-        The best ones are as good as a tree: no guess stands before its parent.
+        The best ones always form a tree, because parents come before their children.
         """
-        self.check(tokens)
+        self.check_branch(tokens)
         if count is None:
-            count = len(guesses.tokens)
+            count = len(drafted.tokens)
         return TokenTree(
-            array("i", tokens) + guesses.tokens[:count],
-            self.parent_array + guesses.parents[:count],
-            self.depth_array + guesses.depths[:count],
+            array("i", tokens) + drafted.tokens[:count],
+            self.parent_array + drafted.parents[:count],
+            self.depth_array + drafted.depths[:count],
             self.needed(count),
             self.size,
             self.width,
-            guesses.origins[:count],
-            reduce(add, guesses.scores[:count], 0.0),  # not `sum`, which rounds otherwise than C since Python 3.12
+            drafted.origins[:count],
+            reduce(add, drafted.scores[:count], 0.0),  # not `sum`, which rounds differently from C since Python 3.12
         )
 
-    def check(self, tokens: Sequence[int]) -> None:
-        """Raise ValueError unless these are as many tokens as the branch has."""
+    def check_branch(self, tokens: Sequence[int]) -> None:
+        """Raise ValueError unless there is one token for each node of the branch."""
         if len(tokens) != self.size:
             raise ValueError(f"a branch of {len(tokens)} tokens for a layout of {self.size}")
 
     def needed(self, count: int) -> array[int]:
-        """The nodes whose logits are computed, with so many guesses behind the branch."""
+        """The nodes whose logits are computed in a tree with `count` draft tokens."""
         needed = self._needed.get(count)
         if needed is None:
-            guesses = range(self.size, self.size + count)
-            needed = self._needed[count] = self._branch_needs + array("i", guesses)
+            drafted = range(self.size, self.size + count)
+            needed = self._needed[count] = self._needed_branch + array("i", drafted)
         return needed
 
 
@@ -284,7 +284,7 @@ def window_layout(window: int, ngram: int) -> WindowLayout:
 
 
 def visibility(parents: Sequence[int]) -> list[int]:
-    """Per node, the nodes of this tree that it sees, as the bits of an int: its parent's bits and its own."""
+    """The nodes that each node sees, as the bits of an int: its parent's bits and its own."""
     seen: list[int] = []
     bit = 1
     for parent in parents:
@@ -294,7 +294,7 @@ def visibility(parents: Sequence[int]) -> list[int]:
 
 
 def packed_visibility(parents: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """[K, words]: bit j % 32 of word j // 32 of line i says whether node i sees node j."""
+    """[K, words]: bit j % 32 of word [i, j // 32] says whether node i sees node j."""
     words = (len(parents) + 31) // 32
     raw = b"".join([bits.to_bytes(4 * words, "little") for bits in visibility(parents)])
     return np.frombuffer(raw, dtype="<u4").reshape(len(parents), words)

@@ -16,10 +16,10 @@ from lookahead.config import StopRules
 
 @dataclass(slots=True)
 class Verdict:
-    """What a step gives a sequence: the nodes of the accepted guesses, the accepted tokens, and the reason to stop.
+    """The outcome of verification: the nodes of the accepted draft tokens, the accepted tokens, the finish reason.
 
     The last accepted token is the new root. It has no node in this tree, so `path` is one shorter than `tokens`.
-    `learned`: the drafter has learned already what the sequence's next guesses need (see `draft.Drafter.verification`).
+    `learned`: the drafter has already learned what the next draft needs (see `draft.Drafter.verification`).
     """
 
     path: list[int]
@@ -29,41 +29,40 @@ class Verdict:
 
 
 NO_VERDICT = Verdict([], [])
-"""That of a piece of a prompt, which has no tree."""
+"""For a prompt chunk, which has no tree."""
 
 
 def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:
-    """From the root, follow the guess that equals the target, as long as there is one.
+    """From the root, follow the draft token that equals the target until none does.
 
-    `targets` aligns with `tree.needed`. Returns the nodes of the accepted guesses and the accepted tokens. The tokens
-    are these guesses and the target after the last of them, so there is always at least one.
+    `targets` aligns with `tree.needed`. Returns the nodes of the accepted draft tokens and the accepted tokens: the
+    draft tokens and the target after the last of them, so there is always at least one.
     """
-    below, guessed, place = tree.guesses_below(), tree.tokens, len(tree.needed) - tree.size
+    children, drafted, offset = tree.draft_children(), tree.tokens, len(tree.needed) - tree.size
     node, token = 0, targets[0]
     path, tokens = list[int](), [token]
-    while node in below:
-        for guess in below[node]:
-            if guessed[guess] == token:
+    while node in children:
+        for child in children[node]:
+            if drafted[child] == token:
                 break
         else:
             break
-        node, token = guess, targets[guess + place]  # the guesses are the last of the needed nodes
+        node, token = child, targets[child + offset]  # the draft tokens are the last of the needed nodes
         path.append(node)
         tokens.append(token)
     return path, tokens
 
 
-def cut(
+def cut_at_stop(
     tokens: Sequence[int],
     generated: int,
     room: int,
     rules: StopRules,
     ends: Callable[[int], bool] | None = None,
 ) -> tuple[int, str | None]:
-    """How many of these accepted tokens the sequence keeps, and the reason to stop after them, if there is one.
+    """How many of these accepted tokens the sequence keeps, and its finish reason or None.
 
-    The tokens are tested one after the other, as autoregressive decoding does: EOS, then `ends` (stop strings), then
-    length.
+    Tokens are checked one at a time, as in autoregressive decoding: EOS, then `ends` (stop strings), then length.
     """
     for count, token in enumerate(tokens, start=1):
         if token in rules.eos_ids:
@@ -76,21 +75,21 @@ def cut(
 
 
 class Verification(Protocol):
-    """The trees of a step that runs. It is asked once."""
+    """Verifies the trees of one running step, once."""
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        """What each tree's targets confirm (see `accept`), or why that cannot be told. Stop rules are
-        not applied here: `DecodingSequence.cut` does that."""
+        """What each tree's targets accept (see `accept`), or the exception that prevented it. Stop rules are applied
+        later, by `DecodingSequence.apply_stop_rules`."""
         ...
 
 
 class PythonVerification:
-    """Verifies one tree after the other, and lets nothing be learned."""
+    """Verifies one tree after the other. Learning is left to the sequences."""
 
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self._trees = trees
         for tree in trees:
-            tree.guesses_below()
+            tree.draft_children()
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
         verdicts = list[Verdict | Exception]()

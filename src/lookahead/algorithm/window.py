@@ -7,8 +7,8 @@ from itertools import cycle, islice
 
 
 class Window:
-    """N-1 window rows of W guessed tokens, the oldest first. Window row r, column j guesses
-    position p + j + r, where p is the root's position.
+    """N-1 window rows of W guessed tokens, the oldest first. Window row r, column j guesses the token at position
+    p + j + r, where p is the root's position.
 
     Column 0 of the oldest window row is always the root `c`. The value stored there is not used.
     """
@@ -39,12 +39,12 @@ class Window:
     def roll(self, new: Sequence[int]) -> None:
         """Drop the oldest window row and add the new targets as the newest.
 
-        This happens once per step, even when the step accepts a > 1 tokens. Every guess then stands a - 1 positions
-        further right than it was made for. There are two alternatives, and both throw guesses away: to shift the
-        columns a - 1 places to the left and fill the right side with something new, or to push a - 1 random window
-        rows, as Algorithm 2 says (lines 7-9). Keeping the columns accepts more, probably because an n-gram is used
-        wherever its first token turns up, not at the position it was made for. S on 20 prompts each, paper mode
-        (5,15,15), embedded model, fp32, random start:
+        This happens once per step, even when the step accepts a > 1 tokens. Every guess is then a - 1 positions
+        further right than it was made for. There are two alternatives, and both discard guesses: to shift the columns
+        left by a - 1 and fill the right side with something new, or to push a - 1 random window rows, as in Algorithm 2
+        (lines 7-9). Keeping the columns accepts more, probably because an n-gram is used wherever its first token
+        occurs, not at the position it was made for. S on 20 prompts each, paper mode (5,15,15), embedded model, fp32,
+        random start:
 
             columns kept (this)               MT-Bench 2.01   HumanEval 1.93
             shifted, a stretch of the prompt           1.96             1.86

@@ -293,8 +293,8 @@ class Engine:
                 if isinstance(given, Exception):
                     raise given
                 if given is not None and request.verifier is None:
-                    given = request.sequence.cut(given)
-                verdict = request.sequence.absorb(result.input.tree, result.output, given)
+                    given = request.sequence.apply_stop_rules(given)
+                verdict = request.sequence.accept_step(result.input.tree, result.output, given)
                 accepted.append((result, verdict))
                 if request.mask is not None:
                     request.mask.accept(verdict.tokens)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lookahead.algorithm.sampling import Adjustment
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import MOST_AHEAD, Backend, StepInput
 from lookahead.config import SamplingParams
@@ -24,7 +24,7 @@ def make_input(scheduled: ScheduledRequest, only_batch: bool, backend: Backend) 
     request, sequence, tree = scheduled.request, scheduled.request.sequence, scheduled.tree
     if not scheduled.is_last_chunk:
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, ())
-    top = KEPT_TOKENS if sequence.wants_top else 0
+    top = MAX_SUCCESSORS if sequence.wants_top else 0
     if request.verifier is not None:
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), top, logits=True)
     if (noise := request.noise) is not None:

@@ -15,7 +15,7 @@ def logprobs_of(result: StepResult, verdict: Verdict, count: int) -> list[TokenL
     A verifier may choose other tokens than the backend's targets; then they are computed from the logits, which its
     steps always have.
     """
-    output, rows = result.output, [result.input.tree.place(node) for node in (0, *verdict.path)]
+    output, rows = result.output, [result.input.tree.needed_index(node) for node in (0, *verdict.path)]
     if output.likely is None or output.logprobs is None:
         logits = output.logits[rows]
         likely, values = log_probs(logits, torch.tensor(verdict.tokens, device=logits.device), count)

@@ -19,7 +19,7 @@ import torch
 
 from lookahead.algorithm.sampling import Adjustment
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.verify import Verdict, cut
+from lookahead.algorithm.verify import Verdict, cut_at_stop
 from lookahead.backends.sampling import adjusted, distribution, draw
 from lookahead.config import SamplingParams
 from lookahead.engine.request import StepResult
@@ -90,10 +90,12 @@ class PathVerifier:
                 verdict, sequence = verdicts[index], result.request.sequence
                 verdict.tokens.append(tokens[index])
                 generated = sequence.generated + len(verdict.tokens) - 1
-                _, reason = cut(tokens[index : index + 1], generated, sequence.room, sequence.rules, sequence.ends)
+                _, reason = cut_at_stop(
+                    tokens[index : index + 1], generated, sequence.room, sequence.rules, sequence.ends
+                )
                 verdict.finish_reason = reason or ("stop" if ended[index] else None)
                 if verdict.finish_reason is None:
-                    guesses[index] = result, result.input.tree.guess_below(node, tokens[index])
+                    guesses[index] = result, result.input.tree.draft_child(node, tokens[index])
             # 3. Go on to the guesses that equal them. If a sequence has no such guess, all stop here.
             reached = {index: (result, node) for index, (result, node) in guesses.items() if node is not None}
             if len(reached) < len(guesses):
@@ -117,12 +119,12 @@ class PathVerifier:
         tokens = [self.rule.pad or 0] * len(self.batch_indices)
         if not self.rule.wants_logits:
             for index, (result, node) in reached.items():
-                tokens[index] = result.output.targets[result.input.tree.place(node)]
+                tokens[index] = result.output.targets[result.input.tree.needed_index(node)]
             return tokens
         size = next(iter(reached.values()))[0].output.logits.shape[-1]
         logits = torch.zeros((len(tokens), size), dtype=torch.float32, device=self.ids.device)
         for index, (result, node) in reached.items():
-            logits[index] = result.output.logits[result.input.tree.place(node)]
+            logits[index] = result.output.logits[result.input.tree.needed_index(node)]
         scores = logits if self.rule.processors is None else self.rule.processors(self.ids, logits)
         if self.rule.keep_scores:
             self.scores.append(scores)

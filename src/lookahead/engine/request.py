@@ -89,9 +89,9 @@ class TokenMask(Protocol):
         """The allowed tokens after each needed node of the tree, or None if all are allowed after all of them.
 
         uint32 [len(tree.needed), ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t is allowed. The tree's
-        root is the last token of the text. The mask walks the guesses below it by itself (`tree.guesses_below`;
-        `tree.place` is a guess's row). Only the root's row must allow some token. The rows of the window, and those
-        below a guess that is not allowed itself, are ignored: no such guess is accepted.
+        root is the last token of the text. The mask walks the draft tokens below it itself (`tree.draft_children`;
+        `tree.needed_index` is the row of one). Only the root's row must allow some token. The rows of the window, and
+        those below a draft token that is not allowed itself, are ignored: no such draft token is accepted.
         """
         ...
 

@@ -64,7 +64,7 @@ class FinishedStep:
         events = []
         for result, verdict in self.accepted:
             request, tree = result.request, result.input.tree
-            request.sequence.count(tree, verdict)
+            request.sequence.count_step(tree, verdict)
             request.sequence.stats.count_times(
                 result.propose_seconds,
                 result.forward_seconds + self.commit_seconds,

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 
 from lookahead.algorithm.cost import CostCurve
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, StepInput
 from lookahead.backends.prompts import run_prompt_chunks
@@ -94,7 +94,7 @@ def measure(
     slot = backend.open()
 
     def step(size: int, chunk: Sequence[int] = ()) -> float:
-        top = KEPT_TOKENS if size > 1 else 0
+        top = MAX_SUCCESSORS if size > 1 else 0
         item = StepInput(slot, chunk, bush(size), SamplingParams(), (), top=top)
         return timed(backend, run_prompt_chunks(backend, [item]))
 
@@ -166,7 +166,7 @@ def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: 
         """The size in trees that are as equal as possible."""
         count = -(-size // largest)
         trees = [bush(size // count + (place < size % count)) for place in range(count)]
-        top = KEPT_TOKENS if size > 1 else 0
+        top = MAX_SUCCESSORS if size > 1 else 0
         return [StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(roomy, trees, strict=False)]
 
     best = dict.fromkeys(sizes, NOT_A_STEP)

@@ -239,7 +239,7 @@ class GrammarMask:
                 self._matcher.rollback(consumed - depth + 1)
             self._matcher.consume_token(tree.tokens[guess])
             consumed = depth
-            row = rows[tree.place(guess)]
+            row = rows[tree.needed_index(guess)]
             self._fill(row, first + depth)
             if self._matcher.is_error():
                 return guess
@@ -272,7 +272,7 @@ class GrammarMask:
         tokens = tree.tokens
         return [
             guess
-            for guess in tree.guesses_below().get(node, ())
+            for guess in tree.draft_children().get(node, ())
             if tokens[guess] not in self._ends and int(row[tokens[guess] >> 5]) >> (tokens[guess] & 31) & 1
         ]
 

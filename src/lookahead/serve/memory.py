@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.sources import SharedMemory
-from lookahead.algorithm.successors import KEPT_TOKENS, NOTHING
+from lookahead.algorithm.successors import BEFORE_TEXT, MAX_SUCCESSORS
 from lookahead.backends.failures import DeviceError
 from lookahead.cache import check_version
 from lookahead.generate import LookaheadModel
@@ -35,7 +35,7 @@ log = logging.getLogger("lookahead.serve")
 VERSION = 1
 PUT_OFF = 4
 """How often a save may be postponed while the server is busy."""
-WIDTH = 3 + 1 + 2 * KEPT_TOKENS
+WIDTH = 3 + 1 + 2 * MAX_SUCCESSORS
 """Columns per key: its three tokens, the count of numbers that follow, and successors with their levels."""
 NO_TOKEN = -(1 << 31)
 """Pads keys of fewer than three tokens."""
@@ -63,7 +63,7 @@ def to_arrays(memory: SharedMemory, most: int) -> Arrays:
         row[3 - len(key) : 3] = key
         row[3] = len(successors)
         row[4 : 4 + len(successors)] = successors
-    return {"version": np.array(VERSION), "keys": keys, **memory.calibration.numbers()}
+    return {"version": np.array(VERSION), "keys": keys, **memory.calibration.state()}
 
 
 def fill_from_arrays(memory: SharedMemory, arrays: Arrays) -> None:
@@ -72,10 +72,10 @@ def fill_from_arrays(memory: SharedMemory, arrays: Arrays) -> None:
     keys = arrays["keys"]
     if keys.ndim != 2 or keys.shape[1] != WIDTH or keys.dtype != np.int32:
         raise ValueError(f"keys of shape {keys.shape}")
-    if len(keys) and not ((keys[:, 3] >= 0) & (keys[:, 3] <= 2 * KEPT_TOKENS) & (keys[:, 3] % 2 == 0)).all():
+    if len(keys) and not ((keys[:, 3] >= 0) & (keys[:, 3] <= 2 * MAX_SUCCESSORS) & (keys[:, 3] % 2 == 0)).all():
         raise ValueError("successors of an odd length")
     check_numbers(keys)
-    memory.calibration.set_numbers(arrays)
+    memory.calibration.load_state(arrays)
     for row in keys.tolist():
         key = tuple(token for token in row[:3] if token != NO_TOKEN)
         memory.successors.put(key, tuple(row[4 : 4 + row[3]]))
@@ -84,9 +84,9 @@ def fill_from_arrays(memory: SharedMemory, arrays: Arrays) -> None:
 def check_numbers(keys: npt.NDArray[np.int32]) -> None:
     """Raise ValueError if tokens or levels are out of range: levels index other tables."""
     key, count, numbers = keys[:, :3], keys[:, 3:4], keys[:, 4:]
-    column = np.arange(2 * KEPT_TOKENS)
+    column = np.arange(2 * MAX_SUCCESSORS)
     tokens, levels = numbers[column < count // 2], numbers[(column >= count // 2) & (column < count)]
-    if (key[:, 2] < 0).any() or ((key < NOTHING) & (key != NO_TOKEN)).any() or (tokens < 0).any():
+    if (key[:, 2] < 0).any() or ((key < BEFORE_TEXT) & (key != NO_TOKEN)).any() or (tokens < 0).any():
         raise ValueError("numbers that are no tokens")
     if ((levels < 0) | (levels >= LEVELS)).any():
         raise ValueError(f"levels that are not 0 to {LEVELS - 1}")

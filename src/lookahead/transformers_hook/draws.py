@@ -103,7 +103,7 @@ class TreeSampler(PathVerifier):
                 depth = tree.depths[node]
                 if first <= depth < first + LEVELS:
                     nodes.append((batch_index, node))
-                    rows.append(count + tree.place(node))
+                    rows.append(count + tree.needed_index(node))
                     noise_rows.append((depth - first) * len(self.batch_indices) + batch_index)
             count += len(result.output.logits)
         # 2. The noise of their positions, as `torch.multinomial` would draw it.

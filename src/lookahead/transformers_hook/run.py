@@ -18,7 +18,7 @@ from lookahead.algorithm.choice import DraftBudget
 from lookahead.algorithm.cost import PassCost
 from lookahead.algorithm.output import StepOutput
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import Backend, Layers, StepInput
 from lookahead.backends.choose import graph_backend, graph_or_eager
@@ -320,7 +320,7 @@ class Run:
         for request, sequence_logits in zip(requests, logits, strict=True):
             sequence, row = request.sequence, sequence_logits[None]
             step = StepInput(request.slot, (), TokenTree(sequence.tokens[-1:], [-1], [0], [0]), sequence.sampling, ())
-            top = top_tokens(row, KEPT_TOKENS).cpu().numpy()
+            top = top_tokens(row, MAX_SUCCESSORS).cpu().numpy()
             results.append(StepResult(request, step, StepOutput([int(row.argmax())], top, row)))
         return results
 

@@ -93,7 +93,7 @@ FAILURES = {
     "CC makes nothing": ({"CC": f"{sys.executable} -c ''"}, "did not compile .*: exit code 0"),
     "CC makes no library": (
         {"CC": f'{sys.executable} -c \'import sys; open(sys.argv[sys.argv.index("-o") + 1], "w").close()\''},
-        "in place of the C one: .",
+        "instead of the C one: .",
     ),
 }
 
@@ -110,10 +110,10 @@ def test_without_a_library_python_does_it_and_one_line_says_so(
         assert isinstance(choose_drafter(), PythonDrafter)
         assert isinstance(choose_drafter(), PythonDrafter)
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("the Python drafter runs in place of the C one: ")
+    assert caplog.messages[0].startswith("using the Python drafter instead of the C one: ")
     assert "\n" not in caplog.messages[0]
     caplog.clear()
-    with pytest.raises((OSError, RuntimeError), match=said.removeprefix("in place of the C one: ")):
+    with pytest.raises((OSError, RuntimeError), match=said.removeprefix("instead of the C one: ")):
         native.load(tmp_path / "again")
 
 
@@ -150,8 +150,10 @@ DRIFTS = {
         "layout.c", "branch, 56) FIELD(Step, text_end, 60)", "text_end, 60) FIELD(Step, branch, 56)",
         "Step.branch is 60, and Python has 56",
     ),
-    "a field that is missing": ("layout.c", "FIELD(Ran, nodes, 8)", "", r"has \d+ sizes and offsets, and Python \d+"),
-    "no table at all": ("layout.c", "*drafter_layout(", "*renamed_layout(", "does not say how its structs"),
+    "a field that is missing": (
+        "layout.c", "FIELD(StepTree, nodes, 8)", "", r"has \d+ sizes and offsets, and Python \d+",
+    ),
+    "no table at all": ("layout.c", "*drafter_layout(", "*renamed_layout(", "has no table of its struct layouts"),
 }  # fmt: skip
 
 

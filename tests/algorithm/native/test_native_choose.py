@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
-from lookahead.algorithm.draft import Cached, Candidates, Draft, Drafter, Share, TextSettings
+from lookahead.algorithm.draft import CachedInputs, Candidates, Draft, Drafter, StepLimits, TextSettings
 from lookahead.algorithm.native.build import library
 from lookahead.algorithm.native.drafter import NativeDrafter
 from lookahead.algorithm.output import StepOutput, StepResults
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.successors import SuccessorTables
-from lookahead.algorithm.tree import Guesses, TokenTree, window_layout
+from lookahead.algorithm.tree import DraftTokens, TokenTree, window_layout
 from lookahead.algorithm.verify import Verdict
 
 if library() is None:
@@ -75,13 +75,13 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 
 def chosen(drafter: Drafter, step: dict[str, Any]) -> str:
     drafts = [chains_draft(**one) for one in step["drafts"]]
-    return repr(drafter.choose(drafts, Share(*[step[name] for name in ("cost", "most", "room", "floor")])))
+    return repr(drafter.draft_trees(drafts, StepLimits(*[step[name] for name in ("cost", "most", "room", "floor")])))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(steps())
 def test_trees_are_the_same_bit_for_bit(step: dict[str, Any]) -> None:
-    HELPED.get_ready()
+    HELPED.prepare_search()
     assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
@@ -93,7 +93,7 @@ def test_many_guesses_are_sorted_as_numpy_does() -> None:
             {"chains": [[rate] for rate in one], "trust": 1.1, "bonus": 0.008, "all_taken": False} for one in rates
         ]
         step = {"drafts": drafts, "cost": 1 + 0.001 * np.arange(4 * count), "most": None, "room": None, "floor": 0.1}
-        HELPED.get_ready()
+        HELPED.prepare_search()
         assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
@@ -101,14 +101,14 @@ def test_without_a_draft_there_is_the_branch_alone() -> None:
     layout = window_layout(2, 3)
     bare = Draft(layout, array("i", [5, 6, 7, 8]), None, 9, 9)
     for drafter in (OURS, TWIN):
-        trees, refused = drafter.choose([bare, chains_draft([[0.5, 0.5]])])
+        trees, refused = drafter.draft_trees([bare, chains_draft([[0.5, 0.5]])])
         assert (list(trees[0].tokens), list(trees[1].tokens), refused) == ([5, 6, 7, 8], [1, 100, 101], None)
 
 
 @pytest.mark.parametrize("drafter", [OURS, TWIN])
 def test_a_branch_of_another_layout_is_refused(drafter: Drafter) -> None:
     with pytest.raises(ValueError, match="a branch of 1 tokens for a layout of 4"):
-        drafter.choose([Draft(window_layout(2, 3), array("i", [5]), None, 9, 9)])
+        drafter.draft_trees([Draft(window_layout(2, 3), array("i", [5]), None, 9, 9)])
 
 
 def candidates_with_memory(text: list[int]) -> Candidates:
@@ -116,7 +116,7 @@ def candidates_with_memory(text: list[int]) -> Candidates:
     candidates = Candidates.after(text, array("d", [0.5] * 100))
     candidates.tables = SuccessorTables(OURS.new_table(), OURS.new_table(), None, 0)
     candidates.text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 0, -1, -1, 0, 0))
-    candidates.text.take(text)
+    candidates.text.extend(text)
     return candidates
 
 
@@ -126,10 +126,10 @@ def test_who_points_nowhere_does_no_harm_to_others() -> None:
     bad.add_chain([1], [10**6])
     drafts = [Draft(window_layout(0, 3), array("i", [6]), candidates, 9, 9) for candidates in (good, bad)]
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.choose(drafts)
+        OURS.draft_trees(drafts)
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.choose(drafts[1:])
-    assert list(OURS.choose(drafts[:1])[0][0].tokens) == [6, 6]
+        OURS.draft_trees(drafts[1:])
+    assert list(OURS.draft_trees(drafts[:1])[0][0].tokens) == [6, 6]
 
 
 def test_a_cached_draft_follows_its_text() -> None:
@@ -137,28 +137,28 @@ def test_a_cached_draft_follows_its_text() -> None:
     learners, trust = [candidates_with_memory([5, 6, 7, 5]) for _ in range(2)], array("d", [1.0])
     for text in ([6], [7, 5], [6, 7], [5], [6]):
         for candidates in learners:
-            candidates.text.take(text)
+            candidates.text.extend(text)
     text, layout = [5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6], window_layout(0, 3)
-    cached = Draft(layout, (), learners[0], 9, 9, bonus=0.01, all_taken=False, cached=Cached(trust, 14))
+    cached = Draft(layout, (), learners[0], 9, 9, bonus=0.01, all_taken=False, cached=CachedInputs(trust, 14))
     for token, ratio in ((7, 1.0), (5, 0.7), (6, 0.4), (7, 1.0)):
         text.append(token)
         trust[0] = ratio
         for candidates in learners:
-            candidates.text.take([token])
+            candidates.text.extend([token])
         learners[1].restart(text)
         given = Draft(layout, [token], learners[1], 9, 13 - len(text), trust=ratio, bonus=0.01, all_taken=False)
         other = chains_draft([[0.9, 0.2]], all_taken=False)
         for floor in (0.0, 0.3):
-            mine, theirs = (OURS.choose([one, other], Share(None, 3, None, floor)) for one in (cached, given))
+            mine, theirs = (OURS.draft_trees([one, other], StepLimits(None, 3, None, floor)) for one in (cached, given))
             assert repr(mine) == repr(theirs)
     assert list(mine[0][0].tokens) == [7]  # the text is full
 
 
 def test_what_stands_must_follow_a_text() -> None:
     for wrong in (Candidates.after([7], array("d", [0.5])), None):
-        draft = Draft(window_layout(0, 3), (), wrong, 9, 9, cached=Cached(array("d", [1.0]), 9))
+        draft = Draft(window_layout(0, 3), (), wrong, 9, 9, cached=CachedInputs(array("d", [1.0]), 9))
         with pytest.raises(ValueError, match="needs candidates with a text in C"):
-            OURS.choose([draft])
+            OURS.draft_trees([draft])
 
 
 @st.composite
@@ -173,7 +173,7 @@ def steps_that_ran(draw: st.DrawFn) -> tuple[list[TokenTree], list[list[int]]]:
         count = draw(st.integers(0, 8))
         parents = [draw(st.integers(layout.size - 1, layout.size - 1 + i)) for i in range(count)]
         parents = [0 if parent < layout.size else parent for parent in parents]
-        guesses = Guesses(
+        guesses = DraftTokens(
             array("i", [draw(tokens) for _ in range(count)]), array("i", parents), array("i", [0] * count),
             array("i", [0] * count), array("d", [0.0] * count),
         )  # fmt: skip
@@ -208,14 +208,14 @@ def test_the_same_is_accepted(step: tuple[list[TokenTree], list[list[int]]]) -> 
 def test_results_of_another_step_are_refused() -> None:
     tree = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1])
     outputs = outputs_of(np.zeros((1, 3), dtype=np.int32), [1])
-    with pytest.raises(ValueError, match="results of 1 rows, and 2 are needed"):
+    with pytest.raises(ValueError, match="results of 1 rows for 2 needed nodes"):
         OURS.verification([tree], [None]).accept(outputs)
 
 
 def test_a_step_that_cannot_be_learned_fails_its_sequence_alone() -> None:
     tree, bad = TokenTree([7, 8], [-1, 0], [0, 1], [0, 1]), TokenTree([7, 8], [-1, 0], [0, 1], [0, 5])
     learners = [candidates_with_memory([6, 7]) for _ in range(3)]
-    OURS.choose([Draft(window_layout(0, 3), array("i", [7]), candidates, 9, 9) for candidates in learners])
+    OURS.draft_trees([Draft(window_layout(0, 3), array("i", [7]), candidates, 9, 9) for candidates in learners])
     results = np.array([[8, 1, 2], [3, 1, 2]] * 3, dtype=np.int32)
     outputs = outputs_of(results, [2, 2, 2])
     first, second, third = OURS.verification([tree, bad, tree], learners).accept(outputs)
@@ -235,7 +235,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 sys.path.insert(0, {str(Path(marks.__file__).parent)!r})
 from test_native_choose import HELPED, chains_draft
 def search(count=8):
-    return repr(HELPED.choose([chains_draft([[0.5, 0.25], [0.125]]) for _ in range(count)]))
+    return repr(HELPED.draft_trees([chains_draft([[0.5, 0.25], [0.125]]) for _ in range(count)]))
 def threads():
     return len(os.listdir("/proc/self/task"))
 first, before = search(), threads()
@@ -252,13 +252,13 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="counts threads as
 def test_threads_begin_after_the_first_choice_among_many_and_are_kept() -> None:
     code = """
 search(3)
-HELPED.get_ready()
+HELPED.prepare_search()
 few = threads() - before
 search()
-HELPED.get_ready()
+HELPED.prepare_search()
 many = threads() - before
 print(few, many, search() == first)
-HELPED.get_ready()
+HELPED.prepare_search()
 print(threads() - before)
 """
     assert in_new_process(code).split() == ["0", "3", "True", "3"]
@@ -279,9 +279,9 @@ def test_threads_are_woken_only_after_a_choice_that_they_could_have_shared() -> 
     drafter, many = NativeDrafter(counting, workers=1), [chains_draft([[0.5]]) for _ in range(8)]
     bare = [Draft(window_layout(0, 3), array("i", [7]), None, 9, 9)] * 8
     for drafts, woken in ((many[:3], 0), (bare, 0), (many, 1)):
-        drafter.choose(drafts)
-        drafter.get_ready()
-        drafter.get_ready()  # nothing was chosen in between
+        drafter.draft_trees(drafts)
+        drafter.prepare_search()
+        drafter.prepare_search()  # nothing was chosen in between
         assert counting.woken == woken
 
 
@@ -289,13 +289,13 @@ def test_threads_are_woken_only_after_a_choice_that_they_could_have_shared() -> 
 def test_a_forked_process_has_threads_of_its_own() -> None:
     """Those of its parent are not there, and the parent's lock may be taken for ever."""
     code = """
-HELPED.get_ready()
+HELPED.prepare_search()
 if os.fork():
     _, status = os.wait()
     print(os.waitstatus_to_exitcode(status))
 else:
     right = search() == first and threads() == 1
-    HELPED.get_ready()
+    HELPED.prepare_search()
     os._exit(0 if right and threads() == 4 and search() == first else 1)
 """
     assert in_new_process(code).split() == ["0"]

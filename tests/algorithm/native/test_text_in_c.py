@@ -18,7 +18,7 @@ from lookahead.algorithm.draft import Candidates, Drafter, Limits, TextSettings
 from lookahead.algorithm.native.build import SIGNATURES, library
 from lookahead.algorithm.native.drafter import NativeDrafter, NativeText
 from lookahead.algorithm.search import PythonDrafter
-from lookahead.algorithm.sources import SharedMemory, build
+from lookahead.algorithm.sources import SharedMemory, build_sources
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.tree import TokenTree
 from lookahead.config import SOURCES, LookaheadConfig
@@ -53,17 +53,17 @@ def texts(draw: st.DrawFn) -> dict[str, Any]:
 def proposed(drafter: Drafter, case: dict[str, Any]) -> list[str]:
     """What is guessed after the prompt and after every block."""
     memory, text, seen = SharedMemory(drafter), list(case["prompt"]), []
-    sources = build(case["config"], memory)
+    sources = build_sources(case["config"], memory)
     for source in sources:
         source.start(text)
     for accepted, ngrams in [*case["steps"], ([1], [])]:
         candidates = Candidates.after(text, memory.calibration.rates)
         for source in sources:
             source.propose(text, candidates)
-        seen.append(repr(drafter.grow(candidates, Limits(40, 9))))
+        seen.append(repr(drafter.search(candidates, Limits(40, 9))))
         text = text + accepted
         for source in sources:
-            source.absorb(Outcome(text, accepted, TREE, [], [1], None, ngrams))
+            source.learn_from(Outcome(text, accepted, TREE, [], [1], None, ngrams))
     return seen
 
 
@@ -87,7 +87,10 @@ def test_a_long_text_proposes_the_same() -> None:
 
 def test_which_sources_c_takes_over() -> None:
     def kinds(drafter: Drafter = OURS, **options: Any) -> list[str]:
-        return [type(source).__name__ for source in build(LookaheadConfig(window=0, **options), SharedMemory(drafter))]
+        return [
+            type(source).__name__
+            for source in build_sources(LookaheadConfig(window=0, **options), SharedMemory(drafter))
+        ]
 
     assert kinds() == ["TextSource", "RecycleSource"]
     assert kinds(sources=("suffix",)) == ["TextSource"]
@@ -101,23 +104,23 @@ def test_which_sources_c_takes_over() -> None:
 def test_what_a_text_refuses() -> None:
     text = OURS.new_text(TextSettings(4, 2, 1, 1, 1, -1, 0, 0, 3, 3))
     with pytest.raises(ValueError, match=r"n-grams of \[3, 4\] tokens; they need 4"):
-        text.take([1], [(1, 2, 3), (1, 2, 3, 4)])
+        text.extend([1], [(1, 2, 3), (1, 2, 3, 4)])
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied(text)
     candidates = Candidates.after([1], SharedMemory(TWIN).calibration.rates)
     candidates.text = text
     with pytest.raises(TypeError, match="cannot read a NativeText"):
-        TWIN.grow(candidates, Limits(4, 4))
+        TWIN.search(candidates, Limits(4, 4))
 
 
 def test_origins_that_do_not_exist_are_refused() -> None:
     text = OURS.new_text(TextSettings(2, 2, 1, 1, 1, 5, -1, -1, 3, 3))
-    text.take([1, 1, 1])
+    text.extend([1, 1, 1])
     candidates = Candidates.after([1, 1, 1], SharedMemory(TWIN).calibration.rates[:4])
     candidates.text = text
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.grow(candidates, Limits(4, 4))
+        OURS.search(candidates, Limits(4, 4))
 
 
 def test_memory_is_freed_with_its_text() -> None:
@@ -131,7 +134,7 @@ def test_memory_is_freed_with_its_text() -> None:
     counting = SimpleNamespace(**{name: getattr(compiled, name) for name in SIGNATURES} | {"text_free": free})
     text = NativeText(counting, TextSettings(2, 2, 1, 1, 1, -1, 0, 0, 3, 3))
     handle = text.handle
-    text.take([1, 2, 3])
+    text.extend([1, 2, 3])
     del text
     gc.collect()
     assert freed == [handle]

@@ -34,8 +34,8 @@ from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.recycle import RecycleSource
-from lookahead.algorithm.successors import KEPT_TOKENS, SuccessorDict, Successors, SuccessorTables
-from lookahead.algorithm.tree import Guesses, TokenTree
+from lookahead.algorithm.successors import MAX_SUCCESSORS, SuccessorDict, Successors, SuccessorTables
+from lookahead.algorithm.tree import DraftTokens, TokenTree
 from lookahead.algorithm.verify import Verdict
 from lookahead.backends.base import StepInput
 from lookahead.backends.graph.backend import GraphBackend
@@ -57,7 +57,7 @@ keys = st.one_of(st.tuples(token), st.tuples(before, token), st.tuples(before, b
 
 @st.composite
 def successors(draw: st.DrawFn, count: int | None = None) -> Successors:
-    tokens = draw(st.lists(token, min_size=count or 0, max_size=count or KEPT_TOKENS, unique=True))
+    tokens = draw(st.lists(token, min_size=count or 0, max_size=count or MAX_SUCCESSORS, unique=True))
     levels = st.integers(0, LEVELS - 1)
     return (*tokens, *sorted(draw(st.lists(levels, min_size=len(tokens), max_size=len(tokens)))))
 
@@ -80,15 +80,15 @@ def trees(draw: st.DrawFn, most: int = 12) -> TokenTree:
 @st.composite
 def kept(draw: st.DrawFn) -> tuple[str, Any]:
     """A step's top tokens; all of one step are as many."""
-    tree, count = draw(trees()), draw(st.integers(1, KEPT_TOKENS))
+    tree, count = draw(trees()), draw(st.integers(1, MAX_SUCCESSORS))
     top = np.array([draw(successors(count)) for _ in tree.needed], dtype=np.int32).reshape(-1, 2 * count)
-    return "keep", (tree, (draw(before), draw(before)), top)
+    return "store_step", (tree, (draw(before), draw(before)), top)
 
 
 operations = st.one_of(
     kept(),
     kept(),
-    st.tuples(st.just("forget"), st.tuples(st.integers(0, 12))),
+    st.tuples(st.just("evict"), st.tuples(st.integers(0, 12))),
     st.tuples(st.just("put"), st.tuples(keys, successors())),
     st.tuples(st.just("clear"), st.just(())),
 )
@@ -114,8 +114,8 @@ def test_a_table_that_grows_and_forgets_for_long() -> None:
         tokens = [rng.randrange(2000) for _ in range(60)]
         tree = TokenTree(tokens, range(-1, 59), range(60), range(60))
         for table in (ours, twin):
-            table.keep(tree, (-1, 7), np.array([(i, j, 0, 3) for j in range(60)], dtype=np.int32))
-            table.forget(limit)
+            table.store_step(tree, (-1, 7), np.array([(i, j, 0, 3) for j in range(60)], dtype=np.int32))
+            table.evict(limit)
     assert len(twin) == 3000
     assert list(ours.items()) == list(twin.items())
 
@@ -127,8 +127,8 @@ def test_a_cleared_table_is_as_good_as_new(size: int) -> None:
     for turn in range(3):
         tree = TokenTree([turn + i for i in range(size)], range(-1, size - 1), range(size), range(size))
         for table in (ours, twin):
-            table.keep(tree, (-1, 7), np.array([(turn, j, 0, 3) for j in range(size)], dtype=np.int32))
-            table.forget(2 * size)
+            table.store_step(tree, (-1, 7), np.array([(turn, j, 0, 3) for j in range(size)], dtype=np.int32))
+            table.evict(2 * size)
         assert list(ours.items()) == list(twin.items())
         ours.clear()
         twin.clear()
@@ -142,9 +142,9 @@ def test_what_a_table_refuses() -> None:
             table.put((3,), bad)
     tree = TokenTree([3, 4], [-1, 0], [0, 1], [0, 1])
     with pytest.raises(ValueError, match="top tokens of 1 nodes, and 2 nodes are needed"):
-        table.keep(tree, (-1, -1), np.array([(1, 0)], dtype=np.int32))
+        table.store_step(tree, (-1, -1), np.array([(1, 0)], dtype=np.int32))
     with pytest.raises(ValueError, match="a tree of 2 tokens with 1 parents"):
-        table.keep(TokenTree([3, 4], [-1], [0, 1], [0, 1]), (-1, -1), np.zeros((2, 2), dtype=np.int32))
+        table.store_step(TokenTree([3, 4], [-1], [0, 1], [0, 1]), (-1, -1), np.zeros((2, 2), dtype=np.int32))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied(table)
@@ -177,11 +177,11 @@ def test_threads_share_a_table() -> None:
             for i in range(200):
                 own = OURS.new_table()
                 tree, top = TokenTree([number, i], [-1, 0], [0, 1], [0, 1]), np.array([(i, 0), (number, 3)], np.int32)
-                own.keep(tree, (-1, -1), top)
+                own.store_step(tree, (-1, -1), top)
                 candidates = Candidates.after([number], Calibration().rates)
                 candidates.tables = SuccessorTables(OURS.new_table(), own, shared, 0)
-                OURS.grow(candidates, Limits(20, 9))
-                shared.keep(tree, (-1, -1), top)
+                OURS.search(candidates, Limits(20, 9))
+                shared.store_step(tree, (-1, -1), top)
         except BaseException as error:
             failures.append(error)
 
@@ -223,7 +223,7 @@ def asked(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> Guesses:
+def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> DraftTokens:
     """What the drafter takes; without tables there is no source of successors at all."""
     candidates = Candidates.after(case["text"], calibration.rates)
     for chain in case["chains"]:
@@ -236,7 +236,7 @@ def grown(drafter: Drafter, case: dict[str, Any], calibration: Calibration) -> G
             for key, value in (entries or {}).items():
                 table.put(key, value)
         source.propose(case["text"], candidates)
-    return drafter.grow(candidates, case["limits"])
+    return drafter.search(candidates, case["limits"])
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -295,19 +295,19 @@ def test_what_points_nowhere_is_refused() -> None:
     table = OURS.new_table()
     for needed, parents in (([2], [-1, 0]), ([-1], [-1, 0]), ([1], [-1, 1]), ([1], [-1, 7])):
         with pytest.raises(IndexError, match="does not exist"):
-            table.keep(TokenTree([1, 2], parents, [0, 1], needed), (-1, -1), np.array([(5, 0)], dtype=np.int32))
+            table.store_step(TokenTree([1, 2], parents, [0, 1], needed), (-1, -1), np.array([(5, 0)], dtype=np.int32))
     for origin in (-1, 3):
         candidates = Candidates.after([1], array("d", [0.5] * 3))
         candidates.add_chain([5], [origin])
         with pytest.raises(IndexError, match="does not exist"):
-            OURS.grow(candidates, Limits(3, 3))
+            OURS.search(candidates, Limits(3, 3))
     candidates = Candidates.after([1], array("d", [0.5] * 3))
     candidates.tables = SuccessorTables(table, table, None, 0)
     with pytest.raises(IndexError, match="does not exist"):
-        OURS.grow(candidates, Limits(3, 3))
+        OURS.search(candidates, Limits(3, 3))
     candidates.tables = SuccessorTables(SuccessorDict(), table, None, 0)
     with pytest.raises(TypeError, match="cannot read a SuccessorDict"):
-        OURS.grow(candidates, Limits(3, 3))
+        OURS.search(candidates, Limits(3, 3))
 
 
 # Whole generations
@@ -359,14 +359,14 @@ def test_every_step_of_the_graph_backend_is_the_same(
 ) -> None:
     """A batch of a tiny Llama, with packets and top tokens as they go to and come from a device. The last of its
     sequences runs alone, with a window. Shared, the drafts in C are cached."""
-    stood, show = list[bool](), DecodingSequence._show
+    stood, show = list[bool](), DecodingSequence._update_sources
     learned = list[bool]()
 
     def shown(self: DecodingSequence, tree: Any, output: Any, verdict: Any, ngrams: Any) -> None:
         learned.append(verdict.learned)
         show(self, tree, output, verdict, ngrams)
 
-    monkeypatch.setattr(DecodingSequence, "_show", shown)
+    monkeypatch.setattr(DecodingSequence, "_update_sources", shown)
 
     def run(drafter: Drafter) -> list[Any]:
         cost = PassCost(COST)
@@ -427,7 +427,7 @@ def test_who_does_not_learn_while_the_device_runs_learns_before_the_next_step(mo
             outputs = backend.step([StepInput(slot, chunk, tree, SamplingParams(), (), 8)])
             verdict = OURS.verification([tree], [sequence.learner]).accept(outputs)[0]
             assert isinstance(verdict, Verdict)
-            backend.commit([(slot, sequence.absorb(tree, outputs[0], sequence.cut(verdict)).path)])
+            backend.commit([(slot, sequence.accept_step(tree, outputs[0], sequence.apply_stop_rules(verdict)).path)])
         return sequence.tokens, set(memory.successors.items())
 
     (text, kept), (same_text, kept_late) = run(False), run(True)

@@ -113,9 +113,9 @@ def test_ngrams_that_straddle_prompt_and_output() -> None:
     pool = NGramPool(3)
     source = PromptSource(pool, Calibration(), 4)
     source.start([1, 2, 3])
-    source.absorb(outcome([1, 2, 3, 4], 1))
+    source.learn_from(outcome([1, 2, 3, 4], 1))
     assert pool.lookup(1) == [(2, 3, 4)]
-    source.absorb(outcome([1, 2, 3, 4, 5, 6], 2))
+    source.learn_from(outcome([1, 2, 3, 4, 5, 6], 2))
     assert [pool.lookup(first) for first in (1, 2, 3, 4)] == [[(2, 3, 4)], [(3, 4, 5)], [(4, 5, 6)], []]
 
 
@@ -132,7 +132,7 @@ def test_a_text_fed_block_by_block_is_the_text_fed_at_once(
     while end < len(text):
         accepted = data.draw(st.integers(1, len(text) - end))
         end += accepted
-        source.absorb(outcome(text[:end], accepted))
+        source.learn_from(outcome(text[:end], accepted))
     assert [blocks.lookup(first) for first in range(4)] == [whole.lookup(first) for first in range(4)]
 
 
@@ -142,8 +142,8 @@ def test_the_window_feeds_the_same_pool_under_its_own_name() -> None:
     prompt.start([7, 1, 2, 7, 3, 4])
     jacobi.start([7, 1, 2, 7, 3, 4])
     step = outcome([7, 1, 2, 7, 3, 4, 7], 1, [(7, 5, 6), (7, 1, 2), (8, 8, 8)])
-    prompt.absorb(step)
-    jacobi.absorb(step)
+    prompt.learn_from(step)
+    jacobi.learn_from(step)
     from_prompt, prompt_origins = proposed(prompt, step.text)
     from_window, window_origins = proposed(jacobi, step.text)
     assert from_prompt == [(3, 4)]
@@ -158,7 +158,7 @@ def test_an_ngram_of_the_text_is_fed_once() -> None:
     prompt, jacobi = PromptSource(pool, calibration, 3), JacobiSource(pool, calibration, 3)
     prompt.start([7, 1, 2])
     jacobi.feed([(7, 1, 2)])
-    prompt.absorb(outcome([7, 1, 2, 7], 1))
+    prompt.learn_from(outcome([7, 1, 2, 7], 1))
     assert (pool.lookup(7, "jacobi"), pool.lookup(7, "prompt")) == ([(1, 2)], [])
 
 
@@ -166,7 +166,7 @@ def test_a_guess_is_scored_by_its_depth() -> None:
     """One origin per depth, and the last prior stands for all deeper ones."""
     calibration, pool = Calibration(), NGramPool(1)
     source = JacobiSource(pool, calibration, 7)
-    source.absorb(outcome([1, 9], 1, [(9, 1, 2, 3, 4, 5, 6)]))
+    source.learn_from(outcome([1, 9], 1, [(9, 1, 2, 3, 4, 5, 6)]))
     _, (origins,) = proposed(source, [1, 9])
     assert [origin - origins[0] for origin in origins] == [0, 1, 2, 3, 3, 3]
     assert tuple(calibration.rates[origin] for origin in origins[:4]) == JacobiSource.PRIORS

@@ -77,17 +77,17 @@ def test_an_edit_of_a_few_tokens_costs_a_few_steps() -> None:
 def test_where_the_source_goes_on() -> None:
     source = PredictionSource(Calibration(), [10, 11, 12, 13, 14, 15, 16], 4)
     assert proposed(source) == [[10, 11, 12, 13]]
-    source.follow([1, 10, 11], [10, 11])
+    source.record_output([1, 10, 11], [10, 11])
     assert proposed(source) == [[12, 13, 14, 15]]
-    source.follow([1, 10, 11, 99], [99])  # 99 instead of 12, or before it
+    source.record_output([1, 10, 11, 99], [99])  # 99 instead of 12, or before it
     assert proposed(source) == [[13, 14, 15, 16], [12, 13, 14, 15]]
-    source.follow([1, 10, 11, 99, 14], [14])  # it comes back at 14
+    source.record_output([1, 10, 11, 99, 14], [14])  # it comes back at 14
     assert proposed(source)[0] == [15, 16]
     assert source.accepted == 2
-    source.follow([1, 10, 11, 99, 14, 15, 16], [15, 16])
+    source.record_output([1, 10, 11, 99, 14, 15, 16], [15, 16])
     assert source.accepted == 4
     assert proposed(source) == []
-    source.follow([1, 10, 11, 99, 14, 15, 16, 5], [5])
+    source.record_output([1, 10, 11, 99, 14, 15, 16, 5], [5])
 
 
 def test_no_guesses_no_prediction() -> None:

@@ -14,7 +14,7 @@ from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.sampling import LEVELS
 from lookahead.algorithm.search import PythonDrafter
 from lookahead.algorithm.sequence import DecodingSequence
-from lookahead.algorithm.sources import SharedMemory, build, wants_top
+from lookahead.algorithm.sources import SharedMemory, build_sources, wants_top
 from lookahead.algorithm.sources import recycle as module
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.recycle import RecycleSource
@@ -55,7 +55,7 @@ def kind_of(source: RecycleSource, found: tuple[Successors, int] | None) -> int:
 def absorb(source: RecycleSource, text: list[int], top: Successors) -> None:
     """A step without guesses: the successors of the text's last token."""
     after = [*text, top[0]]
-    source.absorb(Outcome(after, after[-1:], TokenTree([text[-1]], [-1], [0], [0]), [], [top[0]], top_of(top), []))
+    source.learn_from(Outcome(after, after[-1:], TokenTree([text[-1]], [-1], [0], [0]), [], [top[0]], top_of(top), []))
 
 
 def test_successors_are_kept_under_their_last_three_two_and_one_tokens(drafter: Drafter) -> None:
@@ -125,7 +125,7 @@ def test_the_drafter_asks_in_the_same_order(drafter: Drafter, first: tuple[str, 
     source.propose([1, 2, 3], candidates)
     first_origin = source.tables.first_origin
     candidates.rates[first_origin:] = array("d", [0.5]) * len(candidates.rates[first_origin:])
-    guesses = drafter.grow(candidates, Limits(1, 1))
+    guesses = drafter.search(candidates, Limits(1, 1))
     assert list(guesses.tokens) == [ANSWER_ORDER.index(first)]
     owner, length = first
     assert guesses.origins[0] == source.tables.first_origin + ((owner == "shared") * 3 + 3 - length) * LEVELS
@@ -136,7 +136,7 @@ def test_successors_of_a_tree_are_kept_under_their_paths(drafter: Drafter) -> No
     tree = TokenTree([3, 4, 6, 5], [-1, 0, 0, 1], [0, 1, 1, 2], [0, 1, 2, 3])
     source = source_of(drafter)
     top = top_of(likely(40), likely(41), likely(42), likely(43))
-    source.absorb(Outcome([1, 2, 3, 4, 7], [4, 7], tree, [1], [4, 7, 0, 0], top, []))
+    source.learn_from(Outcome([1, 2, 3, 4, 7], [4, 7], tree, [1], [4, 7, 0, 0], top, []))
     look_up = source.tables.look_up
     found = [look_up(*path) for path in ((1, 2, 3), (2, 3, 4), (2, 3, 6), (3, 4, 5))]
     assert [answer[0][0] for answer in found if answer] == [40, 41, 42, 43]
@@ -148,7 +148,7 @@ def test_nodes_that_were_not_needed_leave_no_trace(drafter: Drafter) -> None:
     """Window tokens of older window rows have no logits; the newest window row hangs below them."""
     tree = TokenTree([3, 4, 5, 6], [-1, 0, 1, 2], [0, 1, 2, 3], [0, 3], branch=4, width=1)
     source = source_of(drafter)
-    source.absorb(Outcome([1, 2, 3, 9], [9], tree, [], [9, 0], top_of(likely(40), likely(43)), []))
+    source.learn_from(Outcome([1, 2, 3, 9], [9], tree, [], [9, 0], top_of(likely(40), likely(43)), []))
     look_up = source.tables.look_up
     assert (look_up(3, 4, 5), look_up(2, 3, 4)) == (None, None)
     assert look_up(4, 5, 6) == (likely(43), source.tables.first_origin)
@@ -168,7 +168,7 @@ def test_the_first_tokens_of_a_text(drafter: Drafter) -> None:
 def test_a_step_without_top_tokens_is_a_mistake(drafter: Drafter) -> None:
     tree = TokenTree([3], [-1], [0], [0])
     with pytest.raises(ValueError, match="'recycle' needs the likeliest tokens"):
-        source_of(drafter).absorb(Outcome([3, 4], [4], tree, [], [4], None, []))
+        source_of(drafter).learn_from(Outcome([3, 4], [4], tree, [], [4], None, []))
 
 
 # What outlives a request.
@@ -229,7 +229,7 @@ def test_scope_request_neither_reads_nor_leaves_anything(drafter: Drafter, scope
     memory = SharedMemory(drafter)
     memory.successors.put((7, 8, 9), likely(0))
     config = LookaheadConfig(window=0, sources=("recycle",), recycle_scope=scope)
-    (source,) = build(config, memory)
+    (source,) = build_sources(config, memory)
     assert isinstance(source, RecycleSource)
     assert (source.tables.look_up(7, 8, 9) is None) == (scope == "request")
     absorb(source, [1, 2, 3], likely(50))
@@ -241,7 +241,7 @@ def test_scope_off_asks_for_no_top_tokens() -> None:
     for scope, wanted in (("off", False), ("request", True), ("model", True)):
         config = LookaheadConfig(recycle_scope=scope)
         assert wants_top(config) == DecodingSequence([1], config).wants_top == wanted
-        sources = [type(source) for source in build(config, SharedMemory(PythonDrafter()))]
+        sources = [type(source) for source in build_sources(config, SharedMemory(PythonDrafter()))]
         assert (RecycleSource in sources) == wanted
         assert len(sources) == 3 + wanted
     assert not wants_top(LookaheadConfig(sources=("jacobi", "suffix")))

@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from lookahead.algorithm.draft import Candidates, Limits
 from lookahead.algorithm.search import PythonDrafter
-from lookahead.algorithm.sources import SharedMemory, build
+from lookahead.algorithm.sources import SharedMemory, build_sources
 from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 from lookahead.algorithm.sources.suffix import SCAN, SuffixSource
@@ -27,7 +27,7 @@ def fed(source: SuffixSource, text: list[int], prompt: int | None = None) -> Suf
     source.start(text[:prompt])
     for end in range(prompt + 1, len(text) + 1):
         tree = TokenTree([text[end - 2]], [-1], [0], [0])
-        source.absorb(Outcome(text[:end], [text[end - 1]], tree, [], [text[end - 1]], [], []))
+        source.learn_from(Outcome(text[:end], [text[end - 1]], tree, [], [text[end - 1]], [], []))
     return source
 
 
@@ -93,7 +93,7 @@ def test_a_continuation_is_what_followed_the_match(length: int) -> None:
     source = fed(SuffixSource(calibration, length=length), text)
     candidates = Candidates.after(text, calibration.rates)
     source.propose(text, candidates)
-    guesses = PythonDrafter().grow(candidates, Limits(99, 99))
+    guesses = PythonDrafter().search(candidates, Limits(99, 99))
     assert list(guesses.tokens) == [3, 4, 5, 6, 1, 2][:length]
     assert [origin - source.origin for origin in guesses.origins] == [2, 3, 4, 5, 6, 7][:length]
     assert guesses.scores[0] == SuffixSource.PRIORS[2]
@@ -116,11 +116,11 @@ def lookup(text: list[int], tokens: int, key: int) -> list[int]:
 def test_oldest_is_the_prompt_lookup_of_transformers(text: list[int], size: tuple[int, int], data) -> None:
     tokens, key = size
     memory = SharedMemory()
-    (source,) = build(LookaheadConfig.prompt_lookup(tokens, key), memory)
+    (source,) = build_sources(LookaheadConfig.prompt_lookup(tokens, key), memory)
     fed(source, text, data.draw(st.integers(1, len(text))) if data is not None else 1)
     candidates = Candidates.after(text, memory.calibration.rates)
     source.propose(text, candidates)
-    guesses = memory.drafter.grow(candidates, Limits(tokens, 99))
+    guesses = memory.drafter.search(candidates, Limits(tokens, 99))
     assert list(guesses.tokens) == lookup(text, tokens, key)
     assert list(guesses.parents) == list(range(len(guesses.tokens)))
 

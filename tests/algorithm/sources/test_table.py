@@ -9,7 +9,7 @@ import pytest
 from lookahead.algorithm.sources.calibration import SOURCE_NAMES
 from lookahead.algorithm.sources.memory import SharedMemory
 from lookahead.algorithm.sources.pool import NGramPool
-from lookahead.algorithm.sources.table import TABLE, Row, build, check_names, wants_top
+from lookahead.algorithm.sources.table import TABLE, Row, build_sources, check_names, wants_top
 from lookahead.config import OTHER_SOURCES, SOURCES, LookaheadConfig
 
 
@@ -30,6 +30,6 @@ def test_origins_keep_their_order() -> None:
 def test_a_config_with_one_source_makes_that_one(row: Row) -> None:
     config = LookaheadConfig(window=0, sources=(row.name,))
     assert wants_top(config) == row.needs_top == (row.name == "recycle")
-    assert len(build(config, SharedMemory())) == 1
+    assert len(build_sources(config, SharedMemory())) == 1
     source = row.make(config, SharedMemory(), NGramPool(config.guesses))
     source.start([1, 2, 3])

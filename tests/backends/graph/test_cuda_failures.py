@@ -145,5 +145,5 @@ def test_without_a_compiler_the_eager_backend_runs(make_model: Any, tokenizer: A
     assert backend == "EagerBackend 8"
     assert "the eager backend runs it" in said
     assert "does not" in refused
-    assert "the Python drafter runs in place of the C one: " in done.stderr
+    assert "using the Python drafter instead of the C one: " in done.stderr
     assert "error: it broke" in done.stderr

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 from chains import chain
 
-from lookahead.algorithm.tree import NO_GUESSES, TokenTree, window_layout
+from lookahead.algorithm.tree import NO_DRAFT_TOKENS, TokenTree, window_layout
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.targets_packet import TargetsPacket
 from lookahead.config import SamplingParams
 
-WINDOWED = window_layout(3, 4).tree(range(20, 29), NO_GUESSES)
+WINDOWED = window_layout(3, 4).tree(range(20, 29), NO_DRAFT_TOKENS)
 FORKED = TokenTree([5, 6, 7, 8], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
 ENTRIES: dict[str, list[tuple[int, Sequence[int], TokenTree]]] = {
     "trees": [(3, (), FORKED), (70, (), chain([9], 1)), (0, (), FORKED)],

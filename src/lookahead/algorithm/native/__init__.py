@@ -1,7 +1,7 @@
-"""The drafter in C, compiled at first use, and the one place that chooses between it and the Python one.
+"""The drafter in C, compiled at first use, and the choice between it and the Python one.
 
-At batch 1 on a GPU the host's part of a step stands between two runs of the device. In Python the search and the tables
-of successors would take a fifth of such a step.
+At batch size 1 on a GPU the device waits for the host between two steps. In Python the search and the tables of
+successors would take a fifth of such a step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from lookahead.algorithm.search import PythonDrafter
 
 
 def choose_drafter() -> Drafter:
-    """The C drafter where the machine can build it, else the Python one, which gives the same guesses in more time."""
+    """The C drafter if it can be built, else the Python one, which is slower and gives the same draft tokens."""
     compiled = library()
     return PythonDrafter() if compiled is None else NativeDrafter(compiled)

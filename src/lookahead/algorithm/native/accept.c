@@ -1,70 +1,74 @@
-/* What the sequences of a step accept: the twin of accept, in verify.py. In the same call the texts take the
-   accepted tokens, and the tables `last` what the step computed, as TextSource.absorb and RecycleSource.absorb do. */
+/* Verification: the twin of accept, in verify.py. The same call appends the accepted tokens to the texts and stores the
+   step's top tokens in the tables `last`, as TextSource.learn_from and RecycleSource.learn_from do. */
 
 #include "drafter.h"
 
-/* From the root, follow the guess that equals the target. No guess stands before its parent, so one pass finds all.
-   Returns how many tokens are accepted. `results` begin with the root's. */
-static int32_t follow(
-    const Ran *ran, const int32_t *tree, const int32_t *results, int32_t stride, int32_t *tokens, int32_t *path
+/* From the root, follow the draft token that equals the target. Parents come before their children, so one pass over
+   the tree is enough. Returns the number of accepted tokens. `results` begin with the root's. */
+static int32_t accept_path(
+    const StepTree *tree, const int32_t *nodes, const int32_t *results, int32_t stride, int32_t *tokens, int32_t *path
 ) {
-    const int32_t *parents = tree + ran->nodes;
-    const int32_t *of_guess = results + ((int64_t)ran->needed_count - ran->nodes) * stride;
+    const int32_t *parents = nodes + tree->nodes;
+    /* The draft tokens are the last of the needed nodes. */
+    const int32_t *drafted = results + ((int64_t)tree->needed_count - tree->nodes) * stride;
     int32_t node = 0, count = 1;
     tokens[0] = results[0];
-    for (int32_t guess = ran->branch; guess < ran->nodes; guess++) {
-        if (parents[guess] != node || tree[guess] != tokens[count - 1]) continue;
-        node = path[count - 1] = guess;
-        tokens[count++] = of_guess[(int64_t)guess * stride];
+    for (int32_t child = tree->branch; child < tree->nodes; child++) {
+        if (parents[child] != node || nodes[child] != tokens[count - 1]) continue;
+        node = path[count - 1] = child;
+        tokens[count++] = drafted[(int64_t)child * stride];
     }
     return count;
 }
 
 /* The window's n-grams, one per column: the twin of Window.ngrams. The root is column 0 of the first window row, the
    nodes of the other rows follow, and the targets of the newest row end the n-grams. NULL: out of memory. */
-static int32_t *new_ngrams(const Ran *ran, const int32_t *tree, const int32_t *results, int32_t stride, int32_t size) {
-    int32_t *ngrams = malloc((size_t)ran->width * (size_t)size * sizeof *ngrams), first = size > 2;
-    for (int32_t column = 0; ngrams && column < ran->width; column++) {
+static int32_t *new_ngrams(
+    const StepTree *tree, const int32_t *nodes, const int32_t *results, int32_t stride, int32_t size
+) {
+    int32_t *ngrams = malloc((size_t)tree->width * (size_t)size * sizeof *ngrams), first = size > 2;
+    for (int32_t column = 0; ngrams && column < tree->width; column++) {
         int32_t *ngram = ngrams + (int64_t)column * size;
-        for (int32_t row = 0; row < size - 1; row++) ngram[row] = tree[row * ran->width + column];
+        for (int32_t row = 0; row < size - 1; row++) ngram[row] = nodes[row * tree->width + column];
         ngram[size - 1] = results[(int64_t)(first + column) * stride];
     }
     return ngrams;
 }
 
-/* Let the text and the table `last` take what the step showed. */
-static int take(
-    const Ran *ran, const int32_t *tree, const int32_t *results, int32_t stride, const int32_t *tokens, int32_t count
+/* Append the accepted tokens to the text, and store the step's top tokens in the table `last`. */
+static int learn(
+    const StepTree *tree, const int32_t *nodes, const int32_t *results, int32_t stride, const int32_t *tokens,
+    int32_t count
 ) {
-    Text *text = ran->candidates->text;
+    Text *text = tree->candidates->text;
     int64_t root = text->length - 1;
-    int32_t one = root > 0 ? text->tokens[root - 1] : -1, two = root > 1 ? text->tokens[root - 2] : -1;
-    Computed step = {ran->nodes, ran->needed_count, (stride - 1) / 2, {two, one}, 1, stride};
-    int result = table_keep(ran->candidates->last, &step, tree, results + 1);
+    int32_t before = root > 0 ? text->tokens[root - 1] : -1, before2 = root > 1 ? text->tokens[root - 2] : -1;
+    StepSuccessors step = {tree->nodes, tree->needed_count, (stride - 1) / 2, {before2, before}, 1, stride};
+    int result = table_store_step(tree->candidates->last, &step, nodes, results + 1);
     if (result) return result;
-    if (!ran->width) return text_take(text, tokens, count, NULL, 0);
-    int32_t *ngrams = new_ngrams(ran, tree, results, stride, text->set.ngram);
+    if (!tree->width) return text_extend(text, tokens, count, NULL, 0);
+    int32_t *ngrams = new_ngrams(tree, nodes, results, stride, text->set.ngram);
     if (!ngrams) return -1;
-    result = text_take(text, tokens, count, ngrams, ran->width);
+    result = text_extend(text, tokens, count, ngrams, tree->width);
     free(ngrams);
     return result;
 }
 
 /* `results` has `stride` numbers for each needed row of the step: the target, the top tokens, and their levels.
-   `trees` are the tokens, parents and needed nodes of each tree. `counts` are how many tokens each sequence accepts,
-   or why one failed; their tokens and paths stand one after the other, each path with one number to spare. There is
-   room for as many numbers as the trees have nodes. */
+   `nodes` are the tokens, parents and needed nodes of each tree. Output: `counts` are the numbers of accepted tokens of
+   the sequences, or error codes; `tokens` and `paths` are concatenated, each path with one unused number at its end.
+   Both have room for one number per node. */
 void draft_accept(
-    const Ran *ran, int32_t sequences, const int32_t *trees, const int32_t *results, int32_t stride, int32_t *counts,
-    int32_t *tokens, int32_t *paths
+    const StepTree *trees, int32_t sequences, const int32_t *nodes, const int32_t *results, int32_t stride,
+    int32_t *counts, int32_t *tokens, int32_t *paths
 ) {
     for (int32_t i = 0; i < sequences; i++) {
-        const Ran *one = &ran[i];
-        int32_t count = one->nodes ? follow(one, trees, results, stride, tokens, paths) : 0;
-        int result = count && one->candidates ? take(one, trees, results, stride, tokens, count) : 0;
+        const StepTree *tree = &trees[i];
+        int32_t count = tree->nodes ? accept_path(tree, nodes, results, stride, tokens, paths) : 0;
+        int result = count && tree->candidates ? learn(tree, nodes, results, stride, tokens, count) : 0;
         counts[i] = result ? result : count;
         if (!result) tokens += count, paths += count;
-        trees += 2 * (int64_t)one->nodes + one->needed_count;
-        results += (int64_t)one->needed_count * stride;
+        nodes += 2 * (int64_t)tree->nodes + tree->needed_count;
+        results += (int64_t)tree->needed_count * stride;
     }
 }

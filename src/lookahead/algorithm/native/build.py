@@ -1,9 +1,8 @@
 """Compile and load the drafter in C.
 
-It is compiled at first use with the machine's C compiler (Triton compiles its launchers with one, so where our kernels
-run there is one already) and kept in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, there is no library,
-and the Python drafter runs instead. It also does, with a warning, where the compiler fails or where the library's
-structs are not those that Python packs.
+It is compiled at first use with the machine's C compiler (Triton needs one for its launchers, so machines that run our
+kernels have one) and stored in the cache. Without a compiler, or with `LOOKAHEAD_NATIVE=0`, the Python drafter runs
+instead; also, with a warning, if the compiler fails or if the library's structs differ from those that Python packs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lookahead.cache import cache_dir
 
 SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".c", ".h")))
 FLAGS = ("-std=gnu99", "-O2", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
-"""Without fused multiply-adds, so that doubles are rounded as Python rounds them."""
+"""Without fused multiply-adds, so that doubles are rounded as in Python."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +39,13 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "table_put": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
     "table_get": (_INT, [_POINTER, _POINTER, _POINTER]),
     "table_next": (_LONG, [_POINTER, _LONG, _POINTER]),
-    "table_forget": (None, [_POINTER, _LONG]),
-    "table_keep": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
+    "table_evict": (None, [_POINTER, _LONG]),
+    "table_store_step": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER]),
     "text_new": (_POINTER, [_POINTER]),
     "text_free": (None, [_POINTER]),
-    "text_take": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
+    "text_extend": (_INT, [_POINTER, _POINTER, _INT, _POINTER, _INT]),
     "draft_search": (_INT, [_POINTER, _POINTER]),
-    "draft_choose": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
+    "draft_trees": (_INT, [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER]),
     "draft_accept": (None, [_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER]),
     "workers_new": (_POINTER, [_INT]),
     "workers_wake": (None, [_POINTER]),
@@ -54,31 +53,31 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class NoCompilerError(RuntimeError):
-    """The machine has no C compiler, which is no fault: the Python drafter runs."""
+    """The machine has no C compiler. This is not an error: the Python drafter runs."""
 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The compiled functions, or None where the Python drafter must be used.
+    """The compiled functions, or None if the Python drafter must be used.
 
-    They run with the interpreter's lock held (`PyDLL`): a call takes microseconds, and threads may share a table. An
-    interpreter without that lock gets the Python drafter.
+    They run with the GIL held (`PyDLL`): a call takes microseconds, and threads may share a table. An interpreter
+    without a GIL gets the Python drafter.
     """
     if os.environ.get("LOOKAHEAD_NATIVE") == "0":
         return None
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        logger.info("the Python drafter runs in place of the C one: this Python has no global lock")
+        logger.info("using the Python drafter instead of the C one: this Python has no GIL")
         return None
     try:
         return load(cache_dir() / "native")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         level = logging.INFO if isinstance(error, NoCompilerError) else logging.WARNING
-        logger.log(level, "the Python drafter runs in place of the C one: %s", error)
+        logger.log(level, "using the Python drafter instead of the C one: %s", error)
         return None
 
 
 def load(folder: Path) -> Any:
-    """Load the library kept in this folder. Compile it first, if it is missing or does not load."""
+    """Load the library in this folder. Compile it first if it is missing or does not load."""
     path = folder / f"{fingerprint()}{'.dll' if sys.platform == 'win32' else '.so'}"
     if not path.exists() or not ours(path):
         build(path)
@@ -90,7 +89,7 @@ def load(folder: Path) -> Any:
 
 
 def bind(path: Path) -> Any:
-    """Open a compiled library, and check that its structs are those that Python packs: RuntimeError if they are not."""
+    """Open a compiled library. Raises RuntimeError if its structs differ from those that Python packs."""
     loaded = ctypes.PyDLL(str(path))
     check_layout(loaded)
     for name, (result, arguments) in SIGNATURES.items():
@@ -108,7 +107,7 @@ def fingerprint() -> str:
 
 
 def ours(path: Path) -> bool:
-    """True when only this user can have written the file. That matters, because loading a library runs its code."""
+    """Whether only this user can have written the file. Loading a library runs its code."""
     if not hasattr(os, "getuid"):
         return True
     status = path.stat()
@@ -116,10 +115,10 @@ def ours(path: Path) -> bool:
 
 
 def build(path: Path) -> None:
-    """Compile into a folder beside the target and move the result into place, so that no process loads half a file."""
+    """Compile in a temporary folder and rename the result, so that no process loads an incomplete file."""
     compiler = shlex.split(os.environ.get("CC", "")) or [c for c in ("cc", "gcc", "clang") if shutil.which(c)][:1]
     if not compiler:
-        raise NoCompilerError("no C compiler was found (cc, gcc or clang, or the one that CC names)")
+        raise NoCompilerError("no C compiler was found (cc, gcc, clang or $CC)")
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
@@ -127,8 +126,8 @@ def build(path: Path) -> None:
         command = [*compiler, *FLAGS, "-o", str(made), *files]
         ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
         if ran.returncode or not made.exists():
-            said = ran.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ran.returncode}"]
-            message = next((line for line in said if "error" in line), said[0])
+            lines = ran.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {ran.returncode}"]
+            message = next((line for line in lines if "error" in line), lines[0])
             raise RuntimeError(f"{compiler[0]} did not compile the drafter: {message}")
         made.chmod(0o755)
         os.replace(made, path)

@@ -1,4 +1,4 @@
-/* The best-first search: the twin of PythonDrafter.grow, in search.py. */
+/* The best-first search: the twin of PythonDrafter.search, in search.py. */
 
 #include "drafter.h"
 
@@ -12,7 +12,7 @@
 
 typedef struct {
     int32_t token, origin;
-    int32_t first, last, next; /* children in the order they came, and the next sibling; 0 is none */
+    int32_t first, last, next; /* children in insertion order, and the next sibling; 0 is none */
 } Node;
 
 typedef struct {
@@ -43,7 +43,7 @@ static void push(Candidate *heap, int32_t *size, Candidate new) {
     heap[at] = new;
 }
 
-/* Put another candidate in the first one's place. */
+/* Replace the first candidate. */
 static void replace(Candidate *heap, int32_t size, Candidate new) {
     int32_t at = 0, child;
     while ((child = 2 * at + 1) < size) {
@@ -65,9 +65,9 @@ static int32_t child_of(const Node *trie, int32_t node, int32_t token) {
     return child;
 }
 
-/* Enter a chain into the trie, which has `nodes` nodes. Where it runs along an earlier one, the likelier origin
-   names the node. Returns the number of nodes. */
-static int32_t plant(Node *trie, int32_t nodes, Chain chain, const double *rates) {
+/* Add a chain to the trie, which has `nodes` nodes. A node that two chains share has the origin with the higher rate.
+   Returns the new number of nodes. */
+static int32_t add_chain(Node *trie, int32_t nodes, Chain chain, const double *rates) {
     int32_t node = 0;
     for (int32_t i = 0; i < chain.length; i++) {
         int32_t child = child_of(trie, node, chain.tokens[i]);
@@ -85,66 +85,66 @@ static int32_t plant(Node *trie, int32_t nodes, Chain chain, const double *rates
     return nodes;
 }
 
-/* Enter the given chains (all tokens, all origins, and all lengths), and then the text's. */
-static void plant_all(Node *trie, const Candidates *d, int64_t text_chains, const Step *step, const int32_t *given) {
+/* Add the step's chains (all tokens, all origins, and all lengths), and then the text's. */
+static void add_chains(Node *trie, const Candidates *d, int64_t text_chains, const Step *step, const int32_t *given) {
     const int32_t *tokens = given, *origins = tokens + step->chain_token_count;
     const int32_t *lengths = origins + step->chain_token_count;
     int32_t nodes = 1;
     trie[0] = (Node){step->text_end[2], -1, 0, 0, 0};
     for (int32_t i = 0; i < step->chain_count; tokens += lengths[i], origins += lengths[i], i++) {
-        nodes = plant(trie, nodes, (Chain){tokens, origins, lengths[i]}, d->rates);
+        nodes = add_chain(trie, nodes, (Chain){tokens, origins, lengths[i]}, d->rates);
     }
-    for (int64_t i = 0; i < text_chains; i++) nodes = plant(trie, nodes, d->text->chains[i], d->rates);
+    for (int64_t i = 0; i < text_chains; i++) nodes = add_chain(trie, nodes, d->text->chains[i], d->rates);
 }
 
-static int all_below(const int32_t *origins, int64_t count, int32_t limit) {
+static int all_in_range(const int32_t *origins, int64_t count, int32_t limit) {
     for (int64_t i = 0; i < count; i++) {
         if (origins[i] < 0 || origins[i] >= limit) return 0;
     }
     return 1;
 }
 
-/* The order in which `look_up` asks the tables for keys of three, two and one tokens. */
+/* The order in which `look_up` searches the tables for keys of three, two and one tokens. */
 enum { LAST, OWN, SHARED, TABLES };
-static const struct { int of, length; } ASKED[] = {
+static const struct { int table, length; } LOOKUPS[] = {
     {LAST, 3}, {OWN, 3}, {LAST, 2}, {OWN, 2}, {SHARED, 3}, {SHARED, 2}, {LAST, 1}, {OWN, 1}, {SHARED, 1},
 };
 
-/* The successors of a path's last token, and which of the six kinds of answer they are. */
-static const Successors *look_up(const Table *const tables[TABLES], const int32_t last[3], int32_t *kind) {
-    /* keys[n - 1] has n tokens. The slots are prefetched together, because waiting for each in turn takes longer. */
-    int32_t keys[3][3] = {{NONE, NONE, last[2]}, {NONE, last[1], last[2]}, {last[0], last[1], last[2]}};
+/* The successors of a path that ends with these tokens, and which of the six groups of origins they have. */
+static const Successors *look_up(const Table *const tables[TABLES], const int32_t last[3], int32_t *group) {
+    /* keys[n - 1] has n tokens. All slots are prefetched first, so that their cache misses overlap. */
+    int32_t keys[3][3] = {{PAD, PAD, last[2]}, {PAD, last[1], last[2]}, {last[0], last[1], last[2]}};
     uint64_t hashes[3];
     for (int i = 0; i < 3; i++) {
         hashes[i] = hash(keys[i]);
-        for (int of = OWN; of <= SHARED; of++) {
-            if (tables[of]->room) PREFETCH(&tables[of]->table[hashes[i] & tables[of]->mask]);
+        for (int t = OWN; t <= SHARED; t++) {
+            if (tables[t]->capacity) PREFETCH(&tables[t]->table[hashes[i] & tables[t]->mask]);
         }
     }
-    for (size_t i = 0; i < sizeof ASKED / sizeof *ASKED; i++) {
-        const Table *m = tables[ASKED[i].of];
-        int length = ASKED[i].length;
+    for (size_t i = 0; i < sizeof LOOKUPS / sizeof *LOOKUPS; i++) {
+        const Table *m = tables[LOOKUPS[i].table];
+        int length = LOOKUPS[i].length;
         int64_t slot = find_hashed(m, keys[length - 1], hashes[length - 1]);
         if (slot < 0 || !entry_at(m, slot)->value.count) continue;
-        *kind = (ASKED[i].of == SHARED ? 3 : 0) + 3 - length;
+        *group = (LOOKUPS[i].table == SHARED ? 3 : 0) + 3 - length;
         return &entry_at(m, slot)->value;
     }
     return NULL;
 }
 
-/* Queue what may follow a taken node: the tokens of its chains, and the best of its successors. */
+/* Queue the candidates below a taken node: the tokens of its chains, and the best of its successors. */
 static void queue(
-    Candidate *heap, int32_t *size, Taken *taken, int32_t place, Node *trie, const Table *const tables[TABLES],
+    Candidate *heap, int32_t *size, Taken *taken, int32_t index, Node *trie, const Table *const tables[TABLES],
     const Candidates *d, const Step *step
 ) {
-    Taken *node = &taken[place];
-    const Taken *parent = place ? &taken[node->parent] : NULL;
+    Taken *node = &taken[index];
+    const Taken *parent = index ? &taken[node->parent] : NULL;
     const double *rates = d->rates;
-    int32_t before = parent ? parent->token : step->text_end[1], kind = 0;
+    int32_t before = parent ? parent->token : step->text_end[1], group = 0;
     int32_t before2 = !parent ? step->text_end[0] : node->parent ? taken[parent->parent].token : step->text_end[1];
-    const Successors *likely = look_up(tables, (int32_t[3]){before2, before, node->token}, &kind);
+    const Successors *likely = look_up(tables, (int32_t[3]){before2, before, node->token}, &group);
     node->successors = likely;
-    node->origin = d->first_origin + kind * LEVELS;
+    node->origin = d->first_origin + group * LEVELS;
     if (node->trie >= 0 && trie[node->trie].first) {
         double mass = 0.0;
         for (int32_t child = trie[node->trie].first; child; child = trie[child].next) {
@@ -159,19 +159,19 @@ static void queue(
                 break;
             }
             mass += rate;
-            push(heap, size, (Candidate){-node->score * rate, place, -1, child});
+            push(heap, size, (Candidate){-node->score * rate, index, -1, child});
         }
         node->weight = node->score * (1 - (mass < CHAIN_MASS ? mass : CHAIN_MASS));
     }
     if (likely) {
-        push(heap, size, (Candidate){-node->weight * rates[node->origin + likely->level[0]], place, 0, -1});
+        push(heap, size, (Candidate){-node->weight * rates[node->origin + likely->level[0]], index, 0, -1});
     }
 }
 
-/* Take the best candidate as the node at `place`. Its next sibling among the successors is a candidate from now on.
-   Returns 0 when there is none. */
-static int take(Candidate *heap, int32_t *size, Taken *taken, int32_t place, int32_t *origin, const Node *trie,
-                const double *rates) {
+/* Take the best candidate as node `index`. If it is a successor, its parent's next successor becomes a candidate.
+   Returns 0 if no candidate is left. */
+static int take_best(Candidate *heap, int32_t *size, Taken *taken, int32_t index, int32_t *origin, const Node *trie,
+                     const double *rates) {
     while (*size) {
         Candidate best = heap[0];
         const Taken *parent = &taken[best.parent];
@@ -180,7 +180,7 @@ static int take(Candidate *heap, int32_t *size, Taken *taken, int32_t place, int
         if (best.index < 0) {
             pop(heap, size);
             new.token = trie[best.trie].token, *origin = trie[best.trie].origin;
-            taken[place] = new;
+            taken[index] = new;
             return 1;
         }
         const Successors *likely = parent->successors;
@@ -193,39 +193,40 @@ static int take(Candidate *heap, int32_t *size, Taken *taken, int32_t place, int
             pop(heap, size);
         }
         if (parent->trie < 0 || !child_of(trie, parent->trie, new.token)) {
-            taken[place] = new;
+            taken[index] = new;
             return 1;
         }
     }
     return 0;
 }
 
-/* How many of `count` entries (the root first, then best first) give most tokens per unit of time. */
-static int32_t worth(const Taken *taken, int32_t count, const Step *step, double taught) {
+/* How many of `count` nodes (the root, then draft tokens best first) give most tokens per second: the twin of
+   best_count, in budget.py. */
+static int32_t best_count(const Taken *taken, int32_t count, const Step *step, double bonus) {
     double expected = 0.0, best = 0.0;
-    int32_t keep = 0;
+    int32_t best_k = 0;
     for (int32_t k = 0; k < count; k++) {
-        int32_t at = step->branch - 1 + k < step->cost_count - 1 ? step->branch - 1 + k : step->cost_count - 1;
+        int32_t row = step->branch - 1 + k < step->cost_count - 1 ? step->branch - 1 + k : step->cost_count - 1;
         expected = k ? expected + taken[k].score : taken[k].score;
-        double gain = (expected + taught * k) / step->cost[at];
+        double gain = (expected + bonus * k) / step->cost[row];
         if (!k || gain > best) {
             best = gain;
-            keep = k + 1;
+            best_k = k + 1;
         }
     }
-    return keep;
+    return best_k;
 }
 
-/* Fill the draft's guesses. Returns how many there are. `chains` come with the step. */
+/* Write the draft tokens to the step's candidates. Returns their number. `chains` come with the step. */
 int32_t draft_search(const Step *step, const int32_t *chains) {
     const Candidates *d = step->candidates;
-    if (step->room > d->capacity) return -2;
-    if (!all_below(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
+    if (step->max_tokens > d->capacity) return -2;
+    if (!all_in_range(chains + step->chain_token_count, step->chain_token_count, d->rate_count)) return -2;
     int64_t text_chains = d->text ? text_find_chains(d->text) : 0, chain_tokens = step->chain_token_count;
     if (text_chains < 0) return -1;
     for (int64_t i = 0; i < text_chains; i++) {
         Chain chain = d->text->chains[i];
-        if (!all_below(chain.origins, chain.length, d->rate_count)) return -2;
+        if (!all_in_range(chain.origins, chain.length, d->rate_count)) return -2;
         chain_tokens += chain.length;
     }
     if (chain_tokens > INT32_MAX / 2) return -1;
@@ -234,29 +235,30 @@ int32_t draft_search(const Step *step, const int32_t *chains) {
     const Table *const tables[TABLES] = {
         d->last ? d->last : &empty, d->own ? d->own : &empty, d->shared ? d->shared : &empty,
     };
-    size_t most = (size_t)chain_tokens + (size_t)step->room + 2;
-    Candidate *heap = malloc(most * (sizeof(Candidate) + sizeof(Node)) + ((size_t)step->room + 1) * sizeof(Taken));
+    size_t most = (size_t)chain_tokens + (size_t)step->max_tokens + 2;
+    size_t nodes = (size_t)step->max_tokens + 1;
+    Candidate *heap = malloc(most * (sizeof(Candidate) + sizeof(Node)) + nodes * sizeof(Taken));
     if (!heap) return -1;
     Taken *taken = (Taken *)(heap + most);
-    Node *trie = (Node *)(taken + step->room + 1);
-    plant_all(trie, d, text_chains, step, chains);
-    int32_t *tokens = d->guesses, *parents = tokens + d->capacity, *depths = parents + d->capacity;
+    Node *trie = (Node *)(taken + nodes);
+    add_chains(trie, d, text_chains, step, chains);
+    int32_t *tokens = d->drafted, *parents = tokens + d->capacity, *depths = parents + d->capacity;
     int32_t *origins = depths + d->capacity;
 
     int32_t count = 1, size = 0;
     taken[0] = (Taken){.token = step->text_end[2], .parent = -1, .score = 1.0, .weight = 1.0};
-    while (count <= step->room) {
+    while (count <= step->max_tokens) {
         if (taken[count - 1].depth < step->max_depth) queue(heap, &size, taken, count - 1, trie, tables, d, step);
-        if (!take(heap, &size, taken, count, &origins[count - 1], trie, d->rates)) break;
+        if (!take_best(heap, &size, taken, count, &origins[count - 1], trie, d->rates)) break;
         if (taken[count].score < step->floor) break;
         count++;
     }
-    int32_t kept = (step->cost ? worth(taken, count, step, d->taught) : count) - 1;
-    for (int32_t i = 0; i < kept; i++) {
+    int32_t drafted = (step->cost ? best_count(taken, count, step, d->bonus) : count) - 1;
+    for (int32_t i = 0; i < drafted; i++) {
         const Taken *node = &taken[i + 1];
         tokens[i] = node->token, depths[i] = node->depth, d->scores[i] = node->score;
         parents[i] = node->parent ? node->parent + step->branch - 1 : 0;
     }
     free(heap);
-    return kept;
+    return drafted;
 }

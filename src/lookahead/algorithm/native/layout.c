@@ -1,37 +1,37 @@
-/* The structs that Python packs (layout.py has the same fields in the same order). Python checks the table below when it
-   loads the library; where pointers have 64 bits, as the offsets here do, the compiler checks them as well. */
+/* The structs that Python packs (layout.py has the same fields in the same order). Python checks the table below when
+   it loads the library; with 64-bit pointers, which the offsets here assume, the compiler also checks them. */
 
 #include "drafter.h"
 
 #include <stddef.h>
 
-#define VERSION 1 /* raised in layout.py, too, when the meaning of an argument changes and no struct shows it */
+#define VERSION 1 /* increase it here and in layout.py when the meaning of an argument changes but no struct does */
 
 #define LAYOUT(SIZE, FIELD) \
-    SIZE(Settings, 40) \
-    FIELD(Settings, ngram, 0) FIELD(Settings, guesses, 4) FIELD(Settings, key, 8) FIELD(Settings, branches, 12) \
-    FIELD(Settings, reach, 16) FIELD(Settings, suffix, 20) FIELD(Settings, fed, 24) \
-    FIELD(Settings, longest_match, 32) FIELD(Settings, deepest, 36) \
-    SIZE(Computed, 28) \
-    FIELD(Computed, nodes, 0) FIELD(Computed, needed_count, 4) FIELD(Computed, count, 8) FIELD(Computed, before, 12) \
-    FIELD(Computed, only, 20) FIELD(Computed, stride, 24) \
+    SIZE(TextSettings, 40) \
+    FIELD(TextSettings, ngram, 0) FIELD(TextSettings, guesses, 4) FIELD(TextSettings, key, 8) \
+    FIELD(TextSettings, branches, 12) FIELD(TextSettings, reach, 16) FIELD(TextSettings, suffix, 20) \
+    FIELD(TextSettings, fed, 24) FIELD(TextSettings, longest_match, 32) FIELD(TextSettings, deepest, 36) \
+    SIZE(StepSuccessors, 28) \
+    FIELD(StepSuccessors, nodes, 0) FIELD(StepSuccessors, needed_count, 4) FIELD(StepSuccessors, count, 8) \
+    FIELD(StepSuccessors, before, 12) FIELD(StepSuccessors, replace, 20) FIELD(StepSuccessors, stride, 24) \
     SIZE(Candidates, 80) \
     FIELD(Candidates, last, 0) FIELD(Candidates, own, 8) FIELD(Candidates, shared, 16) FIELD(Candidates, text, 24) \
-    FIELD(Candidates, rates, 32) FIELD(Candidates, guesses, 40) FIELD(Candidates, scores, 48) \
-    FIELD(Candidates, taught, 56) FIELD(Candidates, rate_count, 64) FIELD(Candidates, first_origin, 68) \
+    FIELD(Candidates, rates, 32) FIELD(Candidates, drafted, 40) FIELD(Candidates, scores, 48) \
+    FIELD(Candidates, bonus, 56) FIELD(Candidates, rate_count, 64) FIELD(Candidates, first_origin, 68) \
     FIELD(Candidates, capacity, 72) \
     SIZE(Step, 88) \
     FIELD(Step, candidates, 0) FIELD(Step, cost, 8) FIELD(Step, trust, 16) FIELD(Step, bonus, 24) \
-    FIELD(Step, floor, 32) FIELD(Step, all_taken, 40) FIELD(Step, cost_count, 44) FIELD(Step, room, 48) \
+    FIELD(Step, floor, 32) FIELD(Step, all_taken, 40) FIELD(Step, cost_count, 44) FIELD(Step, max_tokens, 48) \
     FIELD(Step, max_depth, 52) \
     FIELD(Step, branch, 56) FIELD(Step, text_end, 60) FIELD(Step, chain_token_count, 72) FIELD(Step, chain_count, 76) \
-    FIELD(Step, most_tokens, 80) FIELD(Step, root, 84) \
-    SIZE(Share, 32) \
-    FIELD(Share, cost, 0) FIELD(Share, floor, 8) FIELD(Share, cost_count, 16) FIELD(Share, sequences, 20) \
-    FIELD(Share, most, 24) FIELD(Share, room, 28) \
-    SIZE(Ran, 24) \
-    FIELD(Ran, candidates, 0) FIELD(Ran, nodes, 8) FIELD(Ran, branch, 12) FIELD(Ran, width, 16) \
-    FIELD(Ran, needed_count, 20)
+    FIELD(Step, max_text, 80) FIELD(Step, root, 84) \
+    SIZE(StepLimits, 32) \
+    FIELD(StepLimits, cost, 0) FIELD(StepLimits, floor, 8) FIELD(StepLimits, cost_count, 16) \
+    FIELD(StepLimits, sequences, 20) FIELD(StepLimits, max_weighed, 24) FIELD(StepLimits, max_tokens, 28) \
+    SIZE(StepTree, 24) \
+    FIELD(StepTree, candidates, 0) FIELD(StepTree, nodes, 8) FIELD(StepTree, branch, 12) FIELD(StepTree, width, 16) \
+    FIELD(StepTree, needed_count, 20)
 
 #if UINTPTR_MAX == UINT64_MAX
 #define SAME_SIZE(type, size) _Static_assert(sizeof(type) == (size), "layout.py has another size of " #type);
@@ -45,7 +45,7 @@ LAYOUT(SAME_SIZE, SAME_OFFSET)
 
 static const int32_t numbers[] = {VERSION, LAYOUT(ITS_SIZE, ITS_OFFSET)};
 
-/* How many numbers follow; the version; and of each struct its size and the offsets of its fields. */
+/* The count of the numbers that follow; the version; and for each struct its size and the offsets of its fields. */
 const int32_t *drafter_layout(void) {
     static int32_t table[1 + sizeof numbers / sizeof *numbers];
     table[0] = sizeof numbers / sizeof *numbers;

@@ -1,7 +1,7 @@
-"""The structs of `drafter.h` that Python packs: their fields, in order, and the check that the library agrees.
+"""The structs of `drafter.h` that Python packs: their fields, in order, and a check of the library's layout.
 
-A `Struct` is packed in a third of the time that a `ctypes.Structure` takes, and lists of integers in a tenth of the
-time that an `array` of them takes.
+Packing with `struct.Struct` takes a third of the time of a `ctypes.Structure`, and packing a list of integers a tenth
+of the time of creating an `array`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from struct import Struct, calcsize
 from typing import Any
 
 VERSION = 1
-"""Raised in `layout.c`, too, when the meaning of an argument changes and no struct shows it."""
+"""Increase it here and in `layout.c` when the meaning of an argument changes but no struct does."""
 
 
 class Record:
-    """One of C's structs. Fields are given as format characters of `struct`: '3i' is an array of three integers."""
+    """A C struct. Fields are given as format characters of `struct`: '3i' is an array of three integers."""
 
     def __init__(self, name: str, **fields: str) -> None:
         self.name = name
@@ -28,7 +28,7 @@ class Record:
         self.size, self.pack = self._struct.size, self._struct.pack
 
     def with_only(self, *fields: str) -> Struct:
-        """Packs these fields, in the struct's order; all others are zero."""
+        """A `Struct` that packs these fields, in the struct's order; all others are zero."""
         format, end = "", 0
         for field in fields:
             format += f"{self.offsets[field] - end}x{self._codes[field]}"
@@ -36,38 +36,38 @@ class Record:
         return Struct(f"{format}{self.size - end}x")
 
 
-SETTINGS = Record(
-    "Settings", ngram="i", guesses="i", key="i", branches="i", reach="i", suffix="i", fed="2i", longest_match="i",
+TEXT_SETTINGS = Record(
+    "TextSettings", ngram="i", guesses="i", key="i", branches="i", reach="i", suffix="i", fed="2i", longest_match="i",
     deepest="i",
 )  # fmt: skip
-COMPUTED = Record("Computed", nodes="i", needed_count="i", count="i", before="2i", only="i", stride="i")
+STEP_SUCCESSORS = Record("StepSuccessors", nodes="i", needed_count="i", count="i", before="2i", replace="i", stride="i")
 CANDIDATES = Record(
-    "Candidates", last="P", own="P", shared="P", text="P", rates="P", guesses="P", scores="P", taught="d",
+    "Candidates", last="P", own="P", shared="P", text="P", rates="P", drafted="P", scores="P", bonus="d",
     rate_count="i", first_origin="i", capacity="i",
 )  # fmt: skip
 STEP = Record(
-    "Step", candidates="P", cost="P", trust="P", bonus="d", floor="d", all_taken="i", cost_count="i", room="i",
-    max_depth="i", branch="i", text_end="3i", chain_token_count="i", chain_count="i", most_tokens="i", root="i",
+    "Step", candidates="P", cost="P", trust="P", bonus="d", floor="d", all_taken="i", cost_count="i", max_tokens="i",
+    max_depth="i", branch="i", text_end="3i", chain_token_count="i", chain_count="i", max_text="i", root="i",
 )  # fmt: skip
-SHARE = Record("Share", cost="P", floor="d", cost_count="i", sequences="i", most="i", room="i")
-RAN = Record("Ran", candidates="P", nodes="i", branch="i", width="i", needed_count="i")
+STEP_LIMITS = Record("StepLimits", cost="P", floor="d", cost_count="i", sequences="i", max_weighed="i", max_tokens="i")
+STEP_TREE = Record("StepTree", candidates="P", nodes="i", branch="i", width="i", needed_count="i")
 
-RECORDS = (SETTINGS, COMPUTED, CANDIDATES, STEP, SHARE, RAN)
+RECORDS = (TEXT_SETTINGS, STEP_SUCCESSORS, CANDIDATES, STEP, STEP_LIMITS, STEP_TREE)
 """In the order of `layout.c`."""
 
 
 def check_layout(library: Any) -> None:
-    """Raise RuntimeError unless the library's version, sizes and offsets are those that Python packs."""
+    """Raise RuntimeError unless the library's version, sizes and offsets equal Python's."""
     try:
         layout = library.drafter_layout
     except AttributeError:
-        raise RuntimeError("the compiled drafter does not say how its structs are laid out") from None
+        raise RuntimeError("the compiled drafter has no table of its struct layouts") from None
     layout.restype, layout.argtypes = ctypes.POINTER(ctypes.c_int32), []
     numbers = layout()
     packed = [("its version", VERSION)]
     for record in RECORDS:
         packed.append((f"the size of its {record.name}", record.size))
-        packed += [(f"the offset of its {record.name}.{field}", at) for field, at in record.offsets.items()]
+        packed += [(f"the offset of its {record.name}.{field}", offset) for field, offset in record.offsets.items()]
     if numbers[0] != len(packed):
         raise RuntimeError(f"the compiled drafter has {numbers[0]} sizes and offsets, and Python {len(packed)}")
     for (what, expected), number in zip(packed, numbers[1 : 1 + len(packed)], strict=True):

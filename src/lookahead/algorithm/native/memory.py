@@ -1,4 +1,4 @@
-"""What a sequence remembers in C: `NativeTable`, its successors, and `NativeText`, its text."""
+"""A sequence's memory in C: `NativeTable`, its successors, and `NativeText`, its text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lookahead.algorithm.draft import TextSettings
-from lookahead.algorithm.native.layout import COMPUTED, SETTINGS
-from lookahead.algorithm.successors import KEPT_TOKENS, Key, Successors
+from lookahead.algorithm.native.layout import STEP_SUCCESSORS, TEXT_SETTINGS
+from lookahead.algorithm.successors import MAX_SUCCESSORS, Key, Successors
 from lookahead.algorithm.tree import TokenTree
 
 INT32 = np.dtype(np.int32)
-NO_TOKEN = -(1 << 31)
-"""Fills up keys of fewer than three tokens: in C a key always has three."""
+KEY_PADDING = -(1 << 31)
+"""Pads keys of fewer than three tokens: in C a key always has three."""
 
 Numbers = Any
-"""32-bit integers in one piece of memory: bytes, an array, or a contiguous numpy array."""
+"""Contiguous 32-bit integers: bytes, an array, or a numpy array."""
 
 
 class NativeTable:
@@ -39,7 +39,9 @@ class NativeTable:
     def __reduce__(self) -> str:
         raise TypeError("a table in C cannot be copied: two objects would own the same memory")
 
-    def keep(self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], only: bool = False) -> None:
+    def store_step(
+        self, tree: TokenTree, before: tuple[int, int], top: npt.NDArray[np.int32], replace: bool = False
+    ) -> None:
         nodes, needed, (given, numbers) = tree.size, len(tree.needed), top.shape
         if given != needed:
             raise ValueError(f"top tokens of {given} nodes, and {needed} nodes are needed")
@@ -47,27 +49,27 @@ class NativeTable:
             raise ValueError(f"a tree of {nodes} tokens with {len(tree.parents)} parents")
         if top.dtype is not INT32:
             top = top.astype(np.int32)
-        computed = COMPUTED.pack(nodes, needed, successor_count(numbers), before[0], before[1], only, numbers)
-        # `tobytes`, because numpy takes ten times as long to tell an array's address.
-        check(self._c.table_keep(self.handle, computed, tree.packed(), top.tobytes()))
+        computed = STEP_SUCCESSORS.pack(nodes, needed, successor_count(numbers), before[0], before[1], replace, numbers)
+        # `tobytes`, because getting the address of a numpy array takes ten times as long.
+        check_result(self._c.table_store_step(self.handle, computed, tree.packed(), top.tobytes()))
 
     def get(self, key: Key) -> Successors | None:
-        numbers = (c_int32 * (2 * KEPT_TOKENS))()
+        numbers = (c_int32 * (2 * MAX_SUCCESSORS))()
         count = self._c.table_get(self.handle, _c_key(key), numbers)
         return None if count < 0 else tuple(numbers[: 2 * count])
 
     def put(self, key: Key, successors: Successors) -> None:
         numbers = (c_int32 * len(successors))(*successors)
-        check(self._c.table_put(self.handle, _c_key(key), numbers, successor_count(len(successors))))
+        check_result(self._c.table_put(self.handle, _c_key(key), numbers, successor_count(len(successors))))
 
     def items(self) -> Iterator[tuple[Key, Successors]]:
-        c_key, place, keys = (c_int32 * 3)(), 0, list[Key]()
-        while (place := self._c.table_next(self.handle, place, c_key)) >= 0:
-            keys.append(tuple(token for token in c_key if token != NO_TOKEN))
+        c_key, index, keys = (c_int32 * 3)(), 0, list[Key]()
+        while (index := self._c.table_next(self.handle, index, c_key)) >= 0:
+            keys.append(tuple(token for token in c_key if token != KEY_PADDING))
         return ((key, self.get(key) or ()) for key in keys)
 
-    def forget(self, limit: int) -> None:
-        self._c.table_forget(self.handle, limit)
+    def evict(self, limit: int) -> None:
+        self._c.table_evict(self.handle, limit)
 
     def clear(self) -> None:
         self._c.table_clear(self.handle)
@@ -77,11 +79,11 @@ class NativeTable:
 
 
 class NativeText:
-    """A `DraftText` in C, with what its sources know of it. Its memory is freed with this object."""
+    """A `DraftText` in C, with the indexes of its sources. Its memory is freed with this object."""
 
     def __init__(self, library: Any, settings: TextSettings) -> None:
         self._c, self._ngram = library, settings.ngram
-        self.handle: int = library.text_new(SETTINGS.pack(*settings[:-1])) or 0
+        self.handle: int = library.text_new(TEXT_SETTINGS.pack(*settings[:-1])) or 0
         if not self.handle:
             raise MemoryError
         weakref.finalize(self, library.text_free, self.handle)
@@ -89,28 +91,28 @@ class NativeText:
     def __reduce__(self) -> str:
         raise TypeError("a text in C cannot be copied: two objects would own the same memory")
 
-    def take(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]] = ()) -> None:
-        """The text goes on with these tokens, and the window has made these n-grams."""
-        made = [token for ngram in ngrams for token in ngram]
-        if len(made) != len(ngrams) * self._ngram:
+    def extend(self, tokens: Sequence[int], ngrams: Sequence[tuple[int, ...]] = ()) -> None:
+        """Append tokens to the text, and add the window's n-grams."""
+        flat = [token for ngram in ngrams for token in ngram]
+        if len(flat) != len(ngrams) * self._ngram:
             raise ValueError(f"n-grams of {[len(ngram) for ngram in ngrams]} tokens; they need {self._ngram}")
-        numbers, own = pack(f"{len(tokens)}i", *tokens), pack(f"{len(made)}i", *made)
-        check(self._c.text_take(self.handle, numbers, len(tokens), own, len(ngrams)))
+        packed_tokens, packed_ngrams = pack(f"{len(tokens)}i", *tokens), pack(f"{len(flat)}i", *flat)
+        check_result(self._c.text_extend(self.handle, packed_tokens, len(tokens), packed_ngrams, len(ngrams)))
 
 
 def _c_key(key: Key) -> Any:
-    return (c_int32 * 3)(*[NO_TOKEN] * (3 - len(key)), *key)
+    return (c_int32 * 3)(*[KEY_PADDING] * (3 - len(key)), *key)
 
 
 def successor_count(numbers: int) -> int:
-    """How many successors these numbers make: each is a token and a level."""
-    if numbers % 2 or numbers > 2 * KEPT_TOKENS:
-        raise ValueError(f"{numbers} numbers are not up to {KEPT_TOKENS} successors with a level for each")
+    """The number of successors in this many numbers: each has a token and a level."""
+    if numbers % 2 or numbers > 2 * MAX_SUCCESSORS:
+        raise ValueError(f"{numbers} numbers are not up to {MAX_SUCCESSORS} successors with a level for each")
     return numbers // 2
 
 
-def check(result: int) -> int:
-    """Return C's result, or raise the exception that a negative one stands for."""
+def check_result(result: int) -> int:
+    """Return C's result, or raise the exception of a negative one."""
     if result == -2:
         raise IndexError("a node, a parent or an origin that does not exist")
     if result < 0:

@@ -2,46 +2,46 @@
 
 #include "drafter.h"
 
-#define SMALL 2048 /* entries; a larger table gives its memory back when it is cleared */
+#define SMALL 2048 /* entries; a larger table frees its memory when it is cleared */
 
-/* Enter a place into the table, under a key with this hash that is not there. */
-static void enter(Slot *table, uint64_t mask, uint64_t h, int64_t place) {
+/* Add the index of an entry to the table, under a new key with this hash. */
+static void add_slot(Slot *table, uint64_t mask, uint64_t h, int64_t entry) {
     uint64_t slot = h & mask;
-    while (table[slot].place >= 0) slot = (slot + 1) & mask;
-    table[slot] = (Slot){(uint32_t)(h >> 32), (int32_t)place};
+    while (table[slot].entry >= 0) slot = (slot + 1) & mask;
+    table[slot] = (Slot){(uint32_t)(h >> 32), (int32_t)entry};
 }
 
-/* Make room for one more entry: drop the holes, and double where they were fewer than a quarter. */
+/* Make room for another entry: drop the holes, and double the capacity if they were fewer than a quarter. */
 static int make_room(Table *m) {
-    int64_t room = m->room ? m->room : 64;
-    if (m->live > room - room / 4) room *= 2;
-    if (room > INT32_MAX / 4) return -1;
-    uint64_t slots = 2 * (uint64_t)room;
-    Entry *entries = malloc((size_t)room * sizeof(Entry));
+    int64_t capacity = m->capacity ? m->capacity : 64;
+    if (m->live > capacity - capacity / 4) capacity *= 2;
+    if (capacity > INT32_MAX / 4) return -1;
+    uint64_t slots = 2 * (uint64_t)capacity;
+    Entry *entries = malloc((size_t)capacity * sizeof(Entry));
     Slot *table = malloc(slots * sizeof(Slot));
     if (!entries || !table) {
         free(entries);
         free(table);
         return -1;
     }
-    for (uint64_t slot = 0; slot < slots; slot++) table[slot].place = FREE;
+    for (uint64_t slot = 0; slot < slots; slot++) table[slot].entry = FREE;
     int64_t used = 0;
     for (int64_t i = m->oldest; i < m->used; i++) {
         if (m->entries[i].value.count < 0) continue;
         entries[used] = m->entries[i];
-        enter(table, slots - 1, hash(entries[used].key), used);
+        add_slot(table, slots - 1, hash(entries[used].key), used);
         used++;
     }
     free(m->entries);
     free(m->table);
-    *m = (Table){entries, table, used, room, used, 0, slots - 1};
+    *m = (Table){entries, table, used, capacity, used, 0, slots - 1};
     return 0;
 }
 
-/* A new entry, the youngest, under a key with this hash that is not there. NULL: out of memory. */
-Entry *table_enter(Table *m, const int32_t key[3], uint64_t h) {
-    if (m->used == m->room && make_room(m)) return NULL;
-    enter(m->table, m->mask, h, m->used);
+/* A new entry for a new key with this hash. NULL: out of memory. */
+Entry *table_add(Table *m, const int32_t key[3], uint64_t h) {
+    if (m->used == m->capacity && make_room(m)) return NULL;
+    add_slot(m->table, m->mask, h, m->used);
     m->live++;
     Entry *entry = &m->entries[m->used++];
     memcpy(entry->key, key, sizeof entry->key);
@@ -52,12 +52,12 @@ Entry *table_enter(Table *m, const int32_t key[3], uint64_t h) {
 static Entry *entry_for(Table *m, const int32_t key[3]) {
     uint64_t h = hash(key);
     int64_t slot = find_hashed(m, key, h);
-    return slot >= 0 ? entry_at(m, slot) : table_enter(m, key, h);
+    return slot >= 0 ? entry_at(m, slot) : table_add(m, key, h);
 }
 
 static void remove_at(Table *m, int64_t slot) {
     entry_at(m, slot)->value.count = -1;
-    m->table[slot].place = GONE;
+    m->table[slot].entry = REMOVED;
     m->live--;
 }
 
@@ -71,10 +71,10 @@ void table_free(Table *m) {
 
 int64_t table_length(const Table *m) { return m->live; }
 
-/* A small table keeps its room: a step's table is cleared and filled again at the next step. */
+/* A small table keeps its memory: a step's table is cleared and filled again in the next step. */
 void table_clear(Table *m) {
-    if (m->room && m->room <= SMALL) {
-        for (uint64_t slot = 0; slot <= m->mask; slot++) m->table[slot].place = FREE;
+    if (m->capacity && m->capacity <= SMALL) {
+        for (uint64_t slot = 0; slot <= m->mask; slot++) m->table[slot].entry = FREE;
         m->used = m->live = m->oldest = 0;
         return;
     }
@@ -105,7 +105,7 @@ int table_put(Table *m, const int32_t key[3], const int32_t *numbers, int32_t co
     return put(m, key, successors_of(numbers, count));
 }
 
-/* Copy the key's successors. Returns how many there are, or -1 if the key is not there. */
+/* Copy the key's successors. Returns their number, or -1 if there is no such key. */
 int32_t table_get(const Table *m, const int32_t key[3], int32_t *numbers) {
     int64_t slot = find(m, key);
     if (slot < 0) return -1;
@@ -117,9 +117,9 @@ int32_t table_get(const Table *m, const int32_t key[3], int32_t *numbers) {
     return known->count;
 }
 
-/* Copy the first key at or after `place`. Returns the place to continue from, or -1 if there is no such key. */
-int64_t table_next(const Table *m, int64_t place, int32_t key[3]) {
-    for (int64_t i = place > m->oldest ? place : m->oldest; i < m->used; i++) {
+/* Copy the first key at or after entry `index`. Returns the index to continue from, or -1 if there is no such key. */
+int64_t table_next(const Table *m, int64_t index, int32_t key[3]) {
+    for (int64_t i = index > m->oldest ? index : m->oldest; i < m->used; i++) {
         if (m->entries[i].value.count < 0) continue;
         memcpy(key, m->entries[i].key, sizeof m->entries[i].key);
         return i + 1;
@@ -128,30 +128,29 @@ int64_t table_next(const Table *m, int64_t place, int32_t key[3]) {
 }
 
 /* Drop the oldest keys until at most `limit` are left. */
-void table_forget(Table *m, int64_t limit) {
+void table_evict(Table *m, int64_t limit) {
     while (m->live > limit) {
         while (m->entries[m->oldest].value.count < 0) m->oldest++;
         remove_at(m, find(m, m->entries[m->oldest].key));
     }
 }
 
-/* Keep the successors of every needed node under the node's last three, two and one tokens. `tree` are the tokens,
-   the parents and the needed nodes; `top` are 2 * count numbers of each needed node. With `only`, all that was kept
-   before is dropped. */
-int table_keep(Table *m, const Computed *step, const int32_t *tree, const int32_t *top) {
+/* Store the successors of every needed node under the node's last three, two and one tokens. `tree` are the tokens, the
+   parents and the needed nodes; `top` are 2 * count numbers for each needed node. */
+int table_store_step(Table *m, const StepSuccessors *step, const int32_t *tree, const int32_t *top) {
     const int32_t *tokens = tree, *parents = tokens + step->nodes, *needed = parents + step->nodes;
-    if (step->only) table_clear(m);
+    if (step->replace) table_clear(m);
     for (int32_t i = 0; i < step->needed_count; i++) {
-        int32_t node = needed[i], one = step->before[1], two = step->before[0];
+        int32_t node = needed[i], before = step->before[1], before2 = step->before[0];
         if (node < 0 || node >= step->nodes || parents[node] >= node) return -2;
         int32_t parent = parents[node];
         if (parent > 0 && (parents[parent] < 0 || parents[parent] >= parent)) return -2;
         if (parent >= 0) {
-            one = tokens[parent];
-            two = parent ? tokens[parents[parent]] : step->before[1];
+            before = tokens[parent];
+            before2 = parent ? tokens[parents[parent]] : step->before[1];
         }
         int32_t token = tokens[node];
-        int32_t keys[3][3] = {{two, one, token}, {NONE, one, token}, {NONE, NONE, token}};
+        int32_t keys[3][3] = {{before2, before, token}, {PAD, before, token}, {PAD, PAD, token}};
         Successors value = successors_of(top + (int64_t)i * step->stride, step->count);
         for (int k = 0; k < 3; k++) {
             if (put(m, keys[k], value)) return -1;

@@ -8,26 +8,26 @@ from typing import Any
 
 from lookahead.algorithm.draft import Candidates
 from lookahead.algorithm.native.candidates import CandidatesInC, address_of
-from lookahead.algorithm.native.layout import RAN
-from lookahead.algorithm.native.memory import check
+from lookahead.algorithm.native.layout import STEP_TREE
+from lookahead.algorithm.native.memory import check_result
 from lookahead.algorithm.output import StepOutput, results_of
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import NO_VERDICT, PythonVerification, Verdict
 
 
 class NativeVerification:
-    """All trees of a step, as C reads them. C verifies results in one array; others are verified in Python.
+    """Verifies all trees of a step in C if their results are in one array, else in Python.
 
-    Candidates that C has not searched yet, or without a text or a table of their last step in C, learn nothing here.
+    Candidates that C has not searched yet, or without a text or a table of the last step in C, do not learn here.
     """
 
     def __init__(self, library: Any, trees: Sequence[TokenTree], learners: Sequence[Candidates | None]) -> None:
-        self._c, self._given, self._rows = library, trees, sum([tree.size for tree in trees])
-        self._learners = [_that_learns(candidates) for candidates in learners]
-        self._trees = b"".join([tree.packed() for tree in trees])
-        self._ran = b"".join(
+        self._c, self._trees, self._rows = library, trees, sum([tree.size for tree in trees])
+        self._learners = [_learner(candidates) for candidates in learners]
+        self._nodes = b"".join([tree.packed() for tree in trees])
+        self._structs = b"".join(
             [
-                RAN.pack(
+                STEP_TREE.pack(
                     0 if learner is None else learner.address, tree.size, tree.branch, tree.width, len(tree.needed)
                 )
                 for tree, learner in zip(trees, self._learners, strict=True)
@@ -38,14 +38,14 @@ class NativeVerification:
         self._verdicts = [Verdict([], [], None, learner is not None) for learner in self._learners]
 
     def accept(self, outputs: Sequence[StepOutput]) -> list[Verdict | Exception]:
-        results, numbers, count, rows = results_of(outputs), self._numbers, len(self._given), self._rows
+        results, numbers, count, rows = results_of(outputs), self._numbers, len(self._trees), self._rows
         if results is None:
-            return PythonVerification(self._given).accept(outputs)
+            return PythonVerification(self._trees).accept(outputs)
         if len(results) != self._needed:
-            raise ValueError(f"results of {len(results)} rows, and {self._needed} are needed")
+            raise ValueError(f"results of {len(results)} rows for {self._needed} needed nodes")
         address = address_of(numbers)
         self._c.draft_accept(
-            self._ran, count, self._trees, results.__array_interface__["data"][0], results.shape[1],
+            self._structs, count, self._nodes, results.__array_interface__["data"][0], results.shape[1],
             address, address + 4 * count, address + 4 * (count + rows),
         )  # fmt: skip
         verdicts, flat, start = list[Verdict | Exception](), numbers.tolist(), count
@@ -62,15 +62,15 @@ class NativeVerification:
         return verdicts
 
 
-def _that_learns(candidates: Candidates | None) -> CandidatesInC | None:
-    """What C has of the candidates, if they can learn from a step."""
+def _learner(candidates: Candidates | None) -> CandidatesInC | None:
+    """The candidates in C, if they can learn from a step."""
     learner: CandidatesInC | None = None if candidates is None else candidates.in_c
     return None if learner is None or learner.text is None or learner.tables is None else learner
 
 
 def _error(result: int) -> Exception:
     try:
-        check(result)
+        check_result(result)
     except (MemoryError, IndexError) as error:
         return error
-    raise ValueError(f"{result} is no error")
+    raise ValueError(f"{result} is not an error code")

@@ -1,4 +1,4 @@
-"""The sources of guesses (`source` says what a source is), and what they share between requests."""
+"""The sources of draft tokens (`source` defines what a source is), and the memory they share between requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lookahead.algorithm.sources.calibration import Calibration, Trust, source_o
 from lookahead.algorithm.sources.memory import SharedMemory
 from lookahead.algorithm.sources.prediction import PredictionSource
 from lookahead.algorithm.sources.source import Outcome, Source
-from lookahead.algorithm.sources.table import build, wants_top
+from lookahead.algorithm.sources.table import build_sources, wants_top
 
 __all__ = [
     "Calibration",
@@ -15,7 +15,7 @@ __all__ = [
     "SharedMemory",
     "Source",
     "Trust",
-    "build",
+    "build_sources",
     "source_of",
     "wants_top",
 ]

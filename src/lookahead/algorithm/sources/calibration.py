@@ -1,8 +1,8 @@
-"""How good guesses are: per kind of guess, how often such a guess was right when its parent was.
+"""Acceptance rates: how often each kind of draft token was right, given that its parent was.
 
-Every guess carries an *origin*, a small int that names its source and a bucket of the source's own choosing (a match
-length, a depth, a probability level). `Calibration` keeps one rate per origin. A guess's score is the product of the
-rates along its path: the estimated probability that it is accepted.
+Every draft token has an *origin*, a small int that encodes its source and a bucket that the source defines (a match
+length, a depth, a probability level). `Calibration` has one rate per origin. A draft token's score is the product of
+the rates along its path: the estimated probability that it is accepted.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ BUCKETS = 128
 """Origins per source: origin = source index * BUCKETS + bucket."""
 
 SOURCE_NAMES = (*SOURCES, *OTHER_SOURCES, "prediction")
-"""Those of a config, and the one that a request brings."""
+"""The sources of a config, and the one of a request."""
 
 
 class Trust:
-    """How many guesses were accepted for each that the scores expected, over about the last MEMORY steps.
+    """The ratio of accepted to expected draft tokens, over about the last MEMORY steps.
 
-    Rates alone expect too few: on 16 MT-Bench prompts, steps of 64 tokens expected 2.26 tokens and gave 2.54. A guess
-    right below the root was accepted 1.13 times as often as its score said, and deeper ones 1.25 times, whatever their
+    Rates alone expect too few: on 16 MT-Bench prompts, steps of 64 tokens expected 2.26 tokens and gave 2.54. A draft
+    token right below the root was accepted 1.13 times as often as its score said, and deeper ones 1.25 times, at any
     depth. A factor for each sequence, from its own last 16 steps, made a batch of 8 worse: S fell from 1.75 to 1.71.
     """
 
     MEMORY = 200
-    PRIOR_GUESSES = 20.0
-    """Guesses expected and accepted before the first step."""
+    PRIOR_TOKENS = 20.0
+    """Draft tokens counted as expected and accepted before the first step."""
 
     def __init__(self) -> None:
         self._accepted = self._expected = 0.0
@@ -44,31 +44,31 @@ class Trust:
     def ratio(self) -> float:
         return self.cell[0]
 
-    def learn(self, accepted: int, expected: float) -> None:
-        """One more step."""
-        kept = 1 - 1 / self.MEMORY
-        self._accepted = kept * self._accepted + accepted
-        self._expected = kept * self._expected + expected
-        self._weigh()
+    def record_step(self, accepted: int, expected: float) -> None:
+        """Record one more step."""
+        decay = 1 - 1 / self.MEMORY
+        self._accepted = decay * self._accepted + accepted
+        self._expected = decay * self._expected + expected
+        self._update_ratio()
 
     def counts(self) -> tuple[float, float]:
-        """The accepted and the expected guesses of the last steps."""
+        """The accepted and the expected draft tokens of the last steps."""
         return self._accepted, self._expected
 
     def set_counts(self, accepted: float, expected: float) -> None:
-        """Go on from the counts of another one."""
+        """Continue from the `counts` of another object."""
         self._accepted, self._expected = accepted, expected
-        self._weigh()
+        self._update_ratio()
 
-    def _weigh(self) -> None:
-        self.cell[0] = (self.PRIOR_GUESSES + self._accepted) / (self.PRIOR_GUESSES + self._expected)
+    def _update_ratio(self) -> None:
+        self.cell[0] = (self.PRIOR_TOKENS + self._accepted) / (self.PRIOR_TOKENS + self._expected)
 
 
 class Calibration:
-    """Per origin, the estimated probability that such a guess is right, given that its parent is.
+    """For each origin, the estimated probability that such a draft token is right, given that its parent is.
 
-    A rate starts from a prior (see each source: some measured, some guessed) and follows the text: an average over
-    about the last MEMORY trials of the origin.
+    A rate starts from a prior (see each source: some are measured, some are rough estimates) and follows the text: an
+    average over about the last MEMORY trials of the origin.
     """
 
     MEMORY = 100
@@ -79,46 +79,47 @@ class Calibration:
         self.trust = Trust()
         self._trials = array("q", [self.PRIOR_TRIALS]) * len(self.rates)
 
-    def prior(self, source: str, rates: Sequence[float]) -> int:
-        """Set a source's priors, bucket by bucket, unless they were set before. Returns its first origin.
+    def set_prior(self, source: str, rates: Sequence[float]) -> int:
+        """Set a source's priors, one per bucket, unless they were already set. Returns its first origin.
 
-        There are at most BUCKETS of them, and the first must not be 0, which means that nothing was set.
+        There are at most BUCKETS of them, and the first must not be 0, which means not set.
         """
         base = SOURCE_NAMES.index(source) * BUCKETS
         if self.rates[base] == 0.0:
             self.rates[base : base + len(rates)] = array("d", rates)
         return base
 
-    def numbers(self) -> dict[str, npt.NDArray[Any]]:
-        """All that was learnt, as a copy that `set_numbers` takes."""
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """A copy of everything learned, for `load_state`."""
         counts = {"rates": np.array(self.rates), "trials": np.array(self._trials)}
         return {**counts, "trust": np.array(self.trust.counts())}
 
-    def set_numbers(self, numbers: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take what another calibration has learnt. Raises ValueError if it does not fit this one."""
-        rates, trials, trust = numbers["rates"], numbers["trials"], numbers["trust"]
+    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Load the `state` of another calibration. Raises ValueError, and changes nothing, if it does not fit."""
+        rates, trials, trust = state["rates"], state["trials"], state["trust"]
         if rates.shape != (len(self.rates),) or trials.shape != rates.shape or trust.shape != (2,):
             raise ValueError(f"{rates.shape} rates and {trials.shape} trials, not {len(self.rates)} of each")
         if not ((rates >= 0) & (rates <= 1)).all() or not (trials >= 1).all() or not (trust >= 0).all():
             raise ValueError("rates must be between 0 and 1, and trials positive")
         if not np.isfinite(trust).all():
             raise ValueError(f"trust of {trust.tolist()}")
-        new_rates, new_trials = array("d", rates.tolist()), array("q", trials.tolist())  # or neither of them
+        # Convert both before changing either.
+        new_rates, new_trials = array("d", rates.tolist()), array("q", trials.tolist())
         self.rates[:], self._trials[:] = new_rates, new_trials
         self.trust.set_counts(*trust.tolist())
 
-    def learn(self, tree: TokenTree, path: Sequence[int], accepted: Sequence[int]) -> None:
-        """Learn from every guess whose parent was accepted: the root, and the nodes of the `path`.
+    def record_step(self, tree: TokenTree, path: Sequence[int], accepted: Sequence[int]) -> None:
+        """Record every draft token below the root or below an accepted node, one of the `path`.
 
-        `accepted` are the tokens that the model wanted after each of these.
+        `accepted` are the targets after each of these parents.
         """
-        tokens, origins, branch, below = tree.tokens, tree.origins, tree.branch, tree.guesses_below()
+        tokens, origins, branch, children = tree.tokens, tree.origins, tree.branch, tree.draft_children()
         for parent, target in zip([0, *path], accepted, strict=True):
-            for guess in below.get(parent, ()):
-                self.count(origins[guess - branch], tokens[guess] == target)
+            for node in children.get(parent, ()):
+                self.record_trial(origins[node - branch], tokens[node] == target)
 
-    def count(self, origin: int, right: bool) -> None:
-        """One more trial of an origin."""
+    def record_trial(self, origin: int, right: bool) -> None:
+        """Record one more trial of an origin."""
         trials = self._trials[origin] + 1
         self._trials[origin] = trials
         rate = self.rates[origin]
@@ -126,5 +127,5 @@ class Calibration:
 
 
 def source_of(origin: int) -> str:
-    """The name of the source behind an origin."""
+    """The name of an origin's source."""
     return SOURCE_NAMES[origin // BUCKETS]

@@ -10,16 +10,17 @@ from lookahead.algorithm.sources.source import Outcome
 
 
 class FixedPointSource:
-    """Jacobi iteration on a block of future tokens: y^i = argmax P(y | y^{i-1}). What no longer changes is accepted.
+    """Jacobi iteration on a block of future tokens: y^i = argmax P(y | y^{i-1}). Tokens that no longer change are
+    accepted.
 
-    The first iterate, and the places that become free at the block's end, are filled with the prompt's last token.
+    The first iterate, and the end of a block after some of it was accepted, are filled with the prompt's last token.
     """
 
     proposes_once, learns_early = False, False
 
     def __init__(self, calibration: Calibration, block: int) -> None:
         self.block = block
-        self.origin = calibration.prior("fixed-point", (0.5,))
+        self.origin = calibration.set_prior("fixed-point", (0.5,))
         self.iterate: list[int] = []
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -32,7 +33,7 @@ class FixedPointSource:
     def propose(self, text: list[int], candidates: Candidates) -> None:
         candidates.add_chain(self.iterate, [self.origin] * len(self.iterate))
 
-    def absorb(self, outcome: Outcome) -> None:
+    def learn_from(self, outcome: Outcome) -> None:
         """The new iterate: the targets after the accepted part, then the filler."""
         beyond = outcome.targets[len(outcome.path) + 1 :]
         self.iterate = beyond + [self.filler] * (self.block - len(beyond))

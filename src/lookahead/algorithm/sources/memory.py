@@ -8,7 +8,7 @@ from lookahead.algorithm.sources.calibration import Calibration
 
 
 class SharedMemory:
-    """What may outlive a request of one loaded model: successors, and how often each kind of guess was right."""
+    """The state of one loaded model that may outlive a request: successors, and the calibration of draft tokens."""
 
     def __init__(self, drafter: Drafter | None = None) -> None:
         self.drafter = drafter or choose_drafter()

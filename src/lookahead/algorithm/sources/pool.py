@@ -12,7 +12,7 @@ from lookahead.algorithm.sources.source import Outcome
 class NGramPool:
     """First token -> n-grams: at most G per first token, the newest first, no duplicates.
 
-    The pool knows which source fed each n-gram, its *feeder*.
+    Each n-gram has a *feeder*, the source that added it.
     """
 
     def __init__(self, guesses: int) -> None:
@@ -30,7 +30,7 @@ class NGramPool:
             del entries[next(iter(entries))]
 
     def lookup(self, first: int, feeder: str | None = None) -> list[tuple[int, ...]]:
-        """What follows `first`, newest n-gram first, from one feeder or from all."""
+        """The n-grams that start with `first`, without it, newest first, from one feeder or from all."""
         entries = self._entries.get(first)
         if entries is None:
             return []
@@ -38,17 +38,17 @@ class NGramPool:
 
 
 class PoolSource:
-    """Proposes the n-grams that it fed to the pool."""
+    """Proposes the n-grams that it added to the pool."""
 
     feeder: str
     proposes_once, learns_early = False, False
-    # Rates by depth, given that the parent was right. These were guessed; the calibration corrects them.
+    # Rates by depth, given that the parent was right: rough estimates that the calibration corrects.
     PRIORS = (0.12, 0.35, 0.45, 0.5)
 
     def __init__(self, pool: NGramPool, calibration: Calibration, ngram: int) -> None:
         self.pool = pool
         self.ngram = ngram
-        self.origin, last = calibration.prior(self.feeder, self.PRIORS), len(self.PRIORS) - 1
+        self.origin, last = calibration.set_prior(self.feeder, self.PRIORS), len(self.PRIORS) - 1
         self.origins = [self.origin + min(depth, last) for depth in range(ngram - 1)]
 
     def start(self, prompt: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class PoolSource:
         for ngram in self.pool.lookup(text[-1], self.feeder):
             candidates.add_chain(ngram, self.origins)
 
-    def absorb(self, outcome: Outcome) -> None:
+    def learn_from(self, outcome: Outcome) -> None:
         self.feed(outcome.ngrams)
 
     def learn_while_running(self) -> None:
@@ -83,7 +83,7 @@ class PromptSource(PoolSource):
     def start(self, prompt: Sequence[int]) -> None:
         self._feed_text(prompt, 0)
 
-    def absorb(self, outcome: Outcome) -> None:
+    def learn_from(self, outcome: Outcome) -> None:
         self._feed_text(outcome.text, len(outcome.text) - len(outcome.accepted) - self.ngram + 1)
 
     def _feed_text(self, text: Sequence[int], start: int) -> None:

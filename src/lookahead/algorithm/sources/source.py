@@ -1,12 +1,12 @@
-"""What a source of guesses is, and how to add one:
+"""What a source of draft tokens is, and how to add one:
 
-1. Write a class with the four methods of `Source` in a file of this folder. `Calibration.prior` gives it origins.
-2. Add a row to `table.TABLE`: its name, how it is made, and whether it needs the top tokens of every step.
-3. Add its name to `config.SOURCES`, which also puts it into the default config, or to `config.OTHER_SOURCES`. The
-   settings know no sources, so the names are checked against the table when it is imported.
+1. Write a class with the four methods of `Source` in a file of this folder. `Calibration.set_prior` gives it origins.
+2. Add a row to `table.TABLE`: its name, how it is created, and whether it needs the top tokens of every step.
+3. Add its name to `config.SOURCES`, which also adds it to the default config, or to `config.OTHER_SOURCES`. The config
+   does not import sources, so the names are checked against the table when that is imported.
 
-A source *proposes*: it writes guesses into the sequence's candidates. And it *absorbs*: it learns from what a finished
-step showed. No source can change the output, only how many tokens a step accepts.
+A source proposes draft tokens, which it writes into the sequence's candidates, and learns from finished steps. No
+source can change the output, only how many tokens a step accepts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lookahead.algorithm.tree import TokenTree
 
 @dataclass(slots=True)
 class Outcome:
-    """A finished step as the sources see it.
+    """A finished step, from which sources learn.
 
-    `text` is prompt and output, this step's `accepted` tokens included. `path` are the nodes of the accepted guesses.
-    `targets` and `top` align with `tree.needed`; `top` is None when no source asked for it. `ngrams` come from the
-    window. `learned`: the drafter has learned what the next guesses need, and the next guesses may have been made
-    (see `Source.learns_early`).
+    `text` is prompt and output, including this step's `accepted` tokens. `path` are the nodes of the accepted draft
+    tokens. `targets` and `top` align with `tree.needed`; `top` is None if no source needs it. `ngrams` come from the
+    window. `learned`: the drafter has already learned what the next draft needs, which may have been made (see
+    `Source.learns_early`).
     """
 
     text: list[int]
@@ -43,11 +43,11 @@ class Outcome:
 
 
 class Source(Protocol):
-    """`start` sees the prompt, `propose` adds candidates, `absorb` learns from a finished step.
+    """`start` gets the prompt, `propose` adds candidates, `learn_from` learns from a finished step.
 
-    `proposes_once`: what it adds to a sequence's candidates stays there, and points at what the source learns later.
-    `learns_early`: what its next guesses need is where the drafter can note it in the call that verifies a step. Such a
-    source may absorb the step later, when the next guesses have been made.
+    `proposes_once`: `propose` adds a reference to the source's state, so it is called only once for a sequence.
+    `learns_early`: the drafter can update the state in the call that verifies a step. `learn_from` may then be called
+    later, after the next draft was made.
     """
 
     proposes_once: bool
@@ -57,8 +57,8 @@ class Source(Protocol):
 
     def propose(self, text: list[int], candidates: Candidates) -> None: ...
 
-    def absorb(self, outcome: Outcome) -> None: ...
+    def learn_from(self, outcome: Outcome) -> None: ...
 
     def learn_while_running(self) -> None:
-        """Do the part of learning that may wait until the device runs the next step."""
+        """Do the part of learning that can wait until the device runs the next step."""
         ...

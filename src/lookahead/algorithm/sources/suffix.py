@@ -9,7 +9,7 @@ from lookahead.algorithm.sources.calibration import Calibration
 from lookahead.algorithm.sources.source import Outcome
 
 SCAN = 24
-"""The most earlier places that a lookup compares: a bound on its time, not tuned."""
+"""The most earlier positions that a lookup compares: a bound on its time, not tuned."""
 
 
 class SuffixSource:
@@ -23,7 +23,7 @@ class SuffixSource:
 
     proposes_once, learns_early = False, False
 
-    # Rates by matched length; the last is for 12 and more. These were guessed; the calibration corrects them.
+    # Rates by matched length; the last is for 12 and more. Rough estimates that the calibration corrects.
     PRIORS = (0.0, 0.15, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.82, 0.85, 0.87, 0.89, 0.92)
 
     def __init__(
@@ -35,7 +35,7 @@ class SuffixSource:
         oldest: bool = False,
     ) -> None:
         self.key, self.branches, self.length, self.oldest = key, branches, length, oldest
-        self.origin, last = calibration.prior("suffix", (1e-9, *self.PRIORS[1:])), len(self.PRIORS) - 1
+        self.origin, last = calibration.set_prior("suffix", (1e-9, *self.PRIORS[1:])), len(self.PRIORS) - 1
         self.origins = [self.origin + min(matched, last) for matched in range(key + length)]
         self._token_ends: dict[int, list[int]] = {}
         self._pair_ends: dict[tuple[int, int], list[int]] = {}
@@ -44,11 +44,11 @@ class SuffixSource:
     def start(self, prompt: Sequence[int]) -> None:
         self._index(prompt)
 
-    def absorb(self, outcome: Outcome) -> None:
+    def learn_from(self, outcome: Outcome) -> None:
         self._index(outcome.text)
 
     def _index(self, text: Sequence[int]) -> None:
-        """Note where every token and every pair of tokens ends. The last token waits until something follows it."""
+        """Index where every token and every pair of tokens ends. The last token is indexed when another follows it."""
         for i in range(self._indexed, len(text) - 1):
             self._token_ends.setdefault(text[i], []).append(i)
             if i:
@@ -56,13 +56,13 @@ class SuffixSource:
         self._indexed = max(self._indexed, len(text) - 1)
 
     def matches(self, text: list[int]) -> list[tuple[int, int]]:
-        """The best earlier places to continue from, best first: (matched length, end of the match)."""
+        """The best earlier matches, best first: (matched length, end of the match)."""
         last = text[-1]
         ends = self._pair_ends.get((text[-2], last)) if len(text) > 1 and self.key > 1 else None
         if not ends:
             ends = self._token_ends.get(last, [])
-            places = ends[: self.branches] if self.oldest else ends[: -self.branches - 1 : -1]
-            return [(1, end) for end in places]
+            best = ends[: self.branches] if self.oldest else ends[: -self.branches - 1 : -1]
+            return [(1, end) for end in best]
         matches = []
         for end in ends if self.oldest else ends[: -SCAN - 1 : -1]:
             matched = 2

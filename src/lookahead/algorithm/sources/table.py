@@ -1,4 +1,4 @@
-"""The table of sources: one row for each, the surest first. `source` says how to add one."""
+"""The table of sources: one row for each, the most reliable first. `source` says how to add one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lookahead.config import OTHER_SOURCES, SOURCES, LookaheadConfig
 
 @dataclass(frozen=True)
 class Row:
-    """A source by its name in configs: how a request's own one is made, and whether it needs the top tokens of every
-    step from the backend. `jacobi` and `prompt` share the request's pool of n-grams."""
+    """A source by its name in configs: how it is created for a request, and whether it needs the top tokens of every
+    step from the backend. `jacobi` and `prompt` share the request's n-gram pool."""
 
     name: str
     make: Callable[[LookaheadConfig, SharedMemory, NGramPool], Source]
@@ -48,7 +48,7 @@ TABLE = (
 
 
 def check_names(table: Iterable[Row]) -> None:
-    """Raise RuntimeError unless the table has a row for each name that a config may have, and no others."""
+    """Raise RuntimeError unless the table has exactly one row for each name that a config may have."""
     rows, names = [row.name for row in table], (*SOURCES, *OTHER_SOURCES)
     for name in {*rows, *names}:
         if rows.count(name) != 1 or name not in names:
@@ -61,13 +61,13 @@ def check_names(table: Iterable[Row]) -> None:
 check_names(TABLE)
 
 
-def build(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
-    """The sources that a config asks for, surest first."""
+def build_sources(config: LookaheadConfig, memory: SharedMemory) -> list[Source]:
+    """The config's sources, the most reliable first."""
     pool = NGramPool(config.guesses)
     sources = [row.make(config, memory, pool) for row in TABLE if row.name in config.active_sources]
     return join_text_sources(sources, memory.drafter)
 
 
 def wants_top(config: LookaheadConfig) -> bool:
-    """True when the backend has to return the top tokens of the needed nodes."""
+    """Whether the backend must return the top tokens of the needed nodes."""
     return any(row.needs_top and row.name in config.active_sources for row in TABLE)

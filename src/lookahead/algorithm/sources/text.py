@@ -1,8 +1,8 @@
-"""`suffix`, `prompt` and `jacobi` as one source, where the drafter finds their chains in the text by itself.
+"""`suffix`, `prompt` and `jacobi` as one source, for a drafter that finds their chains in the text itself.
 
-The three then share one copy of the text, from which their chains go straight into the search. The guesses are those of
-the separate sources, with the same origins and in the same order. With many sequences in Python, the three were half of
-the host's part of a step.
+The three then share one copy of the text, whose chains the search reads directly. The draft tokens are those of the
+separate sources, with the same origins and in the same order. In Python, with many sequences, the three took half of a
+step's host time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lookahead.algorithm.sources.suffix import SuffixSource
 
 
 class TextSource:
-    """Replaces the sources that follow the text. `windowed`: the window's n-grams are among them."""
+    """Replaces the sources that search the text. `windowed`: `jacobi`, the window's n-grams, is among them."""
 
     proposes_once, learns_early = True, True
 
@@ -24,27 +24,27 @@ class TextSource:
         self.text, self.windowed = text, windowed
 
     def start(self, prompt: Sequence[int]) -> None:
-        self.text.take(prompt)
+        self.text.extend(prompt)
 
     def propose(self, text: list[int], candidates: Candidates) -> None:
         candidates.text = self.text
 
-    def absorb(self, outcome: Outcome) -> None:
+    def learn_from(self, outcome: Outcome) -> None:
         if not outcome.learned:
-            self.text.take(outcome.accepted, outcome.ngrams if self.windowed else ())
+            self.text.extend(outcome.accepted, outcome.ngrams if self.windowed else ())
 
     def learn_while_running(self) -> None:
         pass
 
 
 def join_text_sources(sources: list[Source], drafter: Drafter) -> list[Source]:
-    """The same sources, but those that follow the text as one, if the drafter can do all that they do."""
-    following = [source for source in sources if isinstance(source, SuffixSource | PoolSource)]
-    text = drafter.new_text(settings_of(following)) if following else None
+    """The sources, with those that search the text merged into one if the drafter supports all of them."""
+    searching = [source for source in sources if isinstance(source, SuffixSource | PoolSource)]
+    text = drafter.new_text(settings_of(searching)) if searching else None
     if text is None:
         return sources
-    windowed = any(isinstance(source, JacobiSource) for source in following)
-    return [TextSource(text, windowed), *(source for source in sources if source not in following)]
+    windowed = any(isinstance(source, JacobiSource) for source in searching)
+    return [TextSource(text, windowed), *(source for source in sources if source not in searching)]
 
 
 def settings_of(sources: Sequence[SuffixSource | PoolSource]) -> TextSettings:

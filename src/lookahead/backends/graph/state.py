@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lookahead.algorithm.successors import KEPT_TOKENS
+from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.backends.failures import DeviceMemoryError, memory_error, named_kernels, out_of_memory
 from lookahead.backends.graph.adjusting import Adjusting
 from lookahead.backends.graph.kernels.tiles import Cut, Grid, HeadShape, TileSize
@@ -107,7 +107,7 @@ class Buffers:
         self._memory = {name: like.new_zeros(self._rows * width) for name, width in model.buffers().items()}
         self.logits = like.new_zeros(min(self._rows, MOST_NEEDED), vocabulary)
         self._compiled = ops.compiled
-        self.results = like.new_zeros(len(self.logits), 1 + 2 * min(KEPT_TOKENS, vocabulary), dtype=torch.int32)
+        self.results = like.new_zeros(len(self.logits), 1 + 2 * min(MAX_SUCCESSORS, vocabulary), dtype=torch.int32)
         self._scores: dict[int, tuple[torch.Tensor, Drawing]] = {}
         self._top_work: dict[int, Any] = {}
         work = new_work(ops, model.shapes, most_rows)
