@@ -89,17 +89,13 @@ def follow(prior_of: Callable[[float], float], known: Mapping[Any, float]) -> Ca
     return lambda x: prior_of(x) * float(np.interp(math.log(x), np.log(places), ratios))
 
 
-def _one(x: float) -> float:
-    return 1.0
-
-
-default_s = follow(_one, DEFAULT_S)
+default_s = follow(lambda _: 1.0, DEFAULT_S)
 """S of the default sources by their budget, a straight line in log K between the known ones."""
 
 
 def default_tokens(budget: float) -> float:
     """Tokens per step of the default sources, the whole budget used."""
-    return max(1.0, budget * follow(_one, DEFAULT_FILL)(budget))
+    return max(1.0, budget * follow(lambda _: 1.0, DEFAULT_FILL)(budget))
 
 
 def paper_tokens(config: LookaheadConfig, fill: float) -> float:

@@ -44,9 +44,6 @@ class GpuBench:
         names = ("builtin",) if folder is None else ("mt-bench", "humaneval")
         return {name: load_prompts(name, folder, limit, 1) for name in names}
 
-    def begin(self, part: str) -> None:
-        self.part, self.records = part, []
-
     def add(self, record: dict[str, Any]) -> None:
         print(record, flush=True)
         self.records.append(record)

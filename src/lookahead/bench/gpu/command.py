@@ -57,9 +57,8 @@ def run(options: argparse.Namespace, load: Callable[..., Any] = load_model, shap
     bench = GpuBench(options, load, shape)
     for name in chosen:
         begin = perf_counter()
-        bench.begin(name)
+        bench.part, bench.records = name, []
         PARTS[name](bench)
-        bench.save()
         print(f"-- {name}: {perf_counter() - begin:.0f} s", flush=True)
     return page.write(options.out, options.page or options.out / "gpu.md")
 
