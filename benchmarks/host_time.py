@@ -70,7 +70,7 @@ class Played(GraphBackend):
         size = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
         super().__init__(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **size)))
         self.texts: list[np.ndarray[Any, Any]] = []
-        self.played: dict[int, np.ndarray[Any, Any]] = {}  # by the sequence's line in the page tables
+        self.played: dict[int, np.ndarray[Any, Any]] = {}  # by the sequence's slot in the page tables
         self.rng = np.random.default_rng(1)
         self.likely = self.rng.integers(0, VOCABULARY, (VOCABULARY, 8), dtype=np.int32)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -109,13 +109,13 @@ class Played(GraphBackend):
         begin, start = perf_counter(), 0
         fields, out = step.packet.forward.fields, step.top.arrays[0]
         needed = fields["needed"][: step.packet.forward.needed].astype(np.int64)
-        for line, length, first, chunk, nodes in fields["entries"][: fields["entry_of"].max() + 1].tolist():
+        for table_slot, length, first, chunk, nodes in fields["sequences"][: fields["sequence_of"].max() + 1].tolist():
             root, depths = first + chunk, [-1]
             for parent in fields["parents"][root : root + nodes].tolist():  # parents stand before their children
                 depths.append(depths[parent + 1] + 1)
             end = start + int(((needed >= root) & (needed < root + nodes)).sum())
             rows = needed[start:end]
-            tokens, played = fields["tokens"][rows], self.played[line]
+            tokens, played = fields["tokens"][rows], self.played[table_slot]
             positions = length + chunk + np.array(depths[1:], dtype=np.int64)[rows - root]
             targets = played[np.minimum(positions + 1, len(played) - 1)]
             chosen = self.rng.random(len(rows)) < 0.5

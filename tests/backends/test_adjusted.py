@@ -224,7 +224,7 @@ def test_each_row_knows_whether_an_end_may_come_after_it(kind: str, device: str)
 
 def test_counts_outlive_put_backs_pieces_and_shared_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Little memory, short passes, and tables that have to grow: sequences leave, come back, and share pages."""
-    monkeypatch.setattr(adjusting, "FIRST_LINES", 2)
+    monkeypatch.setattr(adjusting, "FIRST_TABLE_SLOTS", 2)
     monkeypatch.setattr(packet, "SPARE_MOVES", 0)
     backend = GraphBackend(model(device), kv_tokens=9 * PAGE, most_rows=32)
     stem = random.Random(3).choices(range(VOCABULARY), k=PAGE + 9)
@@ -244,8 +244,8 @@ def test_counts_outlive_put_backs_pieces_and_shared_pages(device: str, monkeypat
     assert engine.preemptions
     assert backend.pool.hit_tokens
     rules, tables = backend.planner.rules, backend.runner.state.buffers.adjusting
-    assert len(tables.counts) == rules.lines > 2
-    assert sorted(rules.free_lines) == list(range(rules.lines))
+    assert len(tables.counts) == rules.table_slots > 2
+    assert sorted(rules.free_table_slots) == list(range(rules.table_slots))
     assert not rules.by_slot
     for one in requests:
         if one is not cancelled:
@@ -304,10 +304,10 @@ def test_tables_that_cannot_grow_stay_as_they_are(monkeypatch: pytest.MonkeyPatc
         short.setattr(torch, "cat", fail)
         with pytest.raises(torch.OutOfMemoryError):
             rules.reserve(100)
-    assert tables.lines == rules.lines == len(rules.free_lines) == 64
+    assert tables.slots == rules.table_slots == len(rules.free_table_slots) == 64
     rules.reserve(100)
-    assert sorted(rules.free_lines) == list(range(100))
-    assert len(tables.bias) == tables.lines == rules.lines == 100
+    assert sorted(rules.free_table_slots) == list(range(100))
+    assert len(tables.bias) == tables.slots == rules.table_slots == 100
 
 
 def test_only_adjusted_steps_send_more(device: str) -> None:

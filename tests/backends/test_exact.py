@@ -132,14 +132,14 @@ def test_generate_keeps_to_the_limits(
 def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that is too large takes the exactness of its pass, so no exact request is in it, nor shares its K/V."""
     backend = GraphBackend(tiny("Llama").to(torch.bfloat16))
-    kinds, choose = list[tuple[bool, list[int]]](), backend.planner.kind
+    kinds, choose = list[tuple[bool, list[int]]](), backend.planner.choose_kind
 
     def note(items: Sequence[StepInput], lengths: Sequence[int]) -> Any:
         kind = choose(items, lengths)
         kinds.append((kind.forward.invariant, [item.slot for item in items]))
         return kind
 
-    monkeypatch.setattr(backend.planner, "kind", note)
+    monkeypatch.setattr(backend.planner, "choose_kind", note)
     engine, loose = Engine(backend), LookaheadConfig(window=0, budget=200, exact=False)
     requests = [
         Request(DecodingSequence(REPEATED, config, rules=StopRules(40)))

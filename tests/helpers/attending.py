@@ -41,9 +41,9 @@ class Step:
         self.q = normal(len(rows.positions), heads, dim)
         self.keys, self.values = (normal(pages, kv_heads, PAGE, dim) for _ in range(2))
         own = torch.zeros(pages, PAGE, dtype=torch.bool, device=device)
-        for line, part in enumerate(parts):
+        for slot, part in enumerate(parts):
             at = torch.arange(part.end, device=device)
-            own[self.tables[line, at // PAGE].long(), at % PAGE] = True
+            own[self.tables[slot, at // PAGE].long(), at % PAGE] = True
         for cache in (self.keys, self.values):
             cache.transpose(1, 2)[~own] = 1e4
 
@@ -52,10 +52,10 @@ class Step:
 
     def run(self, tiles: Tiles, window: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
         rows, group = self.rows((self.heads // self.kv_heads, tiles.block_m)), self.heads // self.kv_heads
-        assert tiles.alone or int(rows.counts[0]) <= tiles.programs
+        assert tiles.unsplit or int(rows.counts[0]) <= tiles.programs
         work = Workspace(self.device)
         work.reserve(len(self.q), len(rows.tiles), tiles, self.heads, self.kv_heads, self.q.shape[-1])
-        if tiles.reach:
+        if tiles.near_keys:
             order_by_depth(rows, work.order, tiles, group)
         out = torch.full_like(self.q, float("nan")) if out is None else out
         return attend(self.q, self.keys, self.values, rows, out, work, tiles, scale=self.scale, window=window)

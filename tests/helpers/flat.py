@@ -45,8 +45,8 @@ def tables_of(parts: Sequence[Part], device: torch.device, seed: int = 0) -> tup
     pages = list(range(1, sum(counts) + 3))
     random.Random(seed).shuffle(pages)
     table = torch.zeros(len(parts) + 1, max(counts), dtype=torch.int32)
-    for line, count in enumerate(counts):
-        table[line, :count] = torch.tensor([pages.pop() for _ in range(count)])
+    for slot, count in enumerate(counts):
+        table[slot, :count] = torch.tensor([pages.pop() for _ in range(count)])
     return table.to(device), sum(counts) + 3
 
 
@@ -56,17 +56,17 @@ def rows_of(
     queries: tuple[int, int],
     *,
     padding: int = 0,
-    lines: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
 ) -> Rows:
-    """The rows of a step of these parts, placed. `padding` rows are left over. Part i uses line lines[i]."""
+    """The located rows of a step of these parts, plus `padding` rows. Part i has page-table slot slots[i]."""
     size = sum(part.chunk + len(part.parents) for part in parts) + padding
     group, block = queries
     packet = Packet(size, size, [2 * len(parts) + -(-size * group // block)], 1, False)
     packet.begin()
     chunks, trees = [[1] * part.chunk for part in parts], [tree_of(part.parents) for part in parts]
-    packet.put(lines or range(len(parts)), [part.length for part in parts], chunks, trees, [queries])
-    packet.end((), [()])
+    packet.write_rows(slots or range(len(parts)), [part.length for part in parts], chunks, trees, [queries])
+    packet.write_commits((), [()])
     most = max(len(part.parents) for part in parts)
     rows = new_rows(packet.views(packet.host.to(tables.device)), 0, tables, max(32, most))
-    reference.place_nodes(rows)
+    reference.locate_rows(rows)
     return rows

@@ -26,6 +26,7 @@ from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.exact import exact_config
 from lookahead.backends.failures import CompilerError
 from lookahead.backends.graph.backend import GraphBackend
+from lookahead.backends.graph.planner import LAZY_CAPTURE
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import top_tokens
 from lookahead.backends.support import cached_shapes
@@ -82,7 +83,7 @@ class Run:
         with self.facts.turn, torch.inference_mode(False):
             kept, addresses = self.facts.graph, facts.weight_addresses(self._modules)
             if kept is None or addresses != self.facts.addresses:
-                if kept is None or not kept.follows(self.model):
+                if kept is None or not kept.reads_weights_of(self.model):
                     # A script may call once or twice, with a prompt of another length each time. A cache that it gave
                     # gets all K/V.
                     kept = self._new_graph()
@@ -100,7 +101,7 @@ class Run:
         if self.facts.broken is not None:
             raise UnsupportedModelError(self.facts.broken)
         try:
-            return cast(GraphBackend, graph_backend(self.model, patient=True, drop_pages=False))
+            return cast(GraphBackend, graph_backend(self.model, capture_after=LAZY_CAPTURE, drop_pages=False))
         except CompilerError as error:
             self.facts.broken = str(error)
             raise
@@ -134,7 +135,7 @@ class Run:
             if is_usual(self.model) and is_plain(self.batch, self.kwargs):
                 engine = self._set_up(graph, config, rules)
                 noise = self._noise(graph, rules)
-                graph.prepare_stand_ins(noise=noise is not None)
+                graph.prepare_fallbacks(noise=noise is not None)
                 return self._decode(engine, None, noise, rules, streamer)
             return self._decode_after(self._run_prompt(), graph, config, rules, streamer)
 
@@ -156,7 +157,7 @@ class Run:
         if graph is not None and start.plain:
             self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
             engine = self._set_up(graph, config, rules)
-            graph.prepare_stand_ins()
+            graph.prepare_fallbacks()
             return self._decode(engine, start.logits, None, rules, streamer)
         try:
             if self._backend_name == "graph":

@@ -271,14 +271,14 @@ def test_the_host_waits_for_the_step_it_asked_for(monkeypatch: pytest.MonkeyPatc
     assert set(ran) == {"step", "wait for b"}
 
 
-def test_a_step_ahead_moves_all_that_tells_the_length(device: str, ran: list[str]) -> None:
-    """Attention reads it from the tiles, the rest from the entries. Only the kernels would show a difference."""
+def test_a_step_ahead_advances_every_copy_of_the_length(device: str, ran: list[str]) -> None:
+    """Attention reads it from the tiles, the rest from the sequences' records: only the kernels would show it."""
     backend = GraphBackend(tiny("Llama", device=device))
     assert len(outputs(backend, PROMPTS[:1], AUTOREGRESSIVE, 7)[0]) == 7
     assert ran.count("ahead") == 5
     (step,) = (one for kind, one in backend.runner.steps.pairs.items() if kind.rows == 1)
     views = step.forward.views
-    assert views["tiles_0"][0, 1] == views["entries"][0, 1] == len(PROMPTS[0]) + 5
+    assert views["tiles_0"][0, 1] == views["sequences"][0, 1] == len(PROMPTS[0]) + 5
 
 
 @pytest.mark.parametrize("count", slow_but([20, 33, 34, 80], 34))
@@ -434,7 +434,7 @@ def test_a_step_ahead_is_captured_without_a_trace() -> None:
     backend.commit([(slot, (1, 2, 3))])
     before = [part.clone() for layer in backend.cached(slot) for part in layer]
     for step in list(backend.runner.steps.pairs.values()):
-        step.get_ready_ahead()
+        step.capture_ahead()
     assert all(map(torch.equal, before, [part for layer in backend.cached(slot) for part in layer]))
 
 

@@ -33,14 +33,15 @@ from lookahead.algorithm.verify import accept
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import backend as graph
-from lookahead.backends.graph import kv, packet, planner
+from lookahead.backends.graph import kv, packet
 from lookahead.backends.graph import packet as packets
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.kernels.tiles import Cut, TileSize
-from lookahead.backends.graph.kinds import ForwardKind, Targets, TargetsKind
+from lookahead.backends.graph.kernels.tiles import TileSize, Tiling
+from lookahead.backends.graph.kinds import ForwardKind, Sampler, TargetsKind
 from lookahead.backends.graph.matrices.dense import fuse_weights
 from lookahead.backends.graph.model import check_lowered
 from lookahead.backends.graph.packet import Packet
+from lookahead.backends.graph.planner import LAZY_CAPTURE
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, bucket, needed_bucket, sizes_to
 from lookahead.backends.graph.steps import CapturedStep
 from lookahead.backends.prompts import run_prompt_chunks
@@ -315,7 +316,7 @@ def test_the_kind_of_a_step(
     (kind,) = backend.runner.steps.pairs
     forward = kind.forward
     size = TileSize.SMALL if small else TileSize.LARGE
-    assert forward == ForwardKind(rows, needed, (Cut(size, forward.cuts[0].grid),), invariant and within)
+    assert forward == ForwardKind(rows, needed, (Tiling(size, forward.tilings[0].grid),), invariant and within)
     assert kind.targets == TargetsKind(needed)
 
 
@@ -734,7 +735,7 @@ def test_what_the_pages_hold(device: str) -> None:
 
 def test_too_many_sequences() -> None:
     backend = GraphBackend(make("llama"))
-    slots = [backend.open() for _ in range(packet.MOST_ENTRIES)]
+    slots = [backend.open() for _ in range(packet.MOST_SEQUENCES)]
     with pytest.raises(RuntimeError, match="256 sequences are open"):
         backend.open()
     found = backend.step([greedy(slot, (), root(slot % VOCABULARY)) for slot in slots])
@@ -1509,7 +1510,7 @@ def test_prepare_knows_every_kind(
 
     def kind(chunk: int, nodes: int, needed: int) -> ForwardKind:
         tree = chain([0] * nodes, needed)
-        return backend.planner.kind([StepInput(slot, range(chunk), tree, SamplingParams(), ())], [0]).forward
+        return backend.planner.choose_kind([StepInput(slot, range(chunk), tree, SamplingParams(), ())], [0]).forward
 
     kinds = set[ForwardKind]()
     monkeypatch.setattr(backend.runner.steps, "forward", kinds.add)  # captures nothing
@@ -1524,9 +1525,8 @@ def test_prepare_knows_every_kind(
 
 def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The results are those of the exact kind (on a CPU up to rounding)."""
-    monkeypatch.setattr(planner, "PATIENCE", 3)
     model = make("llama", device).to(torch.bfloat16)
-    backend, exact = GraphBackend(model, patient=True), GraphBackend(model)
+    backend, exact = GraphBackend(model, capture_after=3), GraphBackend(model)
 
     def sizes() -> list[int]:
         return sorted(kind.rows for kind in backend.runner.steps.forwards)
@@ -1566,12 +1566,12 @@ def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, mon
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: str) -> None:
-    backend = GraphBackend(make("llama", device).to(torch.bfloat16), patient=True)
+    backend = GraphBackend(make("llama", device).to(torch.bfloat16), capture_after=LAZY_CAPTURE)
     backend.capture = True  # so that it prepares on a CPU, too
-    backend.prepare_stand_ins(noise)
+    backend.prepare_fallbacks(noise)
     kinds, slot = set(backend.runner.steps.pairs), backend.open()
     assert {kind.rows for kind in kinds} == {32, 128, 256, 512}
-    assert all((kind.targets.targets is Targets.MULTINOMIAL) == noise for kind in kinds)
+    assert all((kind.targets.sampler is Sampler.MULTINOMIAL) == noise for kind in kinds)
     for chunk, nodes in ((0, 1), (0, 30), (0, 33), (0, 128), (30, 1), (100, 128), (300, 60)):
         lines = [-1] * nodes if noise else ()
         backend.step([StepInput(slot, [1] * chunk, random_tree(nodes, 0), SamplingParams(), (), noise=lines)])
@@ -1580,10 +1580,10 @@ def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: s
 
 
 def test_nothing_stands_in_where_steps_are_not_invariant() -> None:
-    backend = GraphBackend(make("llama"), patient=True)
+    backend = GraphBackend(make("llama"), capture_after=LAZY_CAPTURE)
     backend.step([StepInput(backend.open(), (), chain([1, 2]), SamplingParams(), ())])
     assert [kind.rows for kind in backend.runner.steps.pairs] == [2]
-    small = GraphBackend(make("llama").to(torch.bfloat16), patient=True, most_rows=16)
+    small = GraphBackend(make("llama").to(torch.bfloat16), capture_after=LAZY_CAPTURE, most_rows=16)
     small.step([StepInput(small.open(), (), chain([1, 2]), SamplingParams(), ())])
     assert [kind.rows for kind in small.runner.steps.pairs] == [16]
 
@@ -1610,5 +1610,5 @@ def test_work_is_launched_on_the_device_that_has_the_model(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", device)
     backend = SimpleNamespace(device=torch.device("cuda", has_it))
-    assert graph.on_its_device(lambda self, size: size + 1)(backend, 4) == 5  # type: ignore[arg-type]
+    assert graph.on_model_device(lambda self, size: size + 1)(backend, 4) == 5  # type: ignore[arg-type]
     assert seen == entered

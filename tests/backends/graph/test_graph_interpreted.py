@@ -46,7 +46,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], GraphBackend
     def make(model: Any, processors: int = 2) -> GraphBackend:
         monkeypatch.setattr(state, "new_top_work", TopWork)  # top tokens by the kernel
         monkeypatch.setattr(sizes, "ROW_SIZES", SIZES)
-        for name in ("attend", "place_nodes", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
+        for name in ("attend", "locate_rows", "add_norm", "rotate_write", "gate", "move_accepted", "top_tokens"):
             monkeypatch.setattr(reference, name, twin)
         for name in ("adjust", "count_tokens"):
             monkeypatch.setattr(reference_draw, name, twin)

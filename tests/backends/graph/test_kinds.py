@@ -9,8 +9,8 @@ from chains import chain
 
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, tiles_for
-from lookahead.backends.graph.kinds import Device, ForwardKind, forward_kind, kind_of, stand_in
-from lookahead.backends.graph.preparing import every_forward, forwards_ahead
+from lookahead.backends.graph.kinds import Device, ForwardKind, fallback_kind, forward_kind, step_kind
+from lookahead.backends.graph.preparing import every_forward_kind, forward_kinds_ahead
 from lookahead.config import SamplingParams
 
 PROCESSORS = 132
@@ -25,7 +25,7 @@ def device(*shapes: HeadShape, invariant: bool = True) -> Device:
 def kind(on: Device, chunk: int, nodes: int, needed: int) -> ForwardKind:
     tree = chain([0] * nodes, needed) if nodes else NO_TREE
     item = StepInput(0, [0] * chunk, tree, SamplingParams(), ())
-    return kind_of([item], [0], on).forward
+    return step_kind([item], [0], on).forward
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 16), (230, 64)])
@@ -33,7 +33,7 @@ def kind(on: Device, chunk: int, nodes: int, needed: int) -> ForwardKind:
 @pytest.mark.thinned(1)
 def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: int, tokens: int, budget: int) -> None:
     on = device(HeadShape(heads, kv_heads, dim))
-    prepared = set(every_forward(on, 1, tokens, budget, MOST_ROWS))
+    prepared = set(every_forward_kind(on, 1, tokens, budget, MOST_ROWS))
     wanted = set()
     for chunk in range(tokens + 1):
         for nodes in range(0 if chunk else 1, budget + 1):
@@ -51,9 +51,9 @@ def test_every_kind_of_one_sequence_is_prepared(heads: int, kv_heads: int, dim: 
 def test_every_kind_of_many_sequences_is_prepared(heads: int, kv_heads: int, dim: int, sequences: int) -> None:
     """Whatever the trees and prompts that come together in a pass. A step has at most 512 needed rows."""
     rng, on = random.Random(sequences), device(HeadShape(heads, kv_heads, dim))
-    prepared = set(every_forward(on, sequences, 1 << 15, 128, MOST_ROWS))
+    prepared = set(every_forward_kind(on, sequences, 1 << 15, 128, MOST_ROWS))
     assert len(prepared) <= 120, "captures before a server is ready"
-    ahead = forwards_ahead(on, sequences)
+    ahead = forward_kinds_ahead(on, sequences)
     assert set(ahead) <= prepared
     for _ in range(400):
         count, rows = rng.randint(1, sequences), rng.choice([1, 2, 3, 6, 12, 20, 40, 70, 120, 200, 400, 700, MOST_ROWS])
@@ -92,8 +92,8 @@ def test_a_batch_has_the_tiles_that_serve_most_of_its_rows(
         StepInput(0, [0] * chunk, chain([0] * nodes, nodes), SamplingParams(), ())
         for nodes, chunk in zip(trees, chunks, strict=True)
     ]
-    (cut,) = kind_of(items, [length] * len(items), on).forward.cuts
-    assert (cut.size is TileSize.SMALL) == small
+    (tiling,) = step_kind(items, [length] * len(items), on).forward.tilings
+    assert (tiling.size is TileSize.SMALL) == small
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_there_is_a_program_for_every_tile(heads: int, kv_heads: int, dim: int) 
             for nodes, chunk in zip(trees, chunks, strict=True)
         ]
         lengths = [rng.randrange(3000)] * count
-        own = kind_of(items, lengths, device(shape, invariant=rng.random() < 0.8)).forward
-        for kind in (own, stand_in(own, any(chunks), MOST_ROWS)):
-            (cut,) = kind.cuts
-            tiled = tiles_for(kind.rows, shape, cut, invariant=kind.invariant, processors=PROCESSORS)
+        own = step_kind(items, lengths, device(shape, invariant=rng.random() < 0.8)).forward
+        for kind in (own, fallback_kind(own, has_chunk=any(chunks), most=MOST_ROWS)):
+            (tiling,) = kind.tilings
+            tiled = tiles_for(kind.rows, shape, tiling, invariant=kind.invariant, processors=PROCESSORS)
             tiles = sum(-(-rows * shape.group // tiled.block_m) for rows in (*trees, *chunks))
-            assert cut.grid is Grid.WHOLE or tiles <= tiled.programs
-            found.add((count > 1, cut.grid))
-    assert found >= {(False, Grid.SINGLE), (True, Grid.SPLIT), (True, Grid.WHOLE)}
+            assert tiling.grid is Grid.UNSPLIT or tiles <= tiled.programs
+            found.add((count > 1, tiling.grid))
+    assert found >= {(False, Grid.SINGLE), (True, Grid.SPLIT), (True, Grid.UNSPLIT)}

@@ -17,7 +17,7 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.graph import kv, runner, steps
-from lookahead.backends.graph.adjusting import FIRST_LINES, Adjusting
+from lookahead.backends.graph.adjusting import FIRST_TABLE_SLOTS, Adjusting
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.sizes import PAGE
@@ -141,8 +141,8 @@ def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytes
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
     rules = backend.planner.rules
-    rules.reserve(FIRST_LINES)
-    lines, rules.free_lines = rules.free_lines, []
+    rules.reserve(FIRST_TABLE_SLOTS)
+    free, rules.free_table_slots = rules.free_table_slots, []
     monkeypatch.setattr(Adjusting, "grow", full)
     long, bad = request(list(range(40))), request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
     for one in (long, bad):
@@ -153,7 +153,7 @@ def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytes
     assert [event.request for event in errors] == [bad]
     assert "a table of penalties and biases needs 2.00 GiB" in str(errors[0].error)
     assert len(long.sequence.output) == 8
-    rules.free_lines = lines
+    rules.free_table_slots = free
     again = request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
     engine.submit(again)
     while engine.running:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lookahead.backends.graph.matrices import cublaslt
-from lookahead.backends.graph.matrices.found import VERSION, Found
+from lookahead.backends.graph.matrices.kernel_cache import VERSION, KernelCache
 from lookahead.backends.graph.matrices.products import Pieces, Product, Products, by_torch, cancelling
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -92,7 +92,7 @@ def with_kernels(products: Products, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(products, "library", object())
         monkeypatch.setattr(products, "_kernels", lambda weight, rows: [[kernel] for kernel in kernels.get(rows, [])])
         monkeypatch.setattr(products, "_times", times)
-        monkeypatch.setattr(cublaslt, "takes", lambda weight: True)
+        monkeypatch.setattr(cublaslt, "is_aligned", lambda weight: True)
         return products
 
     return make
@@ -192,7 +192,7 @@ def test_torch_is_asked_where_there_is_no_kernel(
     products = with_kernels({})
     assert products.plan(weights[0], 1, weights).run is by_torch
     products = with_kernels({128: [FakeKernel(1)]})
-    monkeypatch.setattr(cublaslt, "takes", lambda weight: weight is not weights[1])
+    monkeypatch.setattr(cublaslt, "is_aligned", lambda weight: weight is not weights[1])
     assert products.plan(weights[0], 128, weights).run is not by_torch
     assert products.plan(weights[1], 128, weights).run is by_torch
 
@@ -232,7 +232,7 @@ def test_what_was_found_is_not_timed_again(
     def later() -> Products:
         products = with_kernels({1: [kernels[4], kernels[3]], 128: [kernels[5]], 512: [KnownKernel(99)]})  # type: ignore[list-item]
         monkeypatch.setattr(products, "dtype", torch.bfloat16)
-        monkeypatch.setattr(products, "found", Found({"device": "a"}))
+        monkeypatch.setattr(products, "kernel_cache", KernelCache({"device": "a"}))
         monkeypatch.setattr(products, "_problem", lambda shape, rows: Problem())
         return products
 
@@ -246,36 +246,36 @@ def test_what_was_found_is_not_timed_again(
         assert again.plan(weights[0], 1, weights).run is kernels[3]
         assert again.plan(weights[0], 512, weights).run == Pieces(kernels[5], 128)
     assert restored == [3, 5]
-    first.found.put("24 x 16 x 1", bytes(kernels[2].algorithm).hex())  # it has other bits
+    first.kernel_cache.store("24 x 16 x 1", bytes(kernels[2].algorithm).hex())  # it has other bits
     assert later().plan(weights[0], 1, weights).run is kernels[3]
     for broken in ("?", bytes([7] * 64).hex()):
-        first.found.put("24 x 16 x 1", broken)
+        first.kernel_cache.store("24 x 16 x 1", broken)
         monkeypatch.setattr(Problem, "kernel", lambda self, algorithm: cublaslt.Problem.kernel(self, algorithm[:5]))
         assert later().plan(weights[0], 1, weights).run is kernels[3]
 
 
 def test_found_things_outlive_their_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOOKAHEAD_CACHE", str(tmp_path))
-    one, other = Found({"device": "a"}), Found({"device": "a"})
-    one.put("x", 1)
-    other.put("y", "z")
-    both = Found({"device": "a"})
+    one, other = KernelCache({"device": "a"}), KernelCache({"device": "a"})
+    one.store("x", 1)
+    other.store("y", "z")
+    both = KernelCache({"device": "a"})
     assert (both.get("x"), both.get("y"), both.get("w")) == (1, "z", None)
-    assert Found({"device": "b"}).get("x") is None
-    nowhere = Found(None)
-    nowhere.put("x", 2)
+    assert KernelCache({"device": "b"}).get("x") is None
+    nowhere = KernelCache(None)
+    nowhere.store("x", 2)
     assert nowhere.get("x") == 2
     for file in (tmp_path / "products").iterdir():
         for text in ("", "[]", '{"found": 3}', '{"found": {"x": []}}'):
             file.write_text(text.replace("{", f'{{"version": {VERSION}, ', 1))
-            assert Found({"device": "a"}).get("x") is None
+            assert KernelCache({"device": "a"}).get("x") is None
         for version in ("", f'"version": {VERSION + 1}, '):
             file.write_text(f'{{{version}"found": {{"x": 1}}}}')
-            assert Found({"device": "a"}).get("x") is None
+            assert KernelCache({"device": "a"}).get("x") is None
         file.unlink()
     (tmp_path / "products").rmdir()
     (tmp_path / "products").write_text("in the way")
-    one.put("v", 3)
+    one.store("v", 3)
     assert one.get("v") == 3
 
 
@@ -325,9 +325,9 @@ def test_matrices_that_cublaslt_takes() -> None:
     memory = torch.zeros(64 * 64 + 512)
     start = -memory.data_ptr() % 256 // 4
     matrix = memory[start : start + 64 * 64].view(64, 64)
-    assert cublaslt.takes(matrix)
-    assert not cublaslt.takes(matrix[:, :32])
-    assert not cublaslt.takes(memory[start + 1 : start + 1 + 64 * 64].view(64, 64))
+    assert cublaslt.is_aligned(matrix)
+    assert not cublaslt.is_aligned(matrix[:, :32])
+    assert not cublaslt.is_aligned(memory[start + 1 : start + 1 + 64 * 64].view(64, 64))
 
 
 @pytest.mark.gpu

@@ -7,20 +7,20 @@ import torch
 from lookahead.backends.graph.kernels.rows import new_rows
 from lookahead.backends.graph.kernels.tiles import queries_per_tile
 from lookahead.backends.graph.kinds import ForwardKind
-from lookahead.backends.graph.layers.attention import plan_beginning
+from lookahead.backends.graph.layers.attention import plan_group
 from lookahead.backends.graph.layers.step import StepContext
 from lookahead.backends.graph.packet import Packet
-from lookahead.backends.graph.records import Entry, Tile
+from lookahead.backends.graph.records import SequenceRecord, Tile
 from lookahead.backends.graph.sizes import MOST_NEEDED
 from lookahead.backends.graph.state import Captured, DeviceState, most_tiles
 
 
 class CapturedForward(Captured):
-    """All forward passes of one kind: their packet and, once captured, their graph.
+    """All forward passes of one kind: their packet and their CUDA graph.
 
-    `_run` is what the device does in a pass. `_run_ahead` is a pass of one token per sequence that needs nothing from
-    the host. It is captured when it is first asked for. `queries`: for each head shape, how many queries a row has per
-    K/V head, and how many a tile has.
+    `_run` is a pass on the device. `_run_ahead` is a pass of one token per sequence that needs nothing from the host;
+    it is captured when first needed. `queries`: for each head shape, the queries of a row per K/V head, and the queries
+    of a tile.
     """
 
     packet: Packet
@@ -29,35 +29,35 @@ class CapturedForward(Captured):
         super().__init__(state)
         self.kind = kind
         model, kv, buffers, device = state.model, state.kv, state.buffers, state.device
-        # 1. How attention is cut, for each head shape.
-        shapes = list(zip(model.shapes, kind.cuts, strict=True))
-        cuts = [state.ops.tiles(kind.rows, shape, cut, invariant=kind.invariant) for shape, cut in shapes]
-        self.queries = [(shape.group, queries_per_tile(shape.dim, cut.size)) for shape, cut in shapes]
+        # 1. The tiling of attention, for each head shape.
+        shapes = list(zip(model.shapes, kind.tilings, strict=True))
+        tiles = [state.ops.tiles(kind.rows, shape, tiling, invariant=kind.invariant) for shape, tiling in shapes]
+        self.queries = [(shape.group, queries_per_tile(shape.dim, tiling.size)) for shape, tiling in shapes]
         most = [most_tiles(kind.rows, *queries) for queries in self.queries]
-        # Unless a program does several tiles, one more would have no program.
-        most = [min(n, cut.programs) if cut and not cut.alone else n for n, cut in zip(most, cuts, strict=True)]
+        # Without a loop over tiles, a tile beyond the number of programs would have no program.
+        most = [min(n, own.programs) if own and not own.unsplit else n for n, own in zip(most, tiles, strict=True)]
         # 2. The packet on the host, and its copy on the device.
         self.packet = Packet(kind.rows, kind.needed, most, len(model.groups), device.type == "cuda")
         self.memory = torch.zeros_like(self.packet.host, device=device)
         self.views, self.host_views = self.packet.views(self.memory), self.packet.views(self.packet.host)
-        # 3. What every layer does.
+        # 3. The work of every layer.
         numbers = [model.shapes.index(group.shape) for group in model.groups]
         rows = [
             new_rows(self.views, shape, kv.tables[group], min(kind.rows, MOST_NEEDED))
             for group, shape in enumerate(numbers)
         ]
-        step = StepContext(kind, buffers, kv, self.views, rows, [cuts[shape] for shape in numbers], buffers.work)
-        begin = [plan_beginning(group, number, step, state.ops) for number, group in enumerate(model.groups)]
-        self.commits, self.places = zip(*begin, strict=True)
+        step = StepContext(kind, buffers, kv, self.views, rows, [tiles[shape] for shape in numbers], buffers.work)
+        planned = [plan_group(group, number, step, state.ops) for number, group in enumerate(model.groups)]
+        self.commits, self.locates = zip(*planned, strict=True)
         self.embed = model.embedding.plan(step)
         self.blocks = [block.plan(step, first=number == 0) for number, block in enumerate(model.blocks)]
         self.head = model.head.plan(step, buffers.logits)
-        self.get_ready()
+        self.compile_and_capture()
 
     def run_ahead(self) -> None:
-        """Run the one-token pass that follows the last step of this kind.
+        """Run the one-token pass after the last step of this kind.
 
-        The first run is captured afterwards and not repeated, since a replay would go one token further.
+        The first run is captured only afterwards: replaying it would advance one token further.
         """
         if self.graph_ahead is not None:
             self.graph_ahead.replay()
@@ -68,8 +68,8 @@ class CapturedForward(Captured):
 
     @torch.inference_mode()
     def _run(self) -> None:
-        """A whole pass, on the device."""
-        # 1. Copy the packet to the device, and write the pages that sequences have got to their tables.
+        """Run a pass, on the device."""
+        # 1. Copy the packet to the device, and update the page tables.
         host = self.host_views
         self.state.ops.copy_packet(
             self.packet.host, self.memory, host["changed"], host["changes"], self.state.kv.tables
@@ -82,24 +82,24 @@ class CapturedForward(Captured):
 
     @torch.inference_mode()
     def _run_ahead(self) -> None:
-        """One token further in every sequence: the tokens are the last targets, and no accepted K/V has to move."""
+        """Advance every sequence by one token: the tokens are the last targets, and no accepted K/V has to move."""
         views, last = self.views, len(self.state.model.embedding.table) - 1
         count = min(self.kind.rows, self.kind.needed)
-        # Rows that pad the step take part. Their targets may be outside of the vocabulary: hence the clamp.
+        # Padding rows take part, and their targets may be outside the vocabulary: hence the clamp.
         torch.clamp(self.state.buffers.results[:count, 0], min=0, max=last, out=views["tokens"][:count])
-        views["entries"][:, Entry.LENGTH].add_(1)  # the cached tokens, which the tiles repeat
+        views["sequences"][:, SequenceRecord.LENGTH].add_(1)  # cached tokens, repeated in the tiles
         for shape in range(len(self.queries)):
             views[f"tiles_{shape}"][:, Tile.END].add_(1)
         self._layers()
 
     def _layers(self) -> None:
-        """From the packet's copy on the device to the logits of the needed rows there.
+        """From the packet's device copy to the logits of the needed rows.
 
-        The residual stream, what a layer adds to it (`delta`) and its norm (`normed`) are buffers. A norm adds the
-        delta of the layer before it to the stream.
+        The residual stream, a layer's output (`delta`) and its normed input (`normed`) are buffers. A norm first adds
+        the previous layer's delta to the stream.
         """
-        for place in self.places:
-            place()
+        for locate in self.locates:
+            locate()
         self.embed()
         for block in self.blocks:
             block.attention_norm()

@@ -1,7 +1,7 @@
-"""Attention groups: the layers of a model that have the same heads and the same window, and so share pages.
+"""Attention groups: layers with the same heads and the same sliding window, which share page tables.
 
-Every group has page pools of its own. A layer with a window reads no token before it, so a sequence's pages behind the
-window can be freed in its group, while the layers without a window keep theirs.
+Every group has its own page pool. A layer with a window reads no token before it, so a sequence's pages before the
+window can be freed in its group, while layers without a window keep theirs.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from lookahead.models.spec import Decoder
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """`layers` are the numbers of its layers in the model. They need the pages of a sequence's last `window` tokens, or
-    of all its tokens if it is None."""
+    """`layers` are indices of the model's layers. They need the pages of a sequence's last `window` tokens, or of all
+    tokens if it is None."""
 
     shape: HeadShape
     window: int | None
     layers: tuple[int, ...]
 
     def most_pages(self, tokens: int, most_rows: int) -> int:
-        """The most pages that a sequence of this many tokens has at a time, where a pass has at most `most_rows` rows.
+        """Maximum pages of a sequence with this many tokens, where a pass has at most `most_rows` rows.
 
-        With a window these are the pages that some row of a pass reads or writes.
+        With a window these are the pages that a pass reads or writes.
         """
         pages = -(-tokens // PAGE)
         return pages if self.window is None else min(pages, pages_in_window(self.window, most_rows, PAGE))
 
     def page_bytes(self, element_size: int) -> int:
-        """The K/V memory of one page, of all its layers."""
+        """Bytes of one page, over all layers of the group."""
         return 2 * len(self.layers) * self.shape.kv_heads * PAGE * self.shape.dim * element_size
 
 
 def groups_of(decoder: Decoder, *, drop_pages: bool = True) -> tuple[AttentionGroup, ...]:
     """The model's attention groups, in the order of their first layers.
 
-    Without `drop_pages`, a sequence keeps its pages behind windows as well, so windows make no groups.
+    Without `drop_pages`, sequences keep the pages before their windows, so windows do not matter here.
     """
     layers: dict[tuple[HeadShape, int | None], list[int]] = {}
     for number, block in enumerate(decoder.blocks):

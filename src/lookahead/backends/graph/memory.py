@@ -1,4 +1,4 @@
-"""What the graph backend does when the GPU's memory is full: give back what nobody uses, and try once more."""
+"""What the graph backend does when GPU memory is full: free what is unused, and retry once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ R = TypeVar("R")
 
 
 def with_room(
-    make: Callable[[], R], give_back: Callable[[], None], what: str, device: torch.device, slot: int | None = None
+    make: Callable[[], R], free_unused: Callable[[], None], what: str, device: torch.device, slot: int | None = None
 ) -> R:
-    """Call `make`, and once more after `give_back` if the device's memory is full. Raises DeviceMemoryError if it still
-    is. `what` is made, for the sequence in `slot` or for all."""
+    """Call `make`, and again after `free_unused` if device memory is full. Raises DeviceMemoryError if that fails, too,
+    for the sequence in `slot` or for all; `what` describes the allocation."""
     try:
         return make()
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-    # Outside of the handler, whose error holds on to what was made so far.
-    give_back()
+    # Outside the handler, whose error keeps references to what was allocated so far.
+    free_unused()
     empty_cache(device)
     try:
         return make()
@@ -38,10 +38,10 @@ def with_room(
 def room_for_a_capture(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Make sure that a capture on this stream can begin, or raise torch's OutOfMemoryError.
 
-    The first capture makes two tensors for the seed of random numbers. If torch has no memory for them, its graph ends
-    the process when it is freed (seen with torch 2.11). So the smallest blocks are taken before, and two of them given
-    back, beside others that keep their memory with torch. And a capture that cannot begin leaves its stream the current
-    one: here the one before becomes that again.
+    The first capture allocates two tensors for the random seed. If torch has no memory for them, freeing the graph
+    crashes the process (seen with torch 2.11). So the smallest blocks are allocated here first, and two of them freed
+    again, next to others that keep the segment with torch's allocator. A capture that cannot begin also leaves its
+    stream current, so the previous stream is restored here.
     """
     with torch.cuda.stream(torch.cuda.current_stream()):
         with torch.cuda.stream(stream):
@@ -51,6 +51,6 @@ def room_for_a_capture(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Let the driver have the memory that torch's allocator keeps: graphs and cuBLAS take theirs from there."""
+    """Return the memory cached by torch's allocator to the driver, from which graphs and cuBLAS allocate."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

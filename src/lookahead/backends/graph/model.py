@@ -22,7 +22,7 @@ from lookahead.models.spec import Decoder
 
 
 class PlannedBlock(NamedTuple):
-    """What a block does in every pass of one kind."""
+    """The work of a block in every pass of one kind."""
 
     attention_norm: Run
     attention: Run
@@ -49,16 +49,16 @@ class GraphBlock:
 
 
 class GraphModel:
-    """The layers of a description. Making it fuses the model's matrices, whose own parameters become views of these.
+    """The layers of a described model. Creating it fuses the model's matrices, whose parameters become views.
 
-    `groups` are its attention groups, `shapes` the head shapes of its layers, each once.
+    `groups` are its attention groups, `shapes` the distinct head shapes of its layers.
     """
 
     def __init__(self, decoder: Decoder, ops: Ops, products: Products, *, drop_pages: bool = True) -> None:
         check_lowered(decoder)
         self.groups = groups_of(decoder, drop_pages=drop_pages)
         self.shapes = tuple(dict.fromkeys(group.shape for group in self.groups))
-        place = {
+        group_and_index = {
             layer: (number, index)
             for number, group in enumerate(self.groups)
             for index, layer in enumerate(group.layers)
@@ -68,7 +68,7 @@ class GraphModel:
         self.blocks = [
             GraphBlock(
                 NormLayer(block.attention_norm, ops),
-                AttentionLayer(block.attention, *place[number], ops, matrices),
+                AttentionLayer(block.attention, *group_and_index[number], ops, matrices),
                 NormLayer(block.feed_forward_norm, ops),
                 FeedForwardLayer(block.feed_forward, ops, matrices),
             )
@@ -83,14 +83,14 @@ class GraphModel:
 
     @property
     def matrices(self) -> list[DenseMatrix]:
-        """All matrices, in the order in which a pass multiplies with them."""
-        found = []
+        """All matrices, in the order of their products in a pass."""
+        matrices = []
         for block in self.blocks:
-            found += [block.attention.qkv, block.attention.out, block.feed_forward.gate_up, block.feed_forward.down]
-        return [*found, self.head.head]
+            matrices += [block.attention.qkv, block.attention.out, block.feed_forward.gate_up, block.feed_forward.down]
+        return [*matrices, self.head.head]
 
     def buffers(self) -> dict[str, int]:
-        """The activations that the layers need: the width of the widest, by their names."""
+        """The activation buffers that the layers need: the largest width of each, by name."""
         widths: dict[str, int] = {}
         for layer in (
             self.embedding,
@@ -102,8 +102,8 @@ class GraphModel:
         return widths
 
     def addresses(self) -> list[int]:
-        """Where all weights lie. Captured steps read them there, so that changes in place are seen; if a weight is
-        replaced by another tensor, they have to be captured again."""
+        """The addresses of all weights. Captured steps read them there, so that in-place changes are seen; if a weight
+        is replaced by another tensor, steps have to be captured again."""
         return [tensor.data_ptr() for tensor in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -115,13 +115,12 @@ class GraphModel:
 
 
 def check_lowered(decoder: Decoder) -> None:
-    """Raise UnsupportedModelError, with the reason, for a description that has no kernels here. Weights stay as they
-    are."""
+    """Raise UnsupportedModelError, with the reason, for a model that the kernels cannot run. Changes no weights."""
     try:
-        HeadLayer.check(decoder)
+        HeadLayer.check_head(decoder)
         for block in decoder.blocks:
-            AttentionLayer.check(block.attention)
-            FeedForwardLayer.check(block.feed_forward)
+            AttentionLayer.check_attention(block.attention)
+            FeedForwardLayer.check_feed_forward(block.feed_forward)
             check_dense(block.attention.qkv)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"the graph backend does not run this model: {error}") from None

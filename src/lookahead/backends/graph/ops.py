@@ -1,4 +1,4 @@
-"""The operations of a step that are not matrix products: Triton kernels on a GPU, their slow twins on a CPU."""
+"""The operations of a step besides matrix products: Triton kernels on a GPU, reference implementations on a CPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from lookahead.backends.graph.kernels import reference, reference_draw
 from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.kernels.tiles import Cut, HeadShape, tiles_for
+from lookahead.backends.graph.kernels.tiles import HeadShape, Tiling, tiles_for
 
 
 class Ops:
     """The operations for one device. Their shapes are documented in `kernels.fused` and `kernels.attention`.
 
-    `compiled` and `processors` (how many multiprocessors to cut the work for) are for tests, which run the kernels on a
+    `compiled` and `processors` (the number of multiprocessors to tile for) are for tests, which run the kernels on a
     CPU in Triton's interpreter.
     """
 
@@ -27,44 +27,44 @@ class Ops:
     ) -> None:
         self.compiled = device.type == "cuda" if compiled is None else compiled
         self._device = device
-        source: Any = reference
+        kernels: Any = reference
         self.attend: Any = reference.attend
         if self.compiled:
             from lookahead.backends.graph.kernels import attention, depths, fused
 
-            source = fused
+            kernels = fused
             self.attend, self._attention, self._depths = attention.attend, attention, depths
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
-        self.embed, self.add_norm, self.rotate_write = source.embed, source.add_norm, source.rotate_write
-        self.gate, self.move_accepted, self.copy_pinned = source.gate, source.move_accepted, source.copy_pinned
-        self.place_nodes, self.copy_packet = source.place_nodes, source.copy_packet
+        self.embed, self.add_norm, self.rotate_write = kernels.embed, kernels.add_norm, kernels.rotate_write
+        self.gate, self.move_accepted, self.copy_pinned = kernels.gate, kernels.move_accepted, kernels.copy_pinned
+        self.locate_rows, self.copy_packet = kernels.locate_rows, kernels.copy_packet
 
     def workspace(self) -> Any:
-        """Memory for `attend`'s partial results, which all captured steps share; see `kernels.attention`."""
+        """Memory for the partial results of `attend`, shared by all captured steps; see `kernels.attention`."""
         return self._attention.Workspace(self._device) if self.compiled else None
 
     def order_by_depth(self, rows: Rows, work: Any, tiles: Any, group: int) -> None:
-        """Sort the nodes of an invariant step's trees by depth, as `attend` wants them; see `kernels.depths`.
+        """Sort the nodes of an invariant step's trees by depth for `attend`; see `kernels.depths`.
 
-        The slow twin of `attend` needs no order.
+        The reference implementation of `attend` needs no order.
         """
-        if self.compiled and tiles.reach:
+        if self.compiled and tiles.near_keys:
             self._depths.order_by_depth(rows, work.order, tiles, group)
 
     @property
     def processors(self) -> int:
-        """How many multiprocessors the device has. A CPU has none, so that there every tile is done alone."""
+        """Number of multiprocessors of the device; 0 on a CPU, so that no tile is split there."""
         return self._processors if self.compiled else 0
 
-    def tiles(self, rows: int, shape: HeadShape, cut: Cut, *, invariant: bool) -> Any:
-        """How `attend` cuts a step of so many rows into programs; see `kernels.tiles`. None where it is not cut."""
+    def tiles(self, rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool) -> Any:
+        """The launch parameters of `attend` for a step of this many rows; see `kernels.tiles`. None on a CPU."""
         if not self.compiled:
             return None
-        return tiles_for(rows, shape, cut, invariant=invariant, processors=self._processors)
+        return tiles_for(rows, shape, tiling, invariant=invariant, processors=self._processors)
 
 
 def new_top_work(rows: int, vocabulary: int, top: int, device: torch.device) -> Any:
-    """Memory for finding the `top` best tokens of up to `rows` rows, which all steps share; None on a CPU."""
+    """Workspace for the `top` best tokens of up to `rows` rows, shared by all steps; None on a CPU."""
     if device.type != "cuda":
         return None
     from lookahead.backends.graph.kernels.top import TopWork
@@ -73,11 +73,11 @@ def new_top_work(rows: int, vocabulary: int, top: int, device: torch.device) -> 
 
 
 class TopTokens:
-    """A step's results: for each of R needed nodes its target, its n likeliest tokens, and their n probability levels.
+    """The results of a step: for each of R needed nodes target, n likeliest tokens, and their probability levels.
 
     They are int32 [R, 1 + 2 n], once on the device (`out`) and twice on the host (`host_copies`, and as NumPy
-    `arrays`). Consecutive steps take turns with the two host copies, so that the host can read one step's results while
-    the device sends the next step's. A host copy may be read only after waiting for the step that fills it.
+    `arrays`). Consecutive steps alternate between the two host copies, so that the host can read one step's results
+    while the device sends the next. A host copy may be read only after waiting for its step.
     """
 
     def __init__(self, out: torch.Tensor, work: Any = None) -> None:
@@ -98,14 +98,14 @@ class TopTokens:
 
     @torch.inference_mode()
     def send(self, turn: int) -> None:
-        """Start copying `out` to host copy `turn`. torch keeps that memory alive until the copy is done."""
+        """Start copying `out` to host copy `turn`, whose memory torch keeps alive until the copy is done."""
         self.host_copies[turn].copy_(self.out, non_blocking=True)
 
 
 class LogProbs:
-    """The log-probabilities of R rows: of their targets, and of their `top` likeliest tokens.
+    """Log-probabilities of R rows: of their targets and of their `top` likeliest tokens.
 
-    `likely` has these tokens, and `array` [R, 1 + n] the values on the host, after waiting for the step.
+    On the host, after waiting for the step: `likely` are these tokens, `array` [R, 1 + n] the log-probabilities.
     """
 
     def __init__(self, rows: int, top: int, device: torch.device, work: Any = None) -> None:
@@ -120,7 +120,7 @@ class LogProbs:
             self._log_probs = log_probs
 
     def fill(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
-        """Compute them from logits [R, V] as they came from the model, and targets [R]."""
+        """Compute them from the model's unadjusted logits [R, V] and the targets [R]."""
         self._top.fill(logits)
         self._top.out[:, 0].copy_(targets)
         self._log_probs(logits, self._top.out, self._top.work, self._values)
@@ -132,12 +132,12 @@ class LogProbs:
 
 
 class Drawing:
-    """Draws the targets of up to `rows` rows.
+    """Samples the targets of up to `rows` rows.
 
-    The shapes are documented in `kernels.draw`. `tops` is the `TopTokens.work` of the step, filled
-    from the same logits; it is None on a CPU. `dtype` is that of the logits.
-    One object can serve all captured steps of at most `rows` rows, since they never run at the same time. `compiled` is
-    for tests, which run the kernels on a CPU in Triton's interpreter.
+    The shapes are documented in `kernels.draw`. `tops` is the `TopTokens.work` of the step, filled from the same
+    logits; it is None on a CPU. `dtype` is that of the logits. One object serves all captured steps of at most `rows`
+    rows, since they never run at the same time. `compiled` is for tests, which run the kernels on a CPU in Triton's
+    interpreter.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Drawing:
             self._draws = draw
 
     def draw(self, logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: Any) -> None:
-        """Draw by inverse CDF, as `sampling.pick` does, into column 0 of out [R, 1 + 2 n]; see `draw.draw_targets`."""
+        """Sample by inverse CDF, as `sampling.pick` does, into column 0 of out [R, 1 + 2 n]: `draw.draw_targets`."""
         self._draws.draw_targets(logits, settings, out, tops, self._work)
 
     def draw_multinomial(
@@ -171,7 +171,7 @@ class Drawing:
         out: torch.Tensor,
         tops: Any,
     ) -> None:
-        """Draw as `torch.multinomial` does, with noise [D, V], into column 0 of `out`.
+        """Sample as `torch.multinomial` does, with noise [D, V], into column 0 of `out`.
 
         See `draw.multinomial_targets`.
         """

@@ -1,6 +1,6 @@
-"""The host half of the graph backend: which captured step serves the inputs, and what stands in its packet.
+"""The host half of the graph backend: chooses the captured step for the inputs, and writes its packet.
 
-It knows slots and inputs, and nothing of the device but the numbers that the kind of a step depends on.
+It knows slots and inputs, and of the device only the numbers that the kind of a step depends on.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from operator import add
 from typing import NamedTuple, Protocol
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.kinds import Device, ForwardKind, StepKind, Targets, kind_of, stand_in
+from lookahead.backends.graph.kinds import Device, ForwardKind, Sampler, StepKind, fallback_kind, step_kind
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.sizes import MOST_NEEDED, PAGE
 from lookahead.backends.graph.targets_packet import StepPacket
 from lookahead.kv.slots import Slots
 
-PATIENCE = 128
-"""How often another step stands in for one that is not captured. A capture takes as long as 50 to 100 steps gain by it,
-and far longer on a machine where a kernel has yet to be compiled or searched for."""
+LAZY_CAPTURE = 128
+"""`capture_after` of backends that capture lazily. A capture costs what 50 to 100 steps gain by it, and far more on a
+machine where kernels have to be compiled or searched for first."""
 
 
 class Packets(Protocol):
-    """The packets of all kinds of steps, in memory that the device reads."""
+    """The packets of all kinds of steps, in memory that the device can read."""
 
     def packet(self, kind: StepKind) -> StepPacket:
         """The packet of steps of this kind. The first call captures the step."""
@@ -35,8 +35,8 @@ class Packets(Protocol):
 
 
 class Plan(NamedTuple):
-    """A step that can run: its kind and its packet. `starts` are where the needed rows of each input begin, `lengths`
-    the positions of its roots."""
+    """A step that is ready to run: its kind and its packet. `starts` are the indices of each input's first needed row,
+    `lengths` the positions of the roots."""
 
     kind: StepKind
     packet: StepPacket
@@ -47,66 +47,67 @@ class Plan(NamedTuple):
 class Planner:
     """Plans the steps of a backend whose passes have at most `most_rows` rows.
 
-    With `patient`, an invariant pass is captured only when it has been asked for a number of times. Until then a larger
-    one stands in for it.
+    With `capture_after`, an invariant pass is captured only after it was needed this many times; until then a larger
+    captured pass is the fallback. 0 captures every pass when it is first needed.
     """
 
     def __init__(
-        self, slots: Slots, rules: Rules, packets: Packets, device: Device, *, most_rows: int, patient: bool
+        self, slots: Slots, rules: Rules, packets: Packets, device: Device, *, most_rows: int, capture_after: int
     ) -> None:
-        self.rules, self.device, self.patient = rules, device, patient
+        self.rules, self.device, self.capture_after = rules, device, capture_after
         self._slots, self._packets, self._most_rows = slots, packets, most_rows
-        self._missed: Counter[ForwardKind] = Counter()  # how often a kind was asked for that was not captured
+        self._missed: Counter[ForwardKind] = Counter()  # how often a kind was needed before it was captured
 
     def plan(self, inputs: Sequence[StepInput]) -> Plan:
-        """Take the pages of a step of these inputs, choose its kind, and write its packet. Their prompt chunks then
-        count as cached. The packet's last step has been read by the device."""
-        # 1. Take the pages first: without them, nothing has happened yet.
-        by_number, trees = self._slots.by_number, [item.tree for item in inputs]
-        slots = [by_number[item.slot] for item in inputs]
+        """Reserve pages for a step of these inputs, choose its kind, and write its packet. Their prompt chunks then
+        count as cached. The device must have read the previous packet of this kind."""
+        # 1. Reserve pages first: if that fails, nothing has changed yet.
+        by_number, trees = self._slots.by_number, [sequence.tree for sequence in inputs]
+        slots = [by_number[sequence.slot] for sequence in inputs]
         sizes, lengths = [tree.size for tree in trees], [slot.length for slot in slots]
-        needs, chunks = list(map(add, lengths, sizes)), [item.chunk for item in inputs]
+        needs, chunks = list(map(add, lengths, sizes)), [sequence.chunk for sequence in inputs]
         if has_chunks := any(chunks):
             needs = [need + len(chunk) for need, chunk in zip(needs, chunks, strict=True)]
         self._check_rows(sizes, sum(needs) - sum(lengths))
         self._slots.need_pages(slots, needs, PAGE // 2)
-        # 2. Choose the kind of the step. Its packet is that of all steps of this kind.
-        for item in inputs:
-            if item.adjustment is not None:
-                self.rules.open(item)
-        kind = self.kind(inputs, lengths)
-        packet, ends, queries = filled = self._packets.packet(kind)
+        # 2. Choose the kind of the step. All steps of a kind share one packet.
+        for sequence in inputs:
+            if sequence.adjustment is not None:
+                self.rules.open(sequence)
+        kind = self.choose_kind(inputs, lengths)
+        packet, targets, queries = step_packet = self._packets.packet(kind)
         # 3. The packet of the forward pass.
         packet.begin()
-        starts = packet.put([slot.line for slot in slots], lengths, chunks, trees, queries)
-        packet.end(*self._slots.take_pending(), self._slots.take_changes())
-        # 4. How targets are chosen.
-        if kind.targets.targets is not Targets.GREEDY:
-            ends.put_draws(inputs)
+        starts = packet.write_rows([slot.line for slot in slots], lengths, chunks, trees, queries)
+        packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
+        # 4. The packet of the targets graph.
+        if kind.targets.sampler is not Sampler.GREEDY:
+            targets.write_draws(inputs)
         if kind.targets.adjusted:
-            self.rules.put(ends, inputs)
-            ends.end(packet)
+            self.rules.write(targets, inputs)
+            targets.write_rules(packet)
         if has_chunks:
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.length += len(chunk)  # now it is the root's position, where `commit` starts
             lengths = [slot.length for slot in slots]
-        return Plan(kind, filled, starts, lengths)
+        return Plan(kind, step_packet, starts, lengths)
 
-    def kind(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
-        """The kind of the captured step for these inputs, whose sequences have `lengths` tokens cached."""
-        kind = kind_of(inputs, lengths, self.device)
-        if not self.patient or not kind.forward.invariant or self._packets.has_captured(kind.forward):
+    def choose_kind(self, inputs: Sequence[StepInput], lengths: Sequence[int]) -> StepKind:
+        """The kind of captured step to run for these inputs, whose sequences have `lengths` cached tokens."""
+        kind = step_kind(inputs, lengths, self.device)
+        if not self.capture_after or not kind.forward.invariant or self._packets.has_captured(kind.forward):
             return kind
         self._missed[kind.forward] += 1
-        if self._missed[kind.forward] > PATIENCE or any(item.continues_alone for item in inputs):
+        if self._missed[kind.forward] > self.capture_after or any(sequence.continues_alone for sequence in inputs):
             return kind
-        forward = stand_in(kind.forward, any(item.chunk for item in inputs), self._most_rows)
+        has_chunk = any(sequence.chunk for sequence in inputs)
+        forward = fallback_kind(kind.forward, has_chunk=has_chunk, most=self._most_rows)
         return StepKind(forward, kind.targets._replace(needed=forward.needed))
 
-    def take_pages_ahead(self, inputs: Sequence[StepInput]) -> bool:
-        """Whether all sequences have pages for the token after their next one; if need be, they get some."""
-        for item in inputs:
-            slot = self._slots.by_number[item.slot]
+    def reserve_ahead(self, inputs: Sequence[StepInput]) -> bool:
+        """Reserve pages for the token after the next one of every sequence. False if there are too few."""
+        for sequence in inputs:
+            slot = self._slots.by_number[sequence.slot]
             if slot.sent_room < slot.length + 2 and not self._slots.has_pages(slot, slot.length + 2):
                 return False
         return True

@@ -1,51 +1,51 @@
-"""Which kinds of steps are captured before anybody waits for them."""
+"""The kinds of steps that are captured in advance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise, product
 
-from lookahead.backends.graph.kernels.tiles import Cut, Grid, HeadShape, TileSize, most_split, queries_per_tile
+from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, Tiling, most_split, queries_per_tile
 from lookahead.backends.graph.kinds import (
-    SHORT,
-    STAND_INS,
+    FALLBACK_ROWS,
+    SHORT_PROMPT,
     Device,
     ForwardKind,
-    Targets,
+    Sampler,
     TargetsKind,
+    fallback_kind,
     few_rows,
     forward_kind,
-    stand_in,
 )
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, needed_bucket, sizes_to
 
 
-def every_forward(device: Device, sequences: int, tokens: int, budget: int, most: int) -> Iterator[ForwardKind]:
+def every_forward_kind(device: Device, sequences: int, tokens: int, budget: int, most: int) -> Iterator[ForwardKind]:
     """The kinds of all passes of up to `sequences` sequences, with prompts of up to `tokens` tokens and trees of up to
-    `budget` nodes each. A pass has at most `most` rows. The largest passes come first: they need most memory.
+    `budget` nodes each. A pass has at most `most` rows. The largest passes come first: they need the most memory.
 
-    A kind that only a strange division of the rows would need may be among them.
+    They may include kinds that only an unusual distribution of the rows needs.
     """
     nodes, sizes = sequences * budget, [0, *sizes_to(min(sequences * (tokens + budget), most))]
     for before, rows in reversed(list(pairwise(sizes))):
-        cuts = [_cuts(shape, device.processors, before + 1, rows, sequences) for shape in device.shapes]
+        tilings = [_tilings(shape, device.processors, before + 1, rows, sequences) for shape in device.shapes]
         needed = {needed_bucket(rows, count) for count in (1, min(nodes, FEW_NEEDED + 1))}
         exact = {device.invariant, device.invariant and budget <= INVARIANT_ROWS}
-        for one_of_each, count, invariant in product(product(*cuts), needed, exact):
-            yield ForwardKind(rows, count, one_of_each, invariant)
+        for one_per_shape, count, invariant in product(product(*tilings), needed, exact):
+            yield ForwardKind(rows, count, one_per_shape, invariant)
 
 
-def _cuts(shape: HeadShape, processors: int, fewest_rows: int, rows: int, sequences: int) -> list[Cut]:
-    """How attention over heads of this shape may be cut in passes of `fewest_rows` to `rows` rows.
+def _tilings(shape: HeadShape, processors: int, fewest_rows: int, rows: int, sequences: int) -> list[Tiling]:
+    """The possible tilings of attention over heads of this shape in passes of `fewest_rows` to `rows` rows.
 
-    That depends on how many tiles the rows make. Those are fewest if one sequence has all rows, and most if every
-    sequence has few.
+    They depend on the number of tiles, which is lowest if one sequence has all rows, and highest if every sequence has
+    few.
     """
-    cuts, group, parts = [], shape.group, 2 * sequences
+    tilings, group, parts = [], shape.group, 2 * sequences
     for size in TileSize:
         if size is TileSize.LARGE and rows <= few_rows(group):
-            continue  # no part is that large
-        if size is TileSize.SMALL and sequences == 1 and fewest_rows > SHORT + few_rows(group):
+            continue  # no chunk or tree is that large
+        if size is TileSize.SMALL and sequences == 1 and fewest_rows > SHORT_PROMPT + few_rows(group):
             continue  # the prompt is long, or the tree large
         block = queries_per_tile(shape.dim, size)
         split = most_split(shape, processors, size)
@@ -54,29 +54,29 @@ def _cuts(shape: HeadShape, processors: int, fewest_rows: int, rows: int, sequen
         grids = {
             Grid.SINGLE: fewest <= min(usual, split),
             Grid.SPLIT: max(fewest, usual + 1) <= min(most_tiles, split),
-            Grid.WHOLE: most_tiles > split,
+            Grid.UNSPLIT: most_tiles > split,
         }
-        cuts += [Cut(size, grid) for grid, possible in grids.items() if possible]
-    return cuts
+        tilings += [Tiling(size, grid) for grid, possible in grids.items() if possible]
+    return tilings
 
 
-def forwards_ahead(device: Device, sequences: int) -> list[ForwardKind]:
-    """The kinds of passes with one token of each sequence, which may run ahead."""
+def forward_kinds_ahead(device: Device, sequences: int) -> list[ForwardKind]:
+    """The kinds of passes with one token per sequence, which may run ahead."""
     numbers = range(1, sequences + 1)
     return list(dict.fromkeys(forward_kind([1] * n, [0] * n, [0] * n, n, device) for n in numbers))
 
 
-def every_end(needed: int) -> Iterator[TargetsKind]:
-    """All ways to choose the targets of `needed` rows: greedy or drawn, from adjusted logits or not, with
-    log-probabilities or not."""
-    for targets, adjusted, logprobs in product((Targets.GREEDY, Targets.DRAWN), (False, True), (False, True)):
-        yield TargetsKind(needed, targets, adjusted, logprobs)
+def every_targets_kind(needed: int) -> Iterator[TargetsKind]:
+    """All kinds of targets graphs for `needed` rows: greedy or sampled, with and without adjusted logits, with and
+    without log-probabilities."""
+    for sampler, adjusted, logprobs in product((Sampler.GREEDY, Sampler.INVERSE_CDF), (False, True), (False, True)):
+        yield TargetsKind(needed, sampler, adjusted=adjusted, logprobs=logprobs)
 
 
-def first_forwards(device: Device, most: int) -> Iterator[ForwardKind]:
-    """The stand-ins that most calls of one sequence need."""
+def usual_fallbacks(device: Device, most: int) -> Iterator[ForwardKind]:
+    """The fallback kinds that most requests of a single sequence need."""
     few = min(few_rows(shape.group) for shape in device.shapes)
-    for chunk, nodes in ((0, min(few, STAND_INS[0])), (0, 32), (0, 128), (128, 128), (384, 128)):
+    for chunk, nodes in ((0, min(few, FALLBACK_ROWS[0])), (0, 32), (0, 128), (128, 128), (384, 128)):
         if chunk + nodes <= most:
             kind = forward_kind([nodes], [chunk], [0], nodes, device)
-            yield stand_in(kind, chunk > 0, most)
+            yield fallback_kind(kind, has_chunk=chunk > 0, most=most)

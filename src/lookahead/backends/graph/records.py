@@ -1,6 +1,6 @@
-"""What the numbers of a packet's records mean: each field is named once, for the host and for the kernels.
+"""The layout of a packet's records: each field is named once, for the host and for the kernels.
 
-A record is one line of a table, of as many numbers as its enum has fields. `kernels.records` reads them on the device.
+A record is one row of a table, with one number per member of its enum. `kernels.records` reads them on the device.
 """
 
 from __future__ import annotations
@@ -8,43 +8,43 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Entry(IntEnum):
-    """One sequence's part of a step, int32."""
+class SequenceRecord(IntEnum):
+    """One sequence of a step, int32."""
 
-    LINE = 0
-    """its line in the page tables"""
+    SLOT = 0
+    """its slot in the page tables"""
     LENGTH = 1
     """its cached tokens"""
     FIRST_ROW = 2
     """its first row in the step"""
     CHUNK_ROWS = 3
-    """how many rows its prompt chunk has, which come first"""
+    """rows of its prompt chunk, which come first"""
     NODES = 4
-    """how many rows its tree has, which come next"""
+    """rows of its tree, which follow"""
 
 
 class Tile(IntEnum):
-    """A block of queries of one entry, all of its prompt chunk or all of its tree, int32.
+    """A block of queries of one sequence, all from its prompt chunk or all from its tree, int32.
 
-    A tile repeats what its entry says, because a program that has to look up one after the other waits.
+    A tile repeats fields of its sequence's record, because dependent loads would stall the program.
     """
 
-    LINE = 0
-    """its sequence's line in the page tables"""
+    SLOT = 0
+    """the sequence's slot in the page tables"""
     END = 1
-    """the tokens before its sequence's tree, those of the prompt chunk included"""
+    """tokens before the sequence's tree, including its prompt chunk"""
     FIRST_ROW = 2
-    """the first row of the prompt chunk or tree that it is part of"""
+    """first row of the prompt chunk or tree"""
     ROWS = 3
-    """how many rows that prompt chunk or tree has"""
+    """rows of the prompt chunk or tree"""
     BLOCK = 4
-    """which block of the chunk's or tree's queries it is"""
+    """index of this block among the queries of the chunk or tree"""
     IS_TREE = 5
     """1 for a tree, 0 for a prompt chunk"""
 
 
 class Draw(IntEnum):
-    """How a needed row's target is drawn, float64."""
+    """Sampling parameters of a needed row, float64."""
 
     TEMPERATURE = 0
     """0 for the argmax"""
@@ -55,11 +55,11 @@ class Draw(IntEnum):
     MIN_P = 3
     """0 for all tokens"""
     UNIFORM = 4
-    """the random number that decides, -1 for the argmax"""
+    """the uniform random number of the draw, -1 for the argmax"""
 
 
 class Rule(IntEnum):
-    """How an entry's logits are adjusted, float32."""
+    """Penalties and bias of a sequence, float32."""
 
     REPETITION = 0
     """the repetition penalty, 1 for none"""
@@ -68,4 +68,4 @@ class Rule(IntEnum):
     FREQUENCY = 2
     """the frequency penalty, 0 for none"""
     HAS_BIAS = 3
-    """1 if its line of the table of biases is added, else 0"""
+    """1 if the sequence has a logit bias, else 0"""

@@ -1,7 +1,7 @@
-"""The device half of the graph backend: it runs the steps that packets describe, and knows nothing else of them.
+"""The device half of the graph backend: runs the steps that packets describe.
 
-It owns the weights, the K/V and all captured steps. All that a step needs comes with its packet: tokens, page tables'
-changes, moves of accepted K/V, uniforms, penalties and masks. What comes back are results in pinned memory.
+It owns the weights, the K/V and all captured steps. Everything a step needs comes with its packet: tokens, page-table
+updates, moves of accepted K/V, uniforms, penalties and masks. Results come back in pinned memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import torch
 
 from lookahead.backends.base import Layers
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.backends.graph.kinds import Device, ForwardKind, StepKind, Targets, TargetsKind
+from lookahead.backends.graph.kinds import Device, ForwardKind, Sampler, StepKind, TargetsKind
 from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv
 from lookahead.backends.graph.matrices.products import products_of
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Ops
-from lookahead.backends.graph.preparing import every_end, every_forward, first_forwards, forwards_ahead
+from lookahead.backends.graph.preparing import (
+    every_forward_kind,
+    every_targets_kind,
+    forward_kinds_ahead,
+    usual_fallbacks,
+)
 from lookahead.backends.graph.running import RunningStep, stream_of
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE
 from lookahead.backends.graph.state import Buffers, DeviceState
@@ -30,9 +35,9 @@ from lookahead.models.spec import Decoder
 
 
 class Runner:
-    """Runs the steps of one described model, each captured when its packet is first asked for.
+    """Runs the steps of one described model. A step is captured when its packet is first requested.
 
-    `context` is how long the model's texts may be, None for any length; the other settings are the backend's.
+    `context` is the model's context length, None for no limit; the other settings are the backend's.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class Runner:
         self.device, self._context, self._drop_pages = like.device, context, drop_pages
         self._ops, self._products = Ops(self.device), products_of(self.device, like.dtype, invariant)
         model = GraphModel(decoder, self._ops, self._products, drop_pages=drop_pages)
-        self._pass_rows = max(most_rows, INVARIANT_ROWS)  # these may stand behind a sequence's cached tokens
+        self._pass_rows = max(most_rows, INVARIANT_ROWS)  # rows that may follow a sequence's cached tokens
         buffers = Buffers(model, self._ops, most_rows)
         if kv_tokens is None:
             kv_tokens = default_tokens(model.groups, longest_text(context), self._pass_rows, like)
@@ -66,7 +71,7 @@ class Runner:
             most_rows=most_rows,
         )
         self.steps = CapturedSteps(self.state)
-        self._prepared: set[Targets] = set()
+        self._prepared: set[Sampler] = set()
         exact = invariant and like.dtype in (torch.float16, torch.bfloat16)
         self.kinds = Device(model.shapes, self._ops.processors, exact)
 
@@ -75,8 +80,7 @@ class Runner:
         return self.state.kv
 
     def reads_weights_of(self, decoder: Decoder) -> bool:
-        """Whether captured steps read the weights of this description. Its matrices are fused again where they were
-        replaced."""
+        """Whether captured steps read the weights of this description. Matrices that were replaced are fused again."""
         now = GraphModel(decoder, self._ops, self._products, drop_pages=self._drop_pages)
         return now.addresses() == self.state.model.addresses()
 
@@ -90,20 +94,20 @@ class Runner:
         """Whether a forward pass of this kind is captured."""
         return kind in self.steps.forwards
 
-    def reserve_lines(self, lines: int, slot: int | None = None) -> int:
-        """Make sure that the tables of `adjusting` have this many lines, and return how many they have. Raises
+    def reserve_table_slots(self, count: int, slot: int | None = None) -> int:
+        """Make sure that the tables of `adjusting` have at least `count` slots, and return their number. Raises
         DeviceMemoryError, for the sequence in `slot` or for all, if there is too little memory."""
         adjusting = self.state.buffers.adjusting
-        if adjusting.lines < lines:  # the tables are replaced, and captured steps have the old ones
+        if adjusting.slots < count:  # captured steps read the old tables
             self.steps.drop_adjusted()
             what = "a table of penalties and biases"
-            with_room(lambda: adjusting.grow(lines), self.steps.drop_unused, what, self.device, slot)
-        return adjusting.lines
+            with_room(lambda: adjusting.grow(count), self.steps.drop_unused, what, self.device, slot)
+        return adjusting.slots
 
     # Steps.
 
     def run(self, kind: StepKind, packet: StepPacket) -> RunningStep:
-        """Start the step that a packet of this kind describes. The packet may be written again after waiting for it."""
+        """Start the step that a packet of this kind describes. The packet may be rewritten once the step is done."""
         step, overflow = self.steps.pairs[kind], packet.forward.overflow
         if overflow.commits:
             self.move(overflow.commits, overflow.moves)
@@ -115,8 +119,8 @@ class Runner:
         return RunningStep(step, 0, stream_of(self.device))
 
     def run_ahead(self, before: RunningStep, changes: Sequence[int]) -> RunningStep:
-        """Start the one-token step that follows `before`, the last one that was started. It has no packet: `changes`
-        of the page tables are all that it may need."""
+        """Start the one-token step after `before`, the last step started. It has no packet; page-table updates
+        (`changes`) are all it may need."""
         if before.stream is not None:
             before.done = before.stream.record_event()
         if changes:
@@ -124,70 +128,72 @@ class Runner:
         before.step.run_ahead(1 - before.turn)
         return RunningStep(before.step, 1 - before.turn, stream_of(self.device))
 
-    def follow(self, running: RunningStep) -> None:
-        """Let work that is launched next, on any stream, run after this step."""
+    def order_after(self, running: RunningStep) -> None:
+        """Order work launched from now on, on any stream, after this step."""
         here = stream_of(self.device)
         if here is not None and running.stream is not None and here != running.stream:
             here.wait_stream(running.stream)
 
-    # What is captured in advance.
+    # Capturing in advance.
 
     @property
     def most_prepared(self) -> int:
-        """The most rows of a pass: no more than its pages hold."""
+        """Maximum rows of a pass: no more than the pages hold."""
         return min(self.state.most_rows, min(self.kv.pages) * PAGE, self.kv.longest * PAGE)
 
     def prepare(self, tokens: int, budget: int, sequences: int) -> None:
         """Capture all steps of up to `sequences` sequences of up to `tokens` tokens, with trees of up to `budget`
-        nodes, and their steps ahead."""
+        nodes, and the one-token steps that run ahead."""
         most = self.most_prepared
-        forwards = list(every_forward(self.kinds, sequences, min(tokens, most), min(budget, MOST_NEEDED, most), most))
+        forwards = list(
+            every_forward_kind(self.kinds, sequences, min(tokens, most), min(budget, MOST_NEEDED, most), most)
+        )
         for kind in forwards:
-            self.steps.forward(kind)
+            self.steps.forward_for(kind)
         for needed in sorted({kind.needed for kind in forwards}, reverse=True):
-            for end in every_end(needed):
-                self.steps.end(end)
-        for kind in forwards_ahead(self.kinds, sequences) if self.state.capture else ():
-            for targets in (Targets.GREEDY, Targets.DRAWN):
-                self.steps.get(StepKind(kind, TargetsKind(kind.needed, targets))).get_ready_ahead()
+            for targets in every_targets_kind(needed):
+                self.steps.targets_for(targets)
+        for kind in forward_kinds_ahead(self.kinds, sequences) if self.state.capture else ():
+            for sampler in (Sampler.GREEDY, Sampler.INVERSE_CDF):
+                self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler))).capture_ahead()
 
-    def prepare_stand_ins(self, targets: Targets) -> None:
-        """Capture, once, the steps with these targets that stand in for others."""
-        if targets not in self._prepared:
-            self._prepared.add(targets)
-            for kind in first_forwards(self.kinds, self.most_prepared):
-                self.steps.get(StepKind(kind, TargetsKind(kind.needed, targets)))
+    def prepare_fallbacks(self, sampler: Sampler) -> None:
+        """Capture, once, the fallback steps with this sampler."""
+        if sampler not in self._prepared:
+            self._prepared.add(sampler)
+            for kind in usual_fallbacks(self.kinds, self.most_prepared):
+                self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler)))
 
     # K/V.
 
     def move(self, commits: Sequence[int], moves: Sequence[Sequence[int]]) -> None:
-        """Move accepted K/V now, without a step; the numbers are as in a packet."""
+        """Move accepted K/V now, without a step. The numbers have the layout of a packet's fields."""
         numbers = torch.tensor(commits, dtype=torch.int32, device=self.device).view(-1, 2)
         counts = torch.tensor([0, len(numbers)], dtype=torch.int32, device=self.device)
         for cache, own in zip(self.kv.caches, moves, strict=True):
             cells = torch.tensor(own, dtype=torch.int32, device=self.device).view(-1, 2)
             self._ops.move_accepted(cache, counts, numbers, cells)
 
-    def lacks_room(self, sequences: int, tokens: int) -> list[int]:
-        """The pages that each group needs to hold this many sequences of `tokens` tokens at once. Empty if the pages
-        hold them."""
+    def missing_pages(self, sequences: int, tokens: int) -> list[int]:
+        """The pages that each group needs for `sequences` sequences of `tokens` tokens at once. Empty if there are
+        enough."""
         longest = tokens + INVARIANT_ROWS
         needs = [sequences * group.most_pages(longest, self._pass_rows) for group in self.kv.groups]
         enough = all(map(int.__le__, needs, self.kv.pages)) and longest <= self.kv.longest * PAGE
         return [] if enough else needs
 
     def enlarge(self, pages: Sequence[int], sequences: int, tokens: int) -> None:
-        """Replace the K/V by memory of at least this many pages in each group, which `sequences` texts of `tokens`
-        tokens need. All cached K/V are lost. UnsupportedModelError or DeviceMemoryError if there is too little memory;
-        then the K/V are as large as before."""
+        """Reallocate the K/V with at least this many pages in each group, for `sequences` texts of `tokens` tokens. All
+        cached K/V is lost. Raises UnsupportedModelError or DeviceMemoryError if there is too little memory, and then
+        restores the old size."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a wasted step ahead may still use what is freed here
+            torch.cuda.synchronize(self.device)  # an unused step ahead may still read what is freed here
         self.steps.clear()
         self._prepared.clear()
         state, groups, like = self.state, self.kv.groups, self.state.model.like
         state.pool = new_graph_pool(state.capture)
         before, positions = self.kv.pages, self.kv.longest * PAGE
-        state.kv = PagedKV(groups, [1] * len(groups), PAGE, like)  # the old pages are freed before there are new ones
+        state.kv = PagedKV(groups, [1] * len(groups), PAGE, like)  # free the old pages first
         larger, longest = list(map(max, pages, before)), max(longest_text(self._context), tokens)
         what = f"room for {sequences} sequences of {tokens} tokens"
         try:
@@ -211,5 +217,5 @@ class Runner:
 
 
 def new_graph_pool(capture: bool) -> Any:
-    """Memory that all captured graphs share. It ends with the last graph that used it."""
+    """The memory pool of all captured graphs. It is freed with the last graph that uses it."""
     return torch.cuda.graph_pool_handle() if capture else None

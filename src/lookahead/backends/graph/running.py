@@ -1,4 +1,4 @@
-"""A step that the device runs: how the host waits for it, and where its results are."""
+"""A step running on the device: waiting for it, and reading its results."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lookahead.backends.graph.steps import CapturedStep
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step that was launched.
+    """A launched step.
 
-    `turn` is the host copy that gets its results, `stream` the CUDA stream it runs on (None on a CPU). `done` is set
-    when a step ahead follows on the same stream: waiting for the stream would wait for that step, too, so the host
-    waits for this event instead.
+    `turn` is the index of the host copy that receives its results, `stream` the CUDA stream it runs on (None on a CPU).
+    `done` is set when a step ahead follows on the same stream: waiting for the stream would wait for that step, too, so
+    the host waits for this event instead.
     """
 
     step: CapturedStep
@@ -27,7 +27,7 @@ class RunningStep:
     done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Block until the results are on the host. On a CPU they are there at once."""
+        """Block until the results are on the host. On a CPU they are available at once."""
         if self.done is not None:
             self.done.synchronize()
         elif self.stream is not None:
@@ -36,7 +36,7 @@ class RunningStep:
     # After waiting. Later steps overwrite all of a step's memory, so these are copies.
 
     def results(self, rows: int) -> npt.NDArray[np.int32]:
-        """The results of the first needed rows; see `ops.TopTokens`."""
+        """The results of the first `rows` needed rows; see `ops.TopTokens`."""
         return self.step.top.arrays[self.turn][:rows].copy()
 
     @torch.inference_mode()
@@ -47,12 +47,12 @@ class RunningStep:
     def logprobs(self, start: int, end: int, count: int) -> tuple[Any, Any] | None:
         """The `count` likeliest tokens of needed rows [rows, count], and the log-probabilities of target and likeliest
         tokens [rows, 1 + count]. None if the step computes none."""
-        found = self.step.logprobs
-        if found is None:
+        logprobs = self.step.logprobs
+        if logprobs is None:
             return None
-        return found.likely[start:end, :count].copy(), found.array[start:end, : 1 + count].copy()
+        return logprobs.likely[start:end, :count].copy(), logprobs.array[start:end, : 1 + count].copy()
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The CUDA stream that work is launched on now. None on a CPU, where work is done when a call returns."""
+    """The current CUDA stream. None on a CPU, where work is done when a call returns."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

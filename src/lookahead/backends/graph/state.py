@@ -1,7 +1,7 @@
-"""What all captured work of a graph backend shares: layers, K/V, buffers, and how work is captured.
+"""State shared by all CUDA graphs of a backend: layers, K/V, buffers, and the capture itself.
 
-Capturing means: let CUDA record what a function launches, so that later one call replays all of it. On a CPU nothing is
-captured, and the same functions run directly.
+Capturing lets CUDA record what a function launches, so that one call replays all of it. On a CPU nothing is captured,
+and the same functions run directly.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import torch
 from lookahead.algorithm.successors import MAX_SUCCESSORS
 from lookahead.backends.failures import DeviceMemoryError, memory_error, named_kernels, out_of_memory
 from lookahead.backends.graph.adjusting import Adjusting
-from lookahead.backends.graph.kernels.tiles import Cut, Grid, HeadShape, TileSize
+from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, Tiling
 from lookahead.backends.graph.kv import PagedKV
 from lookahead.backends.graph.memory import room_for_a_capture
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.ops import Drawing, Ops, new_top_work
-from lookahead.backends.graph.packet import MOST_ENTRIES
+from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, MOST_NEEDED, sizes_to
 
 logger = logging.getLogger("lookahead")
 
-NOISE_LINES = 32
-"""Output positions whose noise is kept at once: more than a tree is deep."""
+NOISE_ROWS = 32
+"""Rows of the noise buffer, one per output position: more than the depth of a tree."""
 
 
 @dataclass(slots=True)
 class DeviceState:
-    """What all captured work of a backend shares.
+    """State shared by all CUDA graphs of a backend.
 
-    `capture` is false where steps run uncaptured. `pool` is the graphs' memory, which they may share because they never
-    run at the same time, and `stream` the one they are recorded on. `most_rows` is the most rows of a step. `captures`
-    counts what was made ready so far, captured or not. `full`: the memory was too small for a capture, so that nothing
-    more is captured; what is not captured runs directly, with the same results in more time.
+    `capture` is false where steps run uncaptured. `pool` is the graphs' memory, shared because they never run at the
+    same time, and `stream` the stream they are captured on. `most_rows` is the maximum number of rows of a step.
+    `captures` counts the work compiled so far, captured or not. `full`: memory ran out during a capture, so nothing
+    more is captured; the rest runs directly, with the same results in more time.
     """
 
     model: GraphModel
@@ -61,21 +61,21 @@ class DeviceState:
         return self.model.like.device
 
     def captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """A graph of what `work` launches, without running it. It has run once: what that compiles cannot be compiled
-        while capturing. None where steps run uncaptured."""
+        """Capture what `work` launches, without running it. It must have run once before: kernels cannot be compiled
+        during a capture. None where steps run uncaptured."""
         self.captures += 1
         if not self.capture or self.full:
             return None
         torch.cuda.synchronize()
         with _no_collection(), room_for_a_capture(self.stream):
             graph = torch.cuda.CUDAGraph()
-            # `thread_local`: other threads may go on using the GPU while this one captures.
+            # `thread_local`: other threads may use the GPU during the capture.
             with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                 work()
         return graph
 
     def captured_ahead(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """As `captured`, of work that has run as part of a step: it must not fail for lack of memory."""
+        """As `captured`, for work that already ran in a step: a lack of memory must not fail the step."""
         try:
             return self.captured(work)
         except RuntimeError as error:
@@ -85,7 +85,7 @@ class DeviceState:
             return None
 
     def stop_capturing(self, error: RuntimeError) -> None:
-        """From now on nothing is captured, because the memory is full."""
+        """Capture nothing from now on, because memory is full."""
         self.full = True
         if not isinstance(error, DeviceMemoryError):
             error = memory_error(error, "a captured step", self.device)
@@ -93,17 +93,17 @@ class DeviceState:
 
 
 class Buffers:
-    """The activations of a step for the largest step, and what else captured steps share because they never run at the
+    """Activation buffers of the largest step, and other memory that captured steps share because they never run at the
     same time.
 
-    A layer asks for a buffer by its name and width. Layers of different widths share its memory. `logits` [needed
-    rows, V] are of the needed rows alone. `results`: every step leaves its targets and top tokens there (see
-    `ops.TopTokens`), and a step ahead finds its tokens there. `work`: for each attention group, memory of its kernels.
+    Layers request a buffer by name and width; layers of different widths share its memory. `logits` [needed rows, V]
+    are of the needed rows only. `results`: every step writes its targets and top tokens there (see `ops.TopTokens`),
+    and a step ahead reads its tokens from there. `work`: workspace of the kernels of each attention group.
     """
 
     def __init__(self, model: GraphModel, ops: Ops, most_rows: int) -> None:
         like, vocabulary = model.like, model.head.head.out
-        self._rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to that
+        self._rows = -(-most_rows // INVARIANT_ROWS) * INVARIANT_ROWS  # a product may be padded to this
         self._memory = {name: like.new_zeros(self._rows * width) for name, width in model.buffers().items()}
         self.logits = like.new_zeros(min(self._rows, MOST_NEEDED), vocabulary)
         self._compiled = ops.compiled
@@ -118,7 +118,7 @@ class Buffers:
         return self._memory[name][: self._rows * width].view(self._rows, width)
 
     def top_work(self, top: int) -> Any:
-        """Memory for finding the `top` best tokens of any step's rows; None on a CPU."""
+        """Workspace for the `top` best tokens of any step's rows; None on a CPU."""
         if top not in self._top_work:
             rows, vocabulary = self.logits.shape
             self._top_work[top] = new_top_work(rows, vocabulary, top, self.logits.device)
@@ -126,19 +126,19 @@ class Buffers:
 
     @cached_property
     def drawing(self) -> Drawing:
-        """What draws targets, made when the first step does."""
+        """Samples targets; created when first needed."""
         rows, vocabulary = self.logits.shape
         return Drawing(rows, vocabulary, self.logits.device, self.logits.dtype)
 
     @cached_property
     def adjusting(self) -> Adjusting:
-        """What adjusts logits, made when the first step does."""
+        """Adjusts logits; created when first needed."""
         return Adjusting(self.logits.shape[1], self.logits.device, self._compiled)
 
     def scores(self, rows: int) -> tuple[torch.Tensor, Drawing]:
-        """Memory for the adjusted logits [rows, V] of a step, in float32, and what draws from them.
+        """A float32 buffer for the adjusted logits [rows, V] of a step, and the `Drawing` that samples from it.
 
-        There are two sizes: most steps have few needed rows, and a large vocabulary's scores take much memory.
+        There are two sizes, because most steps have few needed rows, and a large vocabulary takes much memory.
         """
         most, size = self.logits.shape[0], self.logits.shape[1]
         count = min(most, FEW_NEEDED if rows <= FEW_NEEDED else most)
@@ -151,28 +151,28 @@ class Buffers:
     @cached_property
     def noise(self) -> torch.Tensor:
         """See `GraphBackend.noise`."""
-        return torch.ones(NOISE_LINES, self.logits.shape[1], dtype=torch.float32, device=self.logits.device)
+        return torch.ones(NOISE_ROWS, self.logits.shape[1], dtype=torch.float32, device=self.logits.device)
 
 
 def new_work(ops: Ops, shapes: Sequence[HeadShape], most_rows: int) -> Any:
-    """Memory for attention over heads of these shapes, in every step of up to `most_rows` rows; None on a CPU."""
+    """Attention workspace for heads of these shapes, in steps of up to `most_rows` rows; None on a CPU."""
     work = ops.workspace()
     for rows in sizes_to(most_rows) if work is not None else ():
         for shape, size, grid, invariant in product(shapes, TileSize, Grid, (False, True)):
-            tiles = ops.tiles(rows, shape, Cut(size, grid), invariant=invariant)
+            tiles = ops.tiles(rows, shape, Tiling(size, grid), invariant=invariant)
             work.reserve(rows, most_tiles(rows, shape.group, tiles.block_m), tiles, *shape)
     return work
 
 
 def most_tiles(rows: int, group: int, block: int) -> int:
-    """The most tiles of a step with this number of rows."""
-    return min(rows, 2 * MOST_ENTRIES) + -(-rows * group // block)
+    """Maximum number of tiles of a step with this number of rows."""
+    return min(rows, 2 * MOST_SEQUENCES) + -(-rows * group // block)
 
 
 class Captured:
-    """Work of the device that reads a packet, and once captured is replayed as a CUDA graph.
+    """Device work that reads a packet and is replayed as a CUDA graph.
 
-    `_run` is that work. `graph_ahead` is of the same work for a step ahead, captured when one is first asked for.
+    `_run` is that work. `graph_ahead` is the same for a step ahead, captured when first needed.
     """
 
     packet: Any  # a `Packet` or a `TargetsPacket`
@@ -182,16 +182,16 @@ class Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.graph_ahead: torch.cuda.CUDAGraph | None = None
 
-    def get_ready(self) -> None:
-        """Compile the kernels and capture the work. The packet has no entries then, so that nothing is changed."""
+    def compile_and_capture(self) -> None:
+        """Compile the kernels and capture the work, on a packet that is all padding, so that nothing is changed."""
         with named_kernels():
             if self.state.capture:
-                self.packet.put_nothing()
+                self.packet.write_padding()
                 self._run()
             self.graph = self.state.captured(self._run)
 
     def run(self) -> None:
-        """Do what the packet describes."""
+        """Run the work that the packet describes."""
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -206,9 +206,9 @@ _capturing = Lock()
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Switch garbage collection off: collecting some other model's graph during a capture would end the process.
+    """Disable garbage collection: freeing another model's graph during a capture would crash the process.
 
-    Only one thread captures at a time. A second one would find collection switched off already, and leave it off.
+    Only one thread captures at a time. A second one would find collection disabled already, and leave it disabled.
     """
     with _capturing:
         enabled = gc.isenabled()

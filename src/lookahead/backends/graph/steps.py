@@ -1,4 +1,4 @@
-"""Captured steps: a forward pass, and how targets come from its logits. Each is a CUDA graph of its own."""
+"""Captured steps: a forward pass and the sampling of its targets, each a CUDA graph of its own."""
 
 from __future__ import annotations
 
@@ -29,23 +29,22 @@ class CapturedStep:
         self.forward.run()
         self.targets.run()
 
-    def get_ready_ahead(self) -> None:
-        """Capture the step ahead, of a step in which every row is padding: it must not write to any sequence's K/V."""
+    def capture_ahead(self) -> None:
+        """Capture the step ahead on a step that is all padding, so that no sequence's K/V is written."""
         if self.forward.graph_ahead is None or self.targets.graph_ahead is None:
-            self.packet.forward.put_nothing()
-            self.packet.targets.put_nothing()
+            self.packet.forward.write_padding()
+            self.packet.targets.write_padding()
             self.run()
             self.run_ahead(0)
 
     def run_ahead(self, turn: int) -> None:
-        """Run the one-token step that follows the last one run here, and send its results to host copy `turn`."""
+        """Run the one-token step after the last one of this kind, and send its results to host copy `turn`."""
         self.forward.run_ahead()
         self.targets.run_ahead(turn)
 
 
 class CapturedSteps:
-    """The steps by their kinds: forward passes, ends of steps, and pairs of these. Each is captured when it is first
-    needed."""
+    """Captured forward passes, targets graphs, and pairs of the two, by kind. Each is captured when first needed."""
 
     def __init__(self, state: DeviceState) -> None:
         self.state = state
@@ -57,26 +56,26 @@ class CapturedSteps:
         """The captured step of this kind."""
         step = self.pairs.get(kind)
         if step is None:
-            step = self.pairs[kind] = CapturedStep(kind, self.forward(kind.forward), self.end(kind.targets))
+            step = self.pairs[kind] = CapturedStep(kind, self.forward_for(kind.forward), self.targets_for(kind.targets))
         return step
 
-    def forward(self, kind: ForwardKind) -> CapturedForward:
+    def forward_for(self, kind: ForwardKind) -> CapturedForward:
         """The captured forward pass of this kind."""
         if kind not in self.forwards:
             what = f"a step of {kind.rows} tokens"
-            self.forwards[kind] = self._made(lambda: CapturedForward(self.state, kind), what)
+            self.forwards[kind] = self._capture(lambda: CapturedForward(self.state, kind), what)
         return self.forwards[kind]
 
-    def end(self, kind: TargetsKind) -> CapturedTargets:
-        """The captured end of steps of this kind."""
+    def targets_for(self, kind: TargetsKind) -> CapturedTargets:
+        """The captured targets graph of this kind."""
         if kind not in self.targets:
-            what = f"choosing the targets of {kind.needed} tokens"
-            self.targets[kind] = self._made(lambda: CapturedTargets(self.state, kind), what)
+            what = f"sampling the targets of {kind.needed} rows"
+            self.targets[kind] = self._capture(lambda: CapturedTargets(self.state, kind), what)
         return self.targets[kind]
 
-    def _made(self, make: Callable[[], C], what: str) -> C:
-        """What `make` compiles and captures. Where the memory is full it runs uncaptured, and where it is too full for
-        that DeviceMemoryError is raised."""
+    def _capture(self, make: Callable[[], C], what: str) -> C:
+        """Compile and capture with `make`. If memory runs out, the work stays uncaptured; if even that does not fit,
+        DeviceMemoryError is raised."""
         state = self.state
         try:
             return with_room(make, self.drop_unused, what, state.device)
@@ -87,18 +86,18 @@ class CapturedSteps:
         return with_room(make, self.drop_unused, what, state.device)
 
     def drop_unused(self) -> None:
-        """Drop the parts of steps that were captured in advance and have not been used since: they are in no pair."""
+        """Drop graphs that were captured in advance and never used: they are in no pair."""
         forwards, targets = {kind.forward for kind in self.pairs}, {kind.targets for kind in self.pairs}
         self.forwards = {kind: forward for kind, forward in self.forwards.items() if kind in forwards}
-        self.targets = {kind: end for kind, end in self.targets.items() if kind in targets}
+        self.targets = {kind: graph for kind, graph in self.targets.items() if kind in targets}
 
     def clear(self) -> None:
-        """Drop all steps: what they read is replaced."""
+        """Drop all captured steps, because the memory they read is replaced."""
         for steps in (self.forwards, self.targets, self.pairs):
             steps.clear()
         self.state.full = False
 
     def drop_adjusted(self) -> None:
-        """Drop the ends of steps whose logits are adjusted: the tables that they read are replaced."""
-        self.targets = {kind: end for kind, end in self.targets.items() if not kind.adjusted}
+        """Drop the targets graphs that adjust logits, because the tables they read are replaced."""
+        self.targets = {kind: graph for kind, graph in self.targets.items() if not kind.adjusted}
         self.pairs = {kind: step for kind, step in self.pairs.items() if not kind.targets.adjusted}

@@ -1,13 +1,13 @@
-"""The end of a step: from the logits of the needed rows to targets, top tokens and log-probabilities on the host.
+"""The targets graph: from the logits of the needed rows to targets, top tokens and log-probabilities on the host.
 
-It is a CUDA graph of its own, so that forward passes need not be captured once for every way to choose targets.
+It is a separate CUDA graph, so that a forward pass need not be captured again for every way of sampling.
 """
 
 from __future__ import annotations
 
 import torch
 
-from lookahead.backends.graph.kinds import Targets, TargetsKind
+from lookahead.backends.graph.kinds import Sampler, TargetsKind
 from lookahead.backends.graph.ops import LogProbs, TopTokens
 from lookahead.backends.graph.records import Draw
 from lookahead.backends.graph.state import Captured, DeviceState
@@ -16,13 +16,13 @@ from lookahead.config import MOST_LOGPROBS
 
 
 class CapturedTargets(Captured):
-    """The targets of one kind of step, from the logits that were computed last."""
+    """Samples the targets of one kind of step from the most recent logits."""
 
     packet: TargetsPacket
 
     def __init__(self, state: DeviceState, kind: TargetsKind) -> None:
         super().__init__(state)
-        self.kind, self.draws = kind, kind.targets is not Targets.GREEDY
+        self.kind, self.draws = kind, kind.sampler is not Sampler.GREEDY
         device, buffers = state.device, state.buffers
         self.logits = buffers.logits
         self.packet = TargetsPacket(
@@ -32,7 +32,7 @@ class CapturedTargets(Captured):
         self.views = self.packet.views(self.memory)
         self.top = TopTokens(buffers.results[: kind.needed], buffers.top_work(buffers.results.shape[1] // 2))
         self.ahead = torch.zeros(1, dtype=torch.int64, device=device)  # steps ahead since the last packet
-        # What some kinds need is made here, because nothing may be made in a capture.
+        # Allocate what this kind needs now: nothing may be allocated during a capture.
         self.logprobs: LogProbs | None = None
         if self.draws:
             buffers.drawing, buffers.noise  # noqa: B018
@@ -41,14 +41,14 @@ class CapturedTargets(Captured):
         if kind.logprobs:
             top = min(MOST_LOGPROBS, buffers.logits.shape[1])
             self.logprobs = LogProbs(kind.needed, top, device, buffers.top_work(top))
-        self.get_ready()
+        self.compile_and_capture()
 
     def run_ahead(self, turn: int) -> None:
-        """Choose the targets of a step ahead, and send its results to host copy `turn`.
+        """Sample the targets of a step ahead, and send its results to host copy `turn`.
 
-        The copy to the host is not part of the graph, for two reasons: it can go to either host copy, and torch then
-        keeps the pinned memory alive until the copy is done, even if the backend is deleted while nobody waits for this
-        step. The first run is captured afterwards and not repeated: it counts the steps.
+        The copy to the host is not part of the graph, for two reasons: either host copy may be the target, and torch
+        keeps the pinned memory alive until the copy is done, even if the backend is deleted before. The first run is
+        captured only afterwards: replaying it would count the step twice.
         """
         if self.graph_ahead is not None:
             self.graph_ahead.replay()
@@ -60,15 +60,15 @@ class CapturedTargets(Captured):
 
     @torch.inference_mode()
     def _run(self) -> None:
-        """All of it, on the device."""
+        """Sample the targets, on the device."""
         ops = self.state.ops
-        # 1. Copy the packet to the device, and count the tokens accepted last.
+        # 1. Copy the packet to the device, and count the newly accepted tokens.
         if len(self.memory):
             ops.copy_pinned(self.packet.host, self.memory)
         if self.kind.adjusted:
             self.state.buffers.adjusting.count(self.views)
-        # 2. The targets.
-        self._choose()
+        # 2. Sample.
+        self._sample()
         if self.draws:
             self.ahead.zero_()
         # 3. Copy the results to the host.
@@ -78,13 +78,13 @@ class CapturedTargets(Captured):
 
     @torch.inference_mode()
     def _run_ahead(self) -> None:
-        """The targets of one token further in every sequence."""
+        """Sample the targets one token further in every sequence."""
         if self.draws:
             self.views["draws"][:, Draw.UNIFORM] = self.views["next_uniforms"].index_select(1, self.ahead)[:, 0]
             self.ahead.add_(1)
-        self._choose()
+        self._sample()
 
-    def _choose(self) -> None:
+    def _sample(self) -> None:
         """Targets, top tokens and log-probabilities from the logits."""
         buffers, kind, views = self.state.buffers, self.kind, self.views
         logits = scores = buffers.logits[: kind.needed]
@@ -95,7 +95,7 @@ class CapturedTargets(Captured):
         if self.draws:
             if not kind.adjusted:
                 drawing = buffers.drawing
-            if kind.targets is Targets.MULTINOMIAL:
+            if kind.sampler is Sampler.MULTINOMIAL:
                 drawing.draw_multinomial(
                     scores, views["draws"], buffers.noise, views["noise"], self.top.out, self.top.work
                 )

@@ -13,7 +13,7 @@ from flat import Part, rows_of, tables_of
 from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
-from lookahead.backends.graph.kernels.tiles import FAR, Cut, Grid, HeadShape, Tiles, TileSize, tiles_for
+from lookahead.backends.graph.kernels.tiles import NEAR_BLOCKS, Grid, HeadShape, Tiles, TileSize, Tiling, tiles_for
 from lookahead.backends.graph.sizes import PAGE
 
 DTYPES = [
@@ -51,9 +51,9 @@ def test_error_at_most_twice_pytorchs(
 ) -> None:
     step = Step(device, dtype, parts_of(*shapes), heads, kv_heads, dim, padding=3)
     grid, shape = Grid.SINGLE if len(shapes) == 1 else Grid.SPLIT, HeadShape(heads, kv_heads, dim)
-    for cut in (Cut(TileSize.SMALL, Grid.WHOLE), Cut(TileSize.SMALL, grid), Cut(TileSize.LARGE, grid)):
+    for tiling in (Tiling(TileSize.SMALL, Grid.UNSPLIT), Tiling(TileSize.SMALL, grid), Tiling(TileSize.LARGE, grid)):
         for invariant in {False, dtype != torch.float32}:
-            tiles = tiles_for(len(step.q), shape, cut, invariant=invariant, processors=11)
+            tiles = tiles_for(len(step.q), shape, tiling, invariant=invariant, processors=11)
             # On one multiprocessor every other program comes to the prefix last.
             ours, plain = step.errors(replace(tiles, processors=1, programs=24))
             assert ours <= 2 * plain + 1e-7
@@ -62,28 +62,30 @@ def test_error_at_most_twice_pytorchs(
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, slow_interpreted(2), 3, slow_interpreted(7)])
 @pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize(("alone", "programs"), [slow_interpreted(True, 1), (True, 2), (False, 32)])
-def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int, alone: bool, programs: int) -> None:
+@pytest.mark.parametrize(("unsplit", "programs"), [slow_interpreted(True, 1), (True, 2), (False, 32)])
+def test_any_cut_gives_the_same(device: torch.device, splits: int, block_m: int, unsplit: bool, programs: int) -> None:
     """Also if a program does several tiles, one after the other."""
     step = Step(device, torch.float32, parts_of((517, 0, 21), (5, 3, 9), (0, 40, 0)), 4, 2, 64)
-    ours, plain = step.errors(Tiles(block_m, 64, splits, alone=alone, programs=programs))
+    ours, plain = step.errors(Tiles(block_m, 64, splits, unsplit=unsplit, programs=programs))
     assert ours <= 2 * plain + 1e-7
 
 
-@pytest.mark.parametrize("length", [slow_interpreted(64 * FAR - 3), 64 * FAR + 70, slow_interpreted(64 * FAR + 1000)])
+@pytest.mark.parametrize(
+    "length", [slow_interpreted(64 * NEAR_BLOCKS - 3), 64 * NEAR_BLOCKS + 70, slow_interpreted(64 * NEAR_BLOCKS + 1000)]
+)
 @pytest.mark.parametrize("near_splits", [slow_interpreted(1), 3])
-@pytest.mark.parametrize("alone", [False, True])
-def test_more_splits_far_away(device: torch.device, length: int, near_splits: int, alone: bool) -> None:
+@pytest.mark.parametrize("unsplit", [False, True])
+def test_more_splits_far_away(device: torch.device, length: int, near_splits: int, unsplit: bool) -> None:
     """Every block is read once, before the block from which all splits take part and after it."""
     step = Step(device, torch.float32, parts_of((length, 0, 3), (40, 0, 3)), 2, 1, 64)
-    ours, plain = step.errors(Tiles(16, 64, 5, near_splits=near_splits, programs=1 if alone else 2, alone=alone))
+    ours, plain = step.errors(Tiles(16, 64, 5, near_splits=near_splits, programs=1 if unsplit else 2, unsplit=unsplit))
     assert ours <= 2 * plain + 1e-7
 
 
 def test_more_splits_than_near_blocks(device: torch.device) -> None:
     """One program does them all, and reads every block once."""
-    step = Step(device, torch.float32, parts_of((64 * (2 * FAR + 10), 0, 2)), 1, 1, 64)
-    ours, plain = step.errors(Tiles(16, 64, FAR + 8, programs=1, alone=True))
+    step = Step(device, torch.float32, parts_of((64 * (2 * NEAR_BLOCKS + 10), 0, 2)), 1, 1, 64)
+    ours, plain = step.errors(Tiles(16, 64, NEAR_BLOCKS + 8, programs=1, unsplit=True))
     assert ours <= 2 * plain + 1e-7
 
 
@@ -94,30 +96,34 @@ def test_what_others_left_behind_does_not_spread(
 ) -> None:
     """Not even NaN, at every place that is no sequence's: behind a prefix, behind a tree, and on page 0."""
     step = Step(device, dtype, parts_of((70, 0, 5), (130, 3, 1), (0, 0, 1), (20, 30, 0)), 2, 1, dim)
-    cuts = [
-        tiles_for(len(step.q), HeadShape(2, 1, dim), cut, invariant=invariant, processors=11)
-        for cut in (Cut(TileSize.SMALL, Grid.SPLIT), Cut(TileSize.SMALL, Grid.WHOLE), Cut(TileSize.LARGE, Grid.SPLIT))
+    tilings = [
+        tiles_for(len(step.q), HeadShape(2, 1, dim), tiling, invariant=invariant, processors=11)
+        for tiling in (
+            Tiling(TileSize.SMALL, Grid.SPLIT),
+            Tiling(TileSize.SMALL, Grid.UNSPLIT),
+            Tiling(TileSize.LARGE, Grid.SPLIT),
+        )
     ]
-    before = [step.run(tiles) for tiles in cuts]
+    before = [step.run(tiles) for tiles in tilings]
     assert int((step.keys == 1e4).sum()) > 0
     for cache in (step.keys, step.values):
         cache[cache == 1e4] = float("nan")
-    for tiles, expected in zip(cuts, before, strict=True):
+    for tiles, expected in zip(tilings, before, strict=True):
         assert torch.equal(step.run(tiles), expected)
 
 
 @pytest.mark.parametrize("count", [slow_interpreted(512)])
 def test_the_largest_tree(device: torch.device, count: int) -> None:
     step = Step(device, torch.float32, parts_of((100, 0, count)), 2, 1, 64)
-    cut = Cut(TileSize.LARGE, Grid.SINGLE)
-    ours, plain = step.errors(tiles_for(count, HeadShape(2, 1, 64), cut, invariant=False))
+    tiling = Tiling(TileSize.LARGE, Grid.SINGLE)
+    ours, plain = step.errors(tiles_for(count, HeadShape(2, 1, 64), tiling, invariant=False))
     assert ours <= 2 * plain + 1e-7
 
 
 @pytest.mark.parametrize(("count", "heads", "kv_heads"), [(1, 64, 64), (121, 64, 64), (121, 9, 3), (512, 32, 8)])
 def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
-    cut = Cut(TileSize.SMALL if count == 1 else TileSize.LARGE, Grid.SINGLE)
-    tiles = tiles_for(count, HeadShape(heads, kv_heads, 64), cut, invariant=False)
+    tiling = Tiling(TileSize.SMALL if count == 1 else TileSize.LARGE, Grid.SINGLE)
+    tiles = tiles_for(count, HeadShape(heads, kv_heads, 64), tiling, invariant=False)
     programs = kv_heads * -(-count * heads // kv_heads // tiles.block_m) * tiles.splits
     assert programs >= 132 // 2 or tiles.splits == 64
     assert tiles.block_m >= 16
@@ -135,7 +141,7 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
         *(slow_interpreted(2, 1, 64, 203, window, 1) for window in (1, 7, 16, 31, 64, 100)),
         slow_interpreted(2, 1, 64, 1400, 200, 1),
         slow_interpreted(2, 1, 256, 300, 31, 1),
-        slow_interpreted(2, 2, 64, 64 * FAR + 117, 0, 1),
+        slow_interpreted(2, 2, 64, 64 * NEAR_BLOCKS + 117, 0, 1),
         slow_interpreted(2, 1, 256, 60, 0, 5),
         pytest.param(2, 2, 64, 90, 0, 5, marks=UNITS),
         pytest.param(2, 2, 64, 203, 0, 10, marks=UNITS),
@@ -170,10 +176,10 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     tree = Step(device, dtype, [Part(length, 0, parents), Part(33, 0, (-1, 0))], heads, kv_heads, dim)
     tree.q *= spread
 
-    def run(step: Step, small: bool, alone: bool = False) -> torch.Tensor:
-        grid = Grid.WHOLE if alone else Grid.SINGLE if len(step.parts) == 1 else Grid.SPLIT
-        cut = Cut(TileSize.SMALL if small else TileSize.LARGE, grid)
-        tiles = tiles_for(len(step.q), HeadShape(heads, kv_heads, dim), cut, invariant=True)
+    def run(step: Step, small: bool, unsplit: bool = False) -> torch.Tensor:
+        grid = Grid.UNSPLIT if unsplit else Grid.SINGLE if len(step.parts) == 1 else Grid.SPLIT
+        tiling = Tiling(TileSize.SMALL if small else TileSize.LARGE, grid)
+        tiles = tiles_for(len(step.q), HeadShape(heads, kv_heads, dim), tiling, invariant=True)
         tiles = replace(tiles, splits=5, near_splits=3, processors=1, programs=16)
         out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
         return step.run(tiles, window, out)
@@ -195,14 +201,14 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     def lined(part: Part, q: torch.Tensor, small: bool) -> torch.Tensor:
         step = Step(device, dtype, [part], heads, kv_heads, dim)
         step.tables, step.keys, step.values, step.q = tree.tables, keys, values, q.contiguous()
-        return run(step, small, alone=small)
+        return run(step, small, unsplit=small)
 
     for depth in (0, 1, 2, 7, 15, 16):
         node = text[depth]
         for small in (True, False):
             alone = lined(Part(length + depth), tree.q[node : node + 1], small)
             assert torch.equal(alone[0], in_tree[node]), depth
-    assert torch.equal(run(tree, False, alone=True), in_tree)  # as a batch with large trees is cut
+    assert torch.equal(run(tree, False, unsplit=True), in_tree)  # as a batch with large trees is tiling
     assert torch.equal(run(tree, True), in_tree)  # as a few small trees are
     for small in (True, False):
         prompt = lined(Part(length, ahead + 1, ()), tree.q[text], small)
@@ -215,7 +221,7 @@ def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
     """Two tiles, of eight tokens each. The first sees no later node, the second few earlier ones. A chunk's tile has no
     nodes."""
     parents = [-1, 0, 0, 1, 0, 3, 2, 0, 0, 0, 8, 8, 8, 10, 0]
-    count, tiles = len(parents), Tiles(16, 64, 1, reach=16)
+    count, tiles = len(parents), Tiles(16, 64, 1, near_keys=16)
     parts = [Part(65, 5, parents)]
     rows = rows_of(parts, tables_of(parts, device)[0], (2, 16))
     most = most_nodes_of(len(rows.positions))
@@ -225,13 +231,13 @@ def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:
     assert rows.counts[0] == 3
     assert order[0, 0] == 0
     expected = [[[1, 2, 4, 7], [3, 6], [5]], [[8, 9, 14], [10, 11, 12], [13]]]
-    for block, (used, *places) in enumerate(order[1:].tolist()):
+    for block, (used, *cells) in enumerate(order[1:].tolist()):
         assert used == 48
         nodes = [node for level in expected[block] for node in level + [-1] * (16 - len(level))]
-        assert places[:48] == [int(rows.places[5 + node]) if node >= 0 else -1 for node in nodes]
-        assert places[16 * most : 16 * most + 3] == [1, 2, 3]
-        # A token's sights are the places of its own path, but for the root.
-        words = places[17 * most :]
+        assert cells[:48] == [int(rows.cells[5 + node]) if node >= 0 else -1 for node in nodes]
+        assert cells[16 * most : 16 * most + 3] == [1, 2, 3]
+        # A token's sights are the cells of its own path, but for the root.
+        words = cells[17 * most :]
         for local, token in enumerate(range(8 * block, min(8 * block + 8, count))):
             sight = words[local * (most // 4 + 1)].to_bytes(4, "little", signed=True)
             seen = {nodes[16 * group + byte - 1] for group, byte in enumerate(sight) if byte}

@@ -278,7 +278,7 @@ def adjust_inputs(vocabulary: int = 1301) -> dict[str, Any]:
         "logits": some_logits(vocabulary, 7, "float32"),
         "needed": torch.tensor([0, 2, 4, 6, 9, 8, 10]),
         "tokens": torch.tensor([7, 8, 9, 9, 8, 4, 1200, 3, 1300, 3, 3]),
-        "line_of": torch.tensor([2, 0, -1]),
+        "table_slot_of": torch.tensor([2, 0, -1]),
         "rules": torch.tensor([[1.3, 0.5, 0.25, 1.0], [1.0, 0.0, 0.3, 0.0], [1.5, 1.0, 1.0, 1.0]]),
         "counts": counts,
         "bias": bias,

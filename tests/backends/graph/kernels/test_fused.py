@@ -30,34 +30,34 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     "shapes", [[(0, 0, 1)], [(7, 0, 33)], [(61, 5, 16), (107, 70, 0), (64, 0, 2)], [(3, 0, 130)], [(190, 2, 64)] * 3]
 )
-def test_place_nodes(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
+def test_locate_rows(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
     """Random trees, chunks and rows that are left over, against `tree.visibility`."""
     rng = random.Random(repr(shapes))
     parts = [Part(length, chunk, random_parents(nodes, rng)) for length, chunk, nodes in shapes]
     tables, _ = tables_of(parts, device)
     rows = rows_of(parts, tables, (1, 16), padding=5)  # placed by the twin
     found = replace(
-        rows, **{name: torch.full_like(getattr(rows, name), -77) for name in ("positions", "places", "bits")}
+        rows, **{name: torch.full_like(getattr(rows, name), -77) for name in ("positions", "indices", "bits")}
     )
-    fused.place_nodes(found)
-    for name in ("positions", "places", "bits"):
+    fused.locate_rows(found)
+    for name in ("positions", "indices", "bits"):
         assert torch.equal(getattr(found, name), getattr(rows, name)), name
     start = 0
-    for line, part in enumerate(parts):
+    for slot, part in enumerate(parts):
         depths = tree_of(part.parents).depths
         end = start + part.chunk + len(part.parents)
         first_node = part.length + part.chunk
         positions = [*range(part.length, first_node), *[first_node + depth for depth in depths]]
         assert found.positions[start:end].tolist() == positions
-        places = range(part.length, part.end)
-        assert found.places[start:end].tolist() == [64 * int(tables[line, at // 64]) + at % 64 for at in places]
+        indices = range(part.length, part.end)
+        assert found.cells[start:end].tolist() == [64 * int(tables[slot, at // 64]) + at % 64 for at in indices]
         seen = [
-            sum((int(word) & 0xFFFFFFFF) << 32 * place for place, word in enumerate(words))
+            sum((int(word) & 0xFFFFFFFF) << 32 * index for index, word in enumerate(words))
             for words in found.bits[start + part.chunk : end]
         ]
         assert seen == visibility(part.parents)
         start = end
-    assert (found.places[start:] < 64).all()  # page 0 belongs to nobody
+    assert (found.cells[start:] < 64).all()  # page 0 is for padding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -187,12 +187,12 @@ def test_top_tokens(device: torch.device, dtype: torch.dtype, vocabulary: int) -
 def test_of_equal_logits_the_lower_id_comes_first(device: torch.device) -> None:
     """As argmax has it, also across pieces of the vocabulary."""
     logits = torch.zeros(2, 9000, device=device)
-    places = sorted(random.Random(0).sample(range(9000), 8))
-    logits[1, places] = 5.0
+    indices = sorted(random.Random(0).sample(range(9000), 8))
+    logits[1, indices] = 5.0
     out = torch.zeros(2, 17, dtype=torch.int32, device=device)
     top.top_tokens(logits, out, top.TopWork(2, 9000, 8, device))
     assert out[0, :9].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert out[1, 1:9].tolist() == places
+    assert out[1, 1:9].tolist() == indices
 
 
 def test_embed(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from flat import Part
 from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels import near, prefix
-from lookahead.backends.graph.kernels.tiles import FAR, Tiles
+from lookahead.backends.graph.kernels.tiles import NEAR_BLOCKS, Tiles
 from lookahead.backends.graph.sizes import PAGE
 
 WINDOWS = [1, 7, 16, 31, 64, 100, 200]
@@ -22,15 +22,17 @@ FEW = [(150, 0, 5), (20, 9, 2)]
 """Sequences of cached tokens, a prompt chunk's rows and a tree's rows."""
 BATCH = [(301, 0, 9), (20, 30, 4), (0, 0, 1), (190, 0, 1)]
 LONG = [(1450, 0, 40), (700, 70, 0), (3, 0, 17), (1200, 1, 1)]
-FAR_AWAY = [(64 * FAR + 117, 3, 5)]
+FAR_AWAY = [(64 * NEAR_BLOCKS + 117, 3, 5)]
 
 
-def cuts(dim: int, reach: int) -> Iterator[Tiles]:
+def tilings(dim: int, near_keys: int) -> Iterator[Tiles]:
     """Small and large tiles, of which each split has its own program or one program does them all."""
-    for block_m, alone in ((16, False), (32 if dim > 128 else 64, False), (16, True), (32, True)):
-        programs = 4 if alone else 64  # fewer programs than tiles, or one for each
+    for block_m, unsplit in ((16, False), (32 if dim > 128 else 64, False), (16, True), (32, True)):
+        programs = 4 if unsplit else 64  # fewer programs than tiles, or one for each
         block_n = 32 if dim > 128 else 64
-        yield Tiles(block_m, block_n, 5, reach=reach, near_splits=3, alone=alone, programs=programs, processors=1)
+        yield Tiles(
+            block_m, block_n, 5, near_keys=near_keys, near_splits=3, unsplit=unsplit, programs=programs, processors=1
+        )
 
 
 def unrounded(step: Step, tiles: Tiles, window: int) -> torch.Tensor:
@@ -51,51 +53,51 @@ CASES = [
     (7, 64, FEW),
     *(slow_interpreted(window, dim, shapes) for window in WINDOWS for dim in (64, 256) for shapes in (BATCH, LONG)),
     *(slow_interpreted(window, 80, BATCH) for window in (7, 100)),
-    *(slow_interpreted(window, 64, FAR_AWAY) for window in (1, 100, 64 * FAR)),
+    *(slow_interpreted(window, 64, FAR_AWAY) for window in (1, 100, 64 * NEAR_BLOCKS)),
 ]
 
 
 @pytest.mark.parametrize(("window", "dim", "shapes"), CASES)
-@pytest.mark.parametrize(("dtype", "reach"), [(torch.float32, 0), (torch.float16, 16)])
+@pytest.mark.parametrize(("dtype", "near_keys"), [(torch.float32, 0), (torch.float16, 16)])
 def test_no_key_before_the_window_counts(
-    device: torch.device, dtype: torch.dtype, reach: int, window: int, dim: int, shapes: list[tuple[int, int, int]]
+    device: torch.device, dtype: torch.dtype, near_keys: int, window: int, dim: int, shapes: list[tuple[int, int, int]]
 ) -> None:
     """The results are right, and stay the same bit for bit with NaN in every place that no row sees. An invariant
     step's are the same in every cut."""
     step = Step(device, dtype, parts_of(*shapes), 2, 1, dim, padding=2)
     exact, rounded = (step.plain(kind, window) for kind in (torch.float64, dtype))
-    before = [unrounded(step, tiles, window) for tiles in cuts(dim, reach)]
+    before = [unrounded(step, tiles, window) for tiles in tilings(dim, near_keys)]
     for found in before:
         assert relative_error(found, exact) <= 2 * relative_error(rounded, exact) + 1e-7
     hidden = invisible(step, window)
     assert hidden[step.tables[0, 0]].any()
     for cache in (step.keys, step.values):
         cache.transpose(1, 2)[hidden] = float("nan")
-    for tiles, expected in zip(cuts(dim, reach), before, strict=True):
+    for tiles, expected in zip(tilings(dim, near_keys), before, strict=True):
         found = unrounded(step, tiles, window)
         assert found.isfinite().all()
         assert torch.equal(found, expected)
-        assert not reach or torch.equal(found, before[0])
+        assert not near_keys or torch.equal(found, before[0])
 
 
 @INTERPRETED
 @pytest.mark.parametrize(("window", "dim", "shapes"), [(31, 64, FEW), *CASES[1:]])
-@pytest.mark.parametrize(("dtype", "reach"), [slow_interpreted(torch.float32, 0), (torch.float16, 16)])
+@pytest.mark.parametrize(("dtype", "near_keys"), [slow_interpreted(torch.float32, 0), (torch.float16, 16)])
 def test_a_walk_over_the_whole_context_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     dtype: torch.dtype,
-    reach: int,
+    near_keys: int,
     window: int,
     dim: int,
     shapes: list[tuple[int, int, int]],
 ) -> None:
     """Blocks before the window add exact zeros: with all of them, under the mask alone, no bit changes."""
     step = Step(device, dtype, parts_of(*shapes), 2, 1, dim)
-    found = [unrounded(step, tiles, window) for tiles in cuts(dim, reach)]
+    found = [unrounded(step, tiles, window) for tiles in tilings(dim, near_keys)]
     for module in (prefix, near):
         monkeypatch.setattr(module, "lowest_key", lambda position, WINDOW: prefix.tl.min(position, 0) * 0)
-    for tiles, ours in zip(cuts(dim, reach), found, strict=True):
+    for tiles, ours in zip(tilings(dim, near_keys), found, strict=True):
         assert torch.equal(unrounded(step, tiles, window), ours)
 
 
@@ -106,7 +108,7 @@ def test_a_window_longer_than_the_text_changes_nothing(
     """Bit for bit, in an invariant step: although one program does a window's splits by another loop, and masks where
     it need not."""
     step = Step(device, torch.float16, parts_of(*shapes), 2, 1, 64)
-    for tiles in list(cuts(64, 16))[1:3]:
+    for tiles in list(tilings(64, 16))[1:3]:
         assert torch.equal(unrounded(step, tiles, 5000), unrounded(step, tiles, 0))
 
 
@@ -116,13 +118,13 @@ def test_a_row_is_the_same_alone_and_in_a_prompt(device: torch.device, window: i
     """Bit for bit, in an invariant step: a prompt chunk's rows, whose windows begin at different keys, and each of them
     as a step of its own, which reads less."""
     chunk = Step(device, torch.float16, [Part(length, 20, ())], 2, 1, dim)
-    for tiles in list(cuts(dim, 16))[1:3]:
+    for tiles in list(tilings(dim, 16))[1:3]:
         together = unrounded(chunk, tiles, window)
         for row in (0, 7, 19):
             alone = Step(device, torch.float16, [Part(length + row, 0, (-1,))], 2, 1, dim)
             alone.tables, alone.keys, alone.values = chunk.tables, chunk.keys, chunk.values
             alone.q = chunk.q[row : row + 1]
-            for own in list(cuts(dim, 16))[::2]:
+            for own in list(tilings(dim, 16))[::2]:
                 assert torch.equal(unrounded(alone, own, window)[0], together[row]), (row, own)
 
 
@@ -143,7 +145,7 @@ def test_only_the_blocks_of_the_window_are_read(
 
     monkeypatch.setattr(prefix, "load_keys", counted)
     step = Step(device, torch.float32, [Part(length)], 2, 1, 64)
-    for alone, parts in ((False, 1), (True, 2)):
+    for unsplit, parts in ((False, 1), (True, 2)):
         calls.clear()
-        step.run(Tiles(16, 64, 5, near_splits=3, alone=alone, part_n=32), window)
+        step.run(Tiles(16, 64, 5, near_splits=3, unsplit=unsplit, part_n=32), window)
         assert len(calls) == blocks * parts

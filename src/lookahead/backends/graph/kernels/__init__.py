@@ -1,1 +1,1 @@
-"""Triton kernels of a decoding step, and `reference`, their slow twins."""
+"""Triton kernels of a decoding step, and `reference`, their slow reference implementations."""

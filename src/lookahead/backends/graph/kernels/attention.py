@@ -1,4 +1,4 @@
-"""Attention of a step's trees over cached prefixes: FlashAttention, split over the keys, masked by the trees' bits.
+"""Tree attention over paged prefixes: FlashAttention, split over the keys (Flash-Decoding), masked by ancestor bits.
 
 A dense mask would be as long as the context, and nearly all ones. Here the prefix needs no mask, because every node
 sees all of it. Only the K nodes of a tree need one: K x K bits, packed into words, 2 KB at K = 128.
@@ -6,29 +6,29 @@ sees all of it. Only the K nodes of a tree need one: K x K bits, packed into wor
     keys      | prefix block 0 | 1 | 2 | 3 | ... | tree |
     programs  |  split 0       | 1 | 0 | 1 | ... |  1   |   (two splits)
 
-The prefix lies in pages, which a table per sequence names; a block of keys never crosses a page. A *tile* is a block of
-queries of one sequence. A list of tiles on the device says which there are, and the programs of the grid share them.
+The prefix lies in pages, listed in a page table per sequence; a block of keys never crosses a page. A *tile* is a block
+of queries of one sequence. The programs of the grid share a list of tiles on the device.
 
 The work of a tile is divided into splits that run in parallel. Of n splits, each takes every n-th block of the prefix,
-so that where a block ends does not depend on the context's length. The last split takes the tree as well. In a long
-context more splits take part from some block on (`tiles.FAR`). The last split waits for the others and joins all
-partial sums by their log-sum-exp. Where there are many tiles, one program does all splits of a tile, one after the
+so that the end of a block does not depend on the context length. The last split takes the tree as well. In a long
+context more splits take part after the first blocks (`tiles.NEAR_BLOCKS`). The last split waits for the others and
+joins all partial sums by their log-sum-exp. With many tiles, one program handles all splits of a tile, one after the
 other; in an invariant step with the same bits. The prefix's length is read on the device, so that one captured graph
-serves all lengths. With a sliding window a tile starts at the block of the lowest key that one of its rows sees. Blocks
-before it would add exact zeros, and their pages may belong to another sequence by now.
+serves all lengths. With a sliding window a tile starts at the block of the lowest key that one of its rows sees.
+Earlier blocks would add exact zeros, and their pages may belong to another sequence by now.
 
-Invariant steps: a token that is decoded alone finds its ancestors in the prefix, not in a tree. Sums are rounded, so if
-its keys were added in another order, it would get other bits, and in half precision soon another text. An *invariant*
-step (`Tiles.reach`) therefore adds every row's keys in one order:
+Invariant steps: a token that is decoded alone finds its ancestors in the prefix, not in a tree. Sums are rounded, so
+adding its keys in another order would change bits, and in half precision soon the text. An *invariant* step
+(`Tiles.near_keys`) therefore adds every row's keys in one order:
 
     keys      | prefix block 0 | 1 | ... | up to 16 to 31 keys before the row | the rest of the prefix, the tree |
     programs  |  split 0       | 1 | ... |                                    |  one more, a key at a time       |
 
-The first part is added in blocks. Where it ends depends on the row's position alone. It ends at a multiple of 16,
-because the matrix units add 16 keys at once, and it lies within the prefix, because no guess is further from the root
-than 16. The rest is added one key at a time, in the order of positions, so that it does not matter whether a key stands
-in the prefix or somewhere in the tree. A prompt chunk's rows are treated alike: their keys are in place when
-attention begins, so the keys before a row are its prefix, whatever pass they came with.
+The first part is added in blocks. Its end depends on the row's position only. It ends at a multiple of 16, because the
+matrix units add 16 keys at once, and it lies within the prefix, because no draft token is deeper than 16. The rest is
+added one key at a time, in the order of positions, so that it does not matter whether a key is in the prefix or in the
+tree. A prompt chunk's rows are treated alike: their keys are written before attention begins, so the keys before a row
+are its prefix, regardless of the pass that computed them.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from lookahead.backends.graph.kernels.softmax import LOWEST, join, no_keys
 from lookahead.backends.graph.kernels.tiles import Tiles
 
 LOG2E = 1.4426950408889634
-MANY = tl.constexpr(6)
-"""From so many programs per multiprocessor on, it pays that some of them are late (see `_add_alone`)."""
+STAGGER_FROM = tl.constexpr(6)
+"""From this many programs per multiprocessor on, staggering them pays (see `_add_unsplit`)."""
 
 
 @triton.jit
-def _add_alone(
-    late, query, text, rows, cut, tree, by_depth, scale,
-    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr,
+def _add_unsplit(
+    prefix_last, query, text, rows, cut, tree, by_depth, scale,
+    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, NEAR_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """All of a tile by one program: the sums over the prefix, and those over what is near and the tree.
+    """A tile in one program: the sums over the prefix, and those over near keys and the tree.
 
-    A program that is `late` comes to the prefix last. The prefix keeps the memory busy and what is near the matrix
-    units, so it is faster if at any time some programs are at the one and some at the other.
+    With `prefix_last` the prefix comes second. The prefix is memory-bound and the near keys are compute-bound, so it is
+    faster if some programs work on the one while others work on the other.
     """
     _end, _first_row, _row, _count, is_tree, _token, _position, _border = rows
     BLOCK_M: tl.constexpr = query.shape[0]
@@ -71,14 +71,16 @@ def _add_alone(
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     own_top, own_total, own_acc = no_keys(BLOCK_M, DIM)
     for turn in range(0, 2):
-        if turn == late:
+        if turn == prefix_last:
             if WINDOW > 0:
                 top, mass, acc = add_window_splits(
-                    query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, WINDOW, REACH > 0, PAGE
+                    query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, WINDOW, NEAR_KEYS > 0, PAGE
                 )  # fmt: skip
             else:
-                top, mass, acc = add_all_splits(query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, REACH > 0, PAGE)
-        elif REACH > 0:
+                top, mass, acc = add_all_splits(
+                    query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, NEAR_KEYS > 0, PAGE
+                )
+        elif NEAR_KEYS > 0:
             own_top, own_total, own_acc = add_near(query, text, rows, by_depth, scale, HEAD, PART_N, WINDOW, PAGE)
         elif is_tree == 1:
             own_top, own_total, own_acc = add_tree(
@@ -89,76 +91,77 @@ def _add_alone(
 
 @triton.jit
 def _attend_tile(
-    tile, late, q, cache, step, order, out, work, scale, sizes,
+    tile, prefix_last, q, cache, step, order, out, work, scale, sizes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, NEAR_KEYS: tl.constexpr, PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
 ):  # fmt: skip
-    """This program's part of a tile: one K/V head, and one split or (with ALONE) all of them.
+    """This program's part of a tile: one K/V head, and one split or (with UNSPLIT) all of them.
 
-    What `prefix` and `near` need of it is in tuples. `text`: where its sequence's K/V are. `rows`: what its BLOCK_M
-    pairs of row and head are, and what they see. `cut`: how many blocks the prefix has, and how many splits share them.
+    Arguments of `prefix` and `near` are passed in tuples. `text`: the location of the sequence's K/V. `rows`: the
+    tile's BLOCK_M pairs of row and head, and what they see. `cut`: the blocks of the prefix, and the splits that share
+    them.
     """
     head, split = tl.program_id(0), tl.program_id(2)
     keys, values = cache
-    _counts, tiles, tables, positions, places, bits = step
+    _counts, tiles, tables, positions, cells, bits = step
     part, part_top, arrived = work
     longest, kv_heads, splits, near_splits, words, order_size, most_nodes = sizes
     dim = tl.arange(0, DIM)
-    whole = dim < HEAD
+    in_head = dim < HEAD
     # 1. The tile's queries: pair i is row i // GROUP of a chunk or a tree, and head i % GROUP of the group that
-    # shares these keys. All its rows see the keys before `end` that do not come after them.
-    end, first_row, count, first_pair, is_tree, line = load_tile(tiles, tile, BLOCK_M)
-    table = tables + line * longest
+    # shares these keys. A row sees the keys before `end` up to its own position.
+    end, first_row, count, first_pair, is_tree, slot = load_tile(tiles, tile, BLOCK_M)
+    table = tables + slot * longest
     pair = first_pair + tl.arange(0, BLOCK_M)
     token = pair // GROUP
     real = token < count
     token = tl.minimum(token, count - 1)
     row = first_row + token
     position = tl.load(positions + row)
-    # Keys before `border` are added in blocks, keys from it on one by one. It depends on the row's position alone.
+    # Keys before `border` are added in blocks, later ones one by one. It depends on the row's position only.
     border = tl.minimum(position + 1, end)
-    if REACH > 0:
-        border = tl.minimum(tl.maximum(position - REACH, 0) // 16 * 16, end // 16 * 16)
+    if NEAR_KEYS > 0:
+        border = tl.minimum(tl.maximum(position - NEAR_KEYS, 0) // 16 * 16, end // 16 * 16)
     blocks = tl.cdiv(tl.max(border, 0), BLOCK_N)
     live = splits_in_use(blocks, splits, near_splits)
-    if REACH == 0:
+    if NEAR_KEYS == 0:
         live = tl.maximum(live, 1)
-    if ALONE or (split < live) | (split >= splits):
+    if UNSPLIT or (split < live) | (split >= splits):
         text = keys, values, table, longest, head, kv_heads
         rows = end, first_row, row, count, is_tree, token, position, border
-        cut, tree = (blocks, splits, near_splits), (places, positions, bits, words)
-        place = (row * kv_heads + head) * GROUP + pair % GROUP
-        query = tl.load(q + place[:, None] * HEAD + dim[None, :], mask=whole[None, :], other=0.0)
-        # 2. What is this program's: a split of the prefix, what is near (which is behind all splits), or with ALONE
-        # everything. The last split of a step that need not be invariant takes the tree as well.
+        cut, tree = (blocks, splits, near_splits), (cells, positions, bits, words)
+        query_index = (row * kv_heads + head) * GROUP + pair % GROUP
+        query = tl.load(q + query_index[:, None] * HEAD + dim[None, :], mask=in_head[None, :], other=0.0)
+        # 2. This program's keys: a split of the prefix, the near keys (in the program after all splits), or with
+        # UNSPLIT everything. The last split of a step that is not invariant takes the tree as well.
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DIM], tl.float32)
         own_top, own_mass, own_acc = top, mass, acc
-        if ALONE:
-            top, mass, acc, own_top, own_mass, own_acc = _add_alone(
-                late, query, text, rows, cut, tree, (order + tile * order_size, most_nodes, first_pair // GROUP), scale,
-                HEAD, BLOCK_N, PART_N, WINDOW, REACH, PAGE,
+        if UNSPLIT:
+            top, mass, acc, own_top, own_mass, own_acc = _add_unsplit(
+                prefix_last, query, text, rows, cut, tree, (order + tile * order_size, most_nodes, first_pair // GROUP),
+                scale, HEAD, BLOCK_N, PART_N, WINDOW, NEAR_KEYS, PAGE,
             )  # fmt: skip
         elif split < splits:
             own_top, total, own_acc = add_split(
-                query, text, rows, cut, split, scale, HEAD, BLOCK_N, WINDOW, REACH > 0, PAGE
+                query, text, rows, cut, split, scale, HEAD, BLOCK_N, WINDOW, NEAR_KEYS > 0, PAGE
             )  # fmt: skip
-            if REACH == 0:  # noqa: SIM102 (the outer condition is the compiler's)
+            if NEAR_KEYS == 0:  # noqa: SIM102 (the outer condition is known at compile time)
                 if (split == live - 1) & (is_tree == 1):
                     own_top, total, own_acc = add_tree(
                         query, text, rows, tree, scale, (own_top, total, own_acc), HEAD, WINDOW, PAGE
                     )  # fmt: skip
             own_mass = tl.max(total, 1)
-        elif REACH > 0:
+        elif NEAR_KEYS > 0:
             by_depth = order + tile * order_size, most_nodes, first_pair // GROUP
             own_top, total, own_acc = add_near(query, text, rows, by_depth, scale, HEAD, PART_N, WINDOW, PAGE)
             own_mass = tl.max(total, 1)
-        # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the
-        # splits' order, and then its own. It must be the last to start: if waiting programs filled the device, they
-        # would wait for ever. (A split's program never waits.) A split without keys in a sliding window stores that.
-        others = 0 if ALONE else (live if REACH > 0 else live - 1)
-        first_part = place * tl.num_programs(2)
+        # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the order
+        # of the splits, and then its own. It must be the last to start: if waiting programs filled the device, it would
+        # deadlock. (The other splits never wait.) A split without keys in a sliding window stores empty sums.
+        others = 0 if UNSPLIT else (live if NEAR_KEYS > 0 else live - 1)
+        first_part = query_index * tl.num_programs(2)
         counter = arrived + tile * kv_heads + head
         if split < others:
             tl.store(part + (first_part + split)[:, None] * DIM + dim[None, :], own_acc, mask=real[:, None])
@@ -172,7 +175,7 @@ def _attend_tile(
                     pass
                 tl.store(counter, 0)
                 for i in tl.range(0, others, loop_unroll_factor=2):
-                    # `.cg` reads past the first-level cache, which may hold old contents of this memory.
+                    # `.cg` bypasses the L1 cache, which may hold stale data.
                     at = part_top + (first_part + i) * 2
                     its_top = tl.load(at, mask=real, other=LOWEST, cache_modifier=".cg")
                     its_mass = tl.load(at + 1, mask=real, other=0.0, cache_modifier=".cg")
@@ -181,13 +184,13 @@ def _attend_tile(
                     top, mass, acc = join((top, mass, acc), (its_top, its_mass, its_acc))
             top, mass, acc = join((top, mass, acc), (own_top, own_mass, own_acc))
             acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
-            inside = real[:, None] & whole[None, :]
-            tl.store(out + place[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+            inside = real[:, None] & in_head[None, :]
+            tl.store(out + query_index[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-# One kernel serves all numbers of rows. Compiled for particular numbers it would hardly be faster (4% for one token,
-# nothing for 128), and each would take seconds to compile, 13 in fp32. (Triton compiles for particular numbers if they
-# come in a tuple, whatever is said here. So only tensors come in tuples.)
+# One kernel serves all numbers of rows. Specialized kernels would hardly be faster (4% for one token, nothing for 128),
+# and each would take seconds to compile, 13 in fp32. (Triton specializes numbers in tuples regardless of
+# `do_not_specialize`, so only tensors are passed in tuples.)
 @triton.jit(
     do_not_specialize=[
         "longest", "kv_heads", "splits", "near_splits", "words", "order_size", "most_nodes", "processors"
@@ -197,41 +200,41 @@ def _attend(
     q, cache, step, order, out, work,
     scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART_N: tl.constexpr, WINDOW: tl.constexpr, REACH: tl.constexpr, PAGE: tl.constexpr, ALONE: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, NEAR_KEYS: tl.constexpr, PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (kv_heads, tiles at a time, splits; with REACH one more; with ALONE one).
+    """Grid: (kv_heads, tiles at a time, splits; with NEAR_KEYS one more; with UNSPLIT one).
 
-    A query is a pair of row and head: each K/V head has GROUP of them per row. ALONE: a program does all of a tile by
-    itself, one split after the other, and then takes the next tile; without it there are no more tiles than programs.
-    `cache`: keys and values. `step`: the rows' counts, tiles, tables, positions, places and bits. `work`: where partial
-    sums, their maxima and the number of splits that have stored them go. See `attend` for the tensors.
+    A query is a pair of row and head: each K/V head has GROUP of them per row. UNSPLIT: a program handles all splits of
+    a tile, and then takes the next tile; without it there are no more tiles than programs. `cache`: keys and values.
+    `step`: the rows' counts, tiles, tables, positions, cells and bits. `work`: memory for partial sums, their maxima
+    and the number of splits that have stored them. See `attend` for the tensors.
     """
     count = tl.load(step[0])
     sizes = longest, kv_heads, splits, near_splits, words, order_size, most_nodes
-    if not ALONE:
+    if not UNSPLIT:
         tile = tl.program_id(1)
         if tile < count:
             _attend_tile(
                 tile, 0, q, cache, step, order, out, work, scale, sizes,
-                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, PAGE, ALONE,
+                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, NEAR_KEYS, PAGE, UNSPLIT,
             )  # fmt: skip
     else:
-        # Every other program of a multiprocessor is late (see `_add_alone`), if there are enough of them.
-        number, many = tl.program_id(1) * kv_heads + tl.program_id(0), count * kv_heads >= MANY * processors
-        late = tl.where(many, number // processors % 2, 0)
+        # With enough programs, every other one of a multiprocessor takes its prefix last (see `_add_unsplit`).
+        number, many = tl.program_id(1) * kv_heads + tl.program_id(0), count * kv_heads >= STAGGER_FROM * processors
+        prefix_last = tl.where(many, number // processors % 2, 0)
         for tile in range(tl.program_id(1), count, tl.num_programs(1)):
             _attend_tile(
-                tile, late, q, cache, step, order, out, work, scale, sizes,
-                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, REACH, PAGE, ALONE,
+                tile, prefix_last, q, cache, step, order, out, work, scale, sizes,
+                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, NEAR_KEYS, PAGE, UNSPLIT,
             )  # fmt: skip
 
 
 class Workspace:
-    """Memory for the splits' partial sums, for a counter of splits per tile and head, and for the trees' order.
+    """Memory for the partial sums of splits, a counter of splits per tile and head, and the order of tree nodes.
 
-    One serves all layers and all captured steps, which never run at the same time. So it must be large enough for the
-    largest of them from the beginning: a captured graph goes on writing to the memory that it was captured with.
-    `part` holds the sums of values, `top` the maxima and the sums of weights, `arrived` how many splits have stored.
+    One workspace serves all layers and all captured steps, which never run at the same time. It must be large enough
+    for the largest of them from the start: a captured graph keeps writing to the memory it was captured with. `part`
+    holds the sums of values, `top` the maxima and sums of weights, `arrived` the number of splits that have stored.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -241,13 +244,13 @@ class Workspace:
         self.order = torch.zeros(1, dtype=torch.int32, device=device)
 
     def with_own_order(self) -> Workspace:
-        """The same memory, with an order of its own: that of an attention group, which has its own pages."""
+        """The same memory with a separate `order`, for an attention group with its own pages."""
         other = copy.copy(self)
         other.order = torch.zeros_like(self.order)
         return other
 
     def reserve(self, rows: int, most_tiles: int, tiles: Tiles, heads: int, kv_heads: int, dim: int) -> None:
-        """Make room for steps of so many rows and tiles."""
+        """Make room for steps of up to this many rows and tiles."""
         parts = tiles.parts
         queries = rows * heads
         if parts > 1 and self.part.numel() < queries * parts * padded_dim(dim):
@@ -255,14 +258,14 @@ class Workspace:
             self.top = self.top.new_empty(queries * parts * 2)
         if self.arrived.numel() < most_tiles * kv_heads:
             self.arrived = self.arrived.new_zeros(most_tiles * kv_heads)
-        if tiles.reach:
+        if tiles.near_keys:
             needed = most_tiles * order_size(most_nodes_of(rows), tiles, heads // kv_heads)
             if self.order.numel() < needed:
                 self.order = self.order.new_zeros(needed)
 
 
 def padded_dim(dim: int) -> int:
-    """A head's width in the kernel: a power of two, and at least 16, as Triton's matrix products need it."""
+    """A head's width in the kernel: a power of two, and at least 16, as Triton's matrix products require."""
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -278,22 +281,22 @@ def attend(
     scale: float,
     window: int = 0,
 ) -> torch.Tensor:
-    """Attention of a step's rows, every one over its own text and tree, into `out`.
+    """Attention of a step's rows, each over its own text and tree, into `out`.
 
-    q, out [R, H, D]; keys, values [pages, Hkv, PAGE, D], with the step's own already in place. A chunk's row sees all
-    of its text up to itself; a tree's row all of its text before the tree, and the nodes that its bits tell. `window`:
-    the sliding window's tokens, 0 for none. With `tiles.reach`, `depths.order_by_depth` must have filled `work.order`.
+    q, out [R, H, D]; keys, values [pages, Hkv, PAGE, D], including the step's own. A chunk's row sees its text up to
+    itself; a tree's row its text before the tree, and the nodes in its bits. `window`: tokens of the sliding window, 0
+    for none. With `tiles.near_keys`, `depths.order_by_depth` must have filled `work.order`.
     """
     size, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, most_nodes = heads // kv_heads, most_nodes_of(size)
     _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), tiles.parts)](
-        q, (keys, values), (rows.counts, rows.tiles, rows.tables, rows.positions, rows.places, rows.bits),
+        q, (keys, values), (rows.counts, rows.tiles, rows.tables, rows.positions, rows.cells, rows.bits),
         work.order, out, (work.part, work.top, work.arrived),
         scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
         rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes, tiles.processors,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        PART_N=tiles.part_n, WINDOW=window, REACH=tiles.reach, PAGE=page, ALONE=tiles.alone,
+        PART_N=tiles.part_n, WINDOW=window, NEAR_KEYS=tiles.near_keys, PAGE=page, UNSPLIT=tiles.unsplit,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

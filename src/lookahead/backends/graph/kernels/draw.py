@@ -1,7 +1,7 @@
-"""Draw each row's target on the device, as `sampling.pick` or as `torch.multinomial` does; and log-probabilities.
+"""Sampling of targets on the device, as `sampling.pick` or `torch.multinomial` does, and log-probabilities.
 
-`top.top_tokens` must have run on the same logits: it leaves the argmax in column 0 of `out`, which only rows that draw
-overwrite. Launches and memory are the same in every step, whatever the settings say, so a step can be captured.
+`top.top_tokens` must have run on the same logits: it leaves the argmax in column 0 of `out`, which only sampled rows
+overwrite. Launches and memory do not depend on the sampling parameters, so a step can be captured.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.cut import TILE, candidates, cut, token_at
+from lookahead.backends.graph.kernels.cutoff import TILE, find_cutoff, load_candidates, token_at
 from lookahead.backends.graph.kernels.filters import (
     DrawWork,
-    collect,
+    collect_candidates,
     is_drawn,
     is_filtered,
     key_of,
@@ -27,8 +27,8 @@ from lookahead.backends.graph.kernels.top import PIECE, TopWork
 
 @triton.jit
 def _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P: tl.constexpr, BLOCK: tl.constexpr):
-    """A draw from a row with neither top-k nor top-p, by its pieces' masses."""
-    # 1. The first piece at whose end the CDF is past the threshold. Rounding may leave none: then the last with a mass.
+    """Sample a row without top-k and top-p, by the masses of its pieces."""
+    # 1. The first piece at whose end the CDF is past the threshold. If rounding leaves none, the last with a mass.
     piece = tl.arange(0, P)
     mass = tl.load(masses + row * pieces + piece, mask=piece < pieces, other=0.0)
     ends = tl.cumsum(mass, 0)
@@ -51,34 +51,34 @@ def _draw_filtered(
     logits, settings, work, row, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """A draw from a row with top-k or top-p, from its candidates. `work`: limits, found, counts and masses."""
-    limits, found, counts, masses = work
+    """Sample a row with top-k or top-p, from its candidates. `work`: limits, candidates, counts and masses."""
+    limits, candidates, counts, masses = work
     piece = tl.arange(0, P)
     count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
-    found += row * pieces * BLOCK
-    key_cut, quota, _ties, tied, likely = cut(
-        found, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
+    candidates += row * pieces * BLOCK
+    cutoff, quota, _ties, tied, likely = find_cutoff(
+        candidates, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
     )
     top, scale, least = tl.load(limits + row * 2), scale_of(settings, row), draw_setting(settings, row, MIN_P)
     total = likely + quota.to(tl.float64) * tl.where(tied >= least, tied, 0.0)
     threshold = draw_setting(settings, row, UNIFORM) * total
-    # Walk along the CDF until it is past the threshold. Rounding may prevent it: then take the last that has a mass.
+    # Walk along the CDF until it passes the threshold. If rounding prevents that, take the last token with a mass.
     begin = tl.full((), 0.0, tl.float64)
     ties_before = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)
     index = tl.full((), 2147483647, tl.int32)
     last = tl.full((), 0, tl.int32)
     while (start < count) & (index == 2147483647):
-        x = candidates(found, start, count, TILE)
+        x = load_candidates(candidates, start, count, TILE)
         key = key_of(x, SHIFT)
-        same = key == key_cut
+        same = key == cutoff
         rank = ties_before + tl.cumsum(same.to(tl.int32), 0) - 1
         weight = weigh(x, top, scale)
-        weight = tl.where(((key > key_cut) | (same & (rank < quota))) & (weight >= least), weight, 0.0)
-        place = start + tl.arange(0, TILE)
+        weight = tl.where(((key > cutoff) | (same & (rank < quota))) & (weight >= least), weight, 0.0)
+        number = start + tl.arange(0, TILE)
         passed = (begin + tl.cumsum(weight, 0) > threshold) & (weight > 0.0)
-        index = tl.min(tl.where(passed, place, 2147483647), 0)
-        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, place, 0), 0))
+        index = tl.min(tl.where(passed, number, 2147483647), 0)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, number, 0), 0))
         begin += tl.sum(weight, 0)
         ties_before += tl.sum(same.to(tl.int32), 0)
         start += TILE
@@ -88,14 +88,14 @@ def _draw_filtered(
 
 @triton.jit
 def _draw(
-    logits, settings, limits, found, counts, masses, out, vocabulary, pieces, width,
+    logits, settings, limits, candidates, counts, masses, out, vocabulary, pieces, width,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows). Inverse CDF in float64, in the order of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, settings, row, False):
         if is_filtered(settings, row, vocabulary):
-            work = limits, found, counts, masses
+            work = limits, candidates, counts, masses
             token = _draw_filtered(logits, settings, work, row, vocabulary, pieces, P, BLOCK, TILE, SHIFT)
         else:
             token = _draw_all(logits, settings, limits, masses, row, vocabulary, pieces, P, BLOCK)
@@ -105,54 +105,55 @@ def _draw(
 def draw_targets(
     logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: TopWork, work: DrawWork
 ) -> torch.Tensor:
-    """Overwrite column 0 of `out` with a draw in each row that has a temperature and a uniform.
+    """Sample each row that has a temperature and a uniform, into column 0 of `out`.
 
     logits [R, V]; settings float64 [R, 5], see `records.Draw`; out int32 [R, 1 + 2 n], after `top_tokens(logits, out,
     tops)`. The tokens are those of `sampling.pick`.
     """
     rows, vocabulary = logits.shape
-    collect(logits, settings, None, tops, work)
+    collect_candidates(logits, settings, None, tops, work)
     _draw[(rows,)](
-        logits, settings, work.limits, work.found, work.counts, work.masses, out, vocabulary, work.pieces, out.shape[1],
-        P=triton.next_power_of_2(work.pieces), BLOCK=PIECE, TILE=TILE, SHIFT=shift_of(logits.dtype), num_warps=8,
+        logits, settings, work.limits, work.candidates, work.counts, work.masses, out, vocabulary, work.pieces,
+        out.shape[1], P=triton.next_power_of_2(work.pieces), BLOCK=PIECE, TILE=TILE, SHIFT=shift_of(logits.dtype),
+        num_warps=8,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _multinomial_cut(
-    logits, settings, depths, limits, found, counts, masses, cuts, vocabulary, pieces,
+def _multinomial_cutoff(
+    logits, settings, depths, limits, candidates, counts, masses, cutoffs, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). cuts [R, 2]: the key at which a drawn row is cut, and the first of the tied tokens that stays."""
+    """Grid: (rows). cutoffs [R, 2]: the cutoff of a sampled row, and the first of the tied tokens that stays."""
     row = tl.program_id(0).to(tl.int64)
     if is_drawn(settings, depths, row, True):
-        key_cut = tl.full((), -2147483648, tl.int32)
+        cutoff = tl.full((), -2147483648, tl.int32)
         first = tl.full((), 0, tl.int32)
         if is_filtered(settings, row, vocabulary):
             piece = tl.arange(0, P)
             count = tl.sum(tl.load(counts + row * pieces + piece, mask=piece < pieces, other=0), 0)
-            packed = found + row * pieces * BLOCK
-            key_cut, quota, ties, _tied, _likely = cut(
+            packed = candidates + row * pieces * BLOCK
+            cutoff, quota, ties, _tied, _likely = find_cutoff(
                 packed, count, masses, limits, settings, row, vocabulary, pieces, P, TILE, SHIFT
             )
             if quota < ties:
                 ties_before = tl.full((), 0, tl.int32)
                 index = tl.full((), 2147483647, tl.int32)
                 for start in range(0, count, TILE):
-                    same = key_of(candidates(packed, start, count, TILE), SHIFT) == key_cut
+                    same = key_of(load_candidates(packed, start, count, TILE), SHIFT) == cutoff
                     rank = ties_before + tl.cumsum(same.to(tl.int32), 0) - 1
                     stays = same & (rank >= ties - quota)
                     index = tl.minimum(index, tl.min(tl.where(stays, start + tl.arange(0, TILE), 2147483647), 0))
                     ties_before += tl.sum(same.to(tl.int32), 0)
                 first = token_at(logits, counts, limits, row, index, vocabulary, pieces, P, BLOCK)
-        tl.store(cuts + row * 2, key_cut)
-        tl.store(cuts + row * 2 + 1, first)
+        tl.store(cutoffs + row * 2, cutoff)
+        tl.store(cutoffs + row * 2 + 1, first)
 
 
 @triton.jit
 def _multinomial(
-    logits, noise, settings, depths, limits, cuts, ratios, tokens, vocabulary, pieces,
+    logits, noise, settings, depths, limits, cutoffs, ratios, tokens, vocabulary, pieces,
     BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, pieces). The best ratio of weight and noise in each piece, and its token."""
@@ -168,8 +169,8 @@ def _multinomial(
         least = draw_setting(settings, row, MIN_P).to(tl.float32)
         weight = tl.exp(x / temperature - tl.load(limits + row * 2) / temperature)
         key = key_of(x, SHIFT)
-        key_cut, first = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)
-        stays = ((key > key_cut) | ((key == key_cut) & (column >= first))) & (weight >= least) & (weight > 0.0)
+        cutoff, first = tl.load(cutoffs + row * 2), tl.load(cutoffs + row * 2 + 1)
+        stays = ((key > cutoff) | ((key == cutoff) & (column >= first))) & (weight >= least) & (weight > 0.0)
         ratio = tl.where(stays, weight / rival, -1.0)
         best = tl.max(ratio, 0)
         tl.store(ratios + at, best)
@@ -197,22 +198,22 @@ def multinomial_targets(
     tops: TopWork,
     work: DrawWork,
 ) -> torch.Tensor:
-    """Overwrite column 0 of `out` as `torch.multinomial` would draw from transformers' processed scores.
+    """Sample into column 0 of `out` as `torch.multinomial` does from transformers' processed scores.
 
-    It draws the token with the largest probability / noise, where noise is exponentially distributed: the token that
-    arrives first. logits [R, V]; settings as in `draw_targets`, but nobody reads the uniform; noise fp32 [D, V]; depths
-    int32 [R]: a row's noise, or -1 for the argmax. Top-k, top-p and min-p keep what transformers' warpers keep: of the
-    tokens that are tied at the end of top-p the higher ids stay, since transformers removes in ascending order.
+    It takes the token with the largest probability / noise, where noise is exponentially distributed. logits [R, V];
+    settings as in `draw_targets`, without the uniform; noise fp32 [D, V]; depths int32 [R]: a row's row of the noise,
+    or -1 for the argmax. Top-k, top-p and min-p keep the same tokens as transformers' warpers: of the tokens tied at
+    the cutoff of top-p the higher ids stay, since transformers removes in ascending order.
     """
     rows, vocabulary = logits.shape
-    collect(logits, settings, depths, tops, work)
+    collect_candidates(logits, settings, depths, tops, work)
     pieces, shift = triton.next_power_of_2(work.pieces), shift_of(logits.dtype)
-    _multinomial_cut[(rows,)](
-        logits, settings, depths, work.limits, work.found, work.counts, work.masses, work.cuts, vocabulary,
+    _multinomial_cutoff[(rows,)](
+        logits, settings, depths, work.limits, work.candidates, work.counts, work.masses, work.cutoffs, vocabulary,
         work.pieces, P=pieces, BLOCK=PIECE, TILE=TILE, SHIFT=shift, num_warps=8,
     )  # fmt: skip
     _multinomial[(rows, work.pieces)](
-        logits, noise, settings, depths, work.limits, work.cuts, work.ratios, work.tokens, vocabulary, work.pieces,
+        logits, noise, settings, depths, work.limits, work.cutoffs, work.ratios, work.tokens, vocabulary, work.pieces,
         BLOCK=PIECE, SHIFT=shift, num_warps=1,
     )  # fmt: skip
     _multinomial_end[(rows,)](

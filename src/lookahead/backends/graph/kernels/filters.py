@@ -1,16 +1,15 @@
-"""Top-k and top-p on the device: which tokens of a row may be drawn, found without sorting the row.
+"""Top-k and top-p on the device, without sorting: the candidates of each row.
 
-A filter needs one number per row: the value of the last token that stays. Logits are compared by their *keys*, integers
-in the order of the logits, so the search for that value divides a range of integers again and again. Two things make
-the search cheap:
+A filter needs one number per row: the logit of the last token that stays. Logits are compared by their *keys*, integers
+in the order of the logits, so that logit is found by bisecting a range of integers. Two things make the search cheap:
 
-1. `_bounds` finds a floor: a value that the last token that stays is certainly not below. For top-k, the likeliest
-   tokens that `top.top_tokens` left in its `TopWork` tell it; for top-p, a token whose probability is so small that all
-   of its kind together do not fill the tail.
+1. `_bounds` finds a floor, a lower bound of that logit. For top-k it follows from the likeliest tokens that
+   `top.top_tokens` left in its `TopWork`; for top-p, from a probability so small that all tokens below it together do
+   not fill the tail.
 2. `_measure` and `_pack` copy each row's logits from the floor upward, its candidates, next to each other, in the order
    of the vocabulary.
 
-`cut.cut` then searches among the candidates.
+`cutoff.find_cutoff` then searches among the candidates.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from lookahead.backends.graph.kernels.top import PIECE, TopWork
 
 
 class DrawWork:
-    """Memory for what the launches of `draw_targets` and `multinomial_targets` tell each other.
+    """Workspace that the launches of `draw_targets` and `multinomial_targets` pass on to each other.
 
     It is for at most `rows` rows. `dtype` is that of the logits, or a wider one.
 
     - limits [R, 2]: a row's maximum and its floor
-    - counts, masses [R, pieces]: of each piece of the vocabulary, how many candidates it has, and its tokens' mass
-    - found [R, pieces x PIECE]: a row's candidates, one behind the other
-    - cuts [R, 2]: the key at which a row is cut, and the first of the tokens with this key that stays
+    - counts, masses [R, pieces]: the number of candidates and the probability mass of each piece of the vocabulary
+    - candidates [R, pieces x PIECE]: the logits of a row's candidates, contiguous
+    - cutoffs [R, 2]: the key of the last token that stays, and the first token with this key that stays
     - ratios, tokens [R, pieces]: the best ratio of weight and noise in each piece, and its token
     """
 
@@ -46,16 +45,16 @@ class DrawWork:
         self.pieces = triton.cdiv(vocabulary, PIECE)
         shape = (rows, self.pieces)
         self.limits = torch.zeros(rows, 2, dtype=torch.float32, device=device)
-        self.found = torch.zeros(rows, self.pieces * PIECE, dtype=dtype, device=device)
+        self.candidates = torch.zeros(rows, self.pieces * PIECE, dtype=dtype, device=device)
         self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
         self.masses = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.cuts = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self.cutoffs = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self.ratios = torch.zeros(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 def shift_of(dtype: torch.dtype) -> int:
-    """How many low bits of a key are the same for all logits of this dtype."""
+    """Low bits of a key that are the same for all logits of this dtype."""
     return {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
 
 
@@ -68,14 +67,14 @@ def key_of(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def is_drawn(settings, depths, row, MULTINOMIAL: tl.constexpr):
-    """Whether a row's target is drawn: it has a temperature, and a uniform or, if it is drawn with noise, a depth."""
+    """Whether a row is sampled: it has a temperature, and a uniform or, with noise, a row of the noise."""
     wanted = tl.load(depths + row) >= 0 if MULTINOMIAL else draw_setting(settings, row, UNIFORM) >= 0.0
     return wanted & (draw_setting(settings, row, TEMPERATURE) > 0.0)
 
 
 @triton.jit
 def scale_of(settings, row):
-    """1 / temperature in float64, and still finite for the smallest temperatures."""
+    """1 / temperature in float64, finite even for the smallest temperatures."""
     return tl.minimum(1.0 / draw_setting(settings, row, TEMPERATURE), 1e300)
 
 
@@ -143,7 +142,7 @@ def _bounds(
 
 @triton.jit
 def is_candidate(x, floor):
-    """Impossible tokens are none: they have no mass."""
+    """Whether a logit is a candidate. Tokens of probability zero are none."""
     return (x >= floor) & (x > float("-inf"))
 
 
@@ -152,9 +151,9 @@ def _measure(
     logits, settings, depths, limits, counts, masses, vocabulary, pieces,
     BLOCK: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, pieces). How many candidates each piece has, counts [R, pieces], and its mass, masses [R, pieces].
+    """Grid: (rows, pieces). The candidates of each piece, counts [R, pieces], and its mass, masses [R, pieces].
 
-    With top-k nobody asks for the mass. With top-p it is that of all tokens, else of those that min-p leaves.
+    With top-k the mass is not needed. With top-p it is that of all tokens, else of those that min-p leaves.
     """
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_drawn(settings, depths, row, MULTINOMIAL):
@@ -162,7 +161,7 @@ def _measure(
         column = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         at = row * pieces + piece
-        # Triton has no `not` for a value that is only known on the device.
+        # Triton has no `not` for a runtime value.
         if (has_k == 0) & (has_p | (MULTINOMIAL == 0)):
             weight = weigh(x, tl.load(limits + row * 2), scale_of(settings, row))
             least = tl.where(has_p, 0.0, draw_setting(settings, row, MIN_P))
@@ -174,10 +173,10 @@ def _measure(
 
 @triton.jit
 def _pack(
-    logits, settings, depths, limits, counts, found, vocabulary, pieces,
+    logits, settings, depths, limits, counts, candidates, vocabulary, pieces,
     P: tl.constexpr, BLOCK: tl.constexpr, MULTINOMIAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, pieces). Copy the candidates to found [R, pieces x BLOCK], behind those of the earlier pieces."""
+    """Grid: (rows, pieces). Copy the candidates to candidates [R, pieces x BLOCK], after those of earlier pieces."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if is_drawn(settings, depths, row, MULTINOMIAL) & is_filtered(settings, row, vocabulary):
         earlier = tl.arange(0, P)
@@ -185,11 +184,11 @@ def _pack(
         column = piece * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=float("-inf"))
         chosen = is_candidate(x.to(tl.float32), tl.load(limits + row * 2 + 1))
-        place = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(found + row * pieces * BLOCK + place, x.to(found.dtype.element_ty), mask=chosen)
+        index = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(candidates + row * pieces * BLOCK + index, x.to(candidates.dtype.element_ty), mask=chosen)
 
 
-def collect(
+def collect_candidates(
     logits: torch.Tensor, settings: torch.Tensor, depths: torch.Tensor | None, tops: TopWork, work: DrawWork
 ) -> None:
     """Fill `work` with the rows' limits, masses and candidates, in three launches. See `draw.draw_targets`."""
@@ -207,6 +206,6 @@ def collect(
         BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
     )  # fmt: skip
     _pack[(rows, work.pieces)](
-        logits, settings, chosen, work.limits, work.counts, work.found, vocabulary, work.pieces,
+        logits, settings, chosen, work.limits, work.counts, work.candidates, vocabulary, work.pieces,
         P=pieces, BLOCK=PIECE, MULTINOMIAL=multinomial, num_warps=1,
     )  # fmt: skip

@@ -1,9 +1,8 @@
-"""The operations between the matrix products, one launch each: embedding, norm, rotary positions with K/V write, gate.
-And those of a step's beginning and end: copies from and to pinned memory, moves of accepted K/V, and where rows
-stand.
+"""The operations between the matrix products, one launch each: embedding, norm, rotary embedding with K/V write, gate.
+And those at the start and end of a step: copies from and to pinned memory, moves of accepted K/V, locating rows.
 
-Each rounds where transformers' own modules round, so that half-precision results stay close to theirs. A row's result
-depends on that row alone: not on K, not on the batch.
+Each rounds where transformers' modules round, so that half-precision results stay close to theirs. A row's result
+depends on that row only: not on K, not on the batch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.kernels.records import load_entry
+from lookahead.backends.graph.kernels.records import load_sequence
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.sizes import PAGE
 
@@ -25,16 +24,16 @@ def _copy_pinned(source, target, size, BLOCK: tl.constexpr):
 
 
 def copy_pinned(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a few integers [n] from or to the host's pinned memory, with a kernel.
+    """Copy a few integers [n] from or to pinned memory, with a kernel.
 
-    In a captured step the GPU's copy engine takes several microseconds to begin and to end, a kernel one or two.
+    In a captured step the GPU's copy engine takes several microseconds to start and stop, a kernel one or two.
     """
     _copy_pinned[(triton.cdiv(source.numel(), 512),)](source, target, source.numel(), BLOCK=512)
 
 
 @triton.jit
 def _copy_packet(source, target, size, changed, changes, tables, BLOCK: tl.constexpr):
-    """Grid: (blocks of numbers, and one program for the changes)."""
+    """Grid: (blocks of numbers, and one program for the page-table updates)."""
     block = tl.program_id(0)
     if block < tl.num_programs(0) - 1:
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -55,11 +54,11 @@ def copy_packet(
     changes: torch.Tensor,
     tables: torch.Tensor,
 ) -> None:
-    """Copy a packet [n] from the host's pinned memory, as `copy_pinned` does, and write what it says to page tables.
+    """Copy a packet [n] from pinned memory, as `copy_pinned` does, and apply its page-table updates.
 
-    `changed` [1] and `changes` [C, 2] are fields of `source`: how many changes there are, and each one's index in the
-    flattened `tables` and its page. All are int32. The programs do not wait for each other, so the changes are read
-    from `source`. No index occurs twice.
+    `changed` [1] and `changes` [C, 2] are fields of `source`: the number of updates, and each one's index into the
+    flattened `tables` and its page. All are int32. Programs do not wait for each other, so the updates are read from
+    `source`. No index occurs twice.
     """
     _copy_packet[(triton.cdiv(source.numel(), 512) + 1,)](
         source, target, source.numel(), changed, changes, tables, BLOCK=512
@@ -67,16 +66,16 @@ def copy_packet(
 
 
 @triton.jit
-def _place_nodes(
-    entry_of, parents, entries, tables, positions, places, bits, rows, words, longest,
+def _locate_rows(
+    sequence_of, parents, sequences, tables, positions, cells, bits, rows, words, longest,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of rows). Every node of a tree climbs to its root and notes whom it meets."""
+    """Grid: (blocks of rows). Every node of a tree climbs to its root and collects its ancestors."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    entry = tl.load(entry_of + row, mask=inside, other=-1)
-    used = entry >= 0
-    line, length, chunk, first_row = load_entry(entries, tl.maximum(entry, 0), used)
+    sequence = tl.load(sequence_of + row, mask=inside, other=-1)
+    used = sequence >= 0
+    slot, length, chunk, first_row = load_sequence(sequences, tl.maximum(sequence, 0), used)
     root = first_row + chunk
     node = row - root  # below 0 in a chunk
     word = tl.arange(0, WORDS)
@@ -90,19 +89,19 @@ def _place_nodes(
         depth += climbing.to(tl.int32)
         at = tl.load(parents + root + at, mask=climbing, other=-1)
     position = length + chunk + tl.where(node >= 0, depth, node)
-    # A row that pads the step writes to page 0, which nobody reads.
-    place = length + chunk + node
-    page = tl.load(tables + line * longest + place // PAGE, mask=used, other=0)
+    # Padding rows write to page 0, which is never read.
+    index = length + chunk + node
+    page = tl.load(tables + slot * longest + index // PAGE, mask=used, other=0)
     tl.store(positions + row, tl.where(used, position, 0), mask=inside)
-    tl.store(places + row, tl.where(used, page * PAGE + place % PAGE, row % PAGE), mask=inside)
+    tl.store(cells + row, tl.where(used, page * PAGE + index % PAGE, row % PAGE), mask=inside)
     tl.store(bits + row[:, None] * words + word[None, :], seen, mask=inside[:, None] & (word < words)[None, :])
 
 
-def place_nodes(rows: Rows) -> None:
-    """Find the rows' positions, places and sights from whose they are and from their parents; see `Rows`."""
+def locate_rows(rows: Rows) -> None:
+    """Compute the rows' positions, K/V cells and ancestor bits from their sequences and parents; see `Rows`."""
     size, words = rows.bits.shape
-    _place_nodes[(triton.cdiv(size, 32),)](
-        rows.entry_of, rows.parents, rows.entries, rows.tables, rows.positions, rows.places, rows.bits,
+    _locate_rows[(triton.cdiv(size, 32),)](
+        rows.sequence_of, rows.parents, rows.sequences, rows.tables, rows.positions, rows.cells, rows.bits,
         size, words, rows.tables.shape[1],
         PAGE=PAGE, BLOCK=32, WORDS=triton.next_power_of_2(words), num_warps=1,
     )  # fmt: skip
@@ -131,7 +130,7 @@ def _add_norm(
     residual, delta, rows, weight, out, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows of out). residual += delta; out = RMSNorm(residual) * weight. Row i of out is that of row rows[i]."""
+    """Grid: (rows of out). residual += delta; out = RMSNorm(residual) * weight. Row i of out is of row rows[i]."""
     target = tl.program_id(0).to(tl.int64)
     source = target
     if HAS_ROWS:
@@ -161,7 +160,7 @@ def add_norm(
     """Add delta to the residual stream, and write the stream's RMSNorm to out.
 
     residual, delta [M, width]; weight [width]; out [M, width]. With rows [R] int32, out [R, width] are the norms of
-    these rows alone, and the residual stream stays as it is: that is for the last norm, after which nobody reads it.
+    these rows only, and the residual stream is unchanged: for the last norm, after which it is not read.
     """
     width = residual.shape[1]
     block = triton.next_power_of_2(width)
@@ -175,7 +174,7 @@ def add_norm(
 
 @triton.jit
 def _rotate_write(
-    qkv, bias, q_norm, k_norm, cosine, sine, positions, places, q, keys, values, eps,
+    qkv, bias, q_norm, k_norm, cosine, sine, positions, cells, q, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -192,15 +191,15 @@ def _rotate_write(
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
     sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
-    place = tl.load(places + token).to(tl.int64)
-    base = place // PAGE * KV_HEADS
+    cell = tl.load(cells + token).to(tl.int64)
+    base = cell // PAGE * KV_HEADS
     a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
     b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
     if HAS_BIAS:
         a = a + tl.load(bias + low, mask=inside, other=0.0)
         b = b + tl.load(bias + high, mask=inside, other=0.0)
     first, second = a.to(tl.float32), b.to(tl.float32)
-    turned = head < HEADS + KV_HEADS
+    rotated = head < HEADS + KV_HEADS
     if HAS_NORM:
         square = tl.sum(first * first + second * second, 1) / DIM
         scale = tl.rsqrt(square + eps)[:, None]
@@ -210,23 +209,23 @@ def _rotate_write(
         k_gain_a = tl.load(k_norm + column, mask=column < half, other=0.0)[None, :]
         k_gain_b = tl.load(k_norm + column + half, mask=column < half, other=0.0)[None, :]
         gain_a, gain_b = tl.where(is_query, q_gain_a, k_gain_a), tl.where(is_query, q_gain_b, k_gain_b)
-        first = tl.where(turned[:, None], ((first * scale).to(a.dtype) * gain_a).to(tl.float32), first)
-        second = tl.where(turned[:, None], ((second * scale).to(a.dtype) * gain_b).to(tl.float32), second)
-    cos = tl.where(turned[:, None], cos, 1.0)
-    sin = tl.where(turned[:, None], sin, 0.0)
+        first = tl.where(rotated[:, None], ((first * scale).to(a.dtype) * gain_a).to(tl.float32), first)
+        second = tl.where(rotated[:, None], ((second * scale).to(a.dtype) * gain_b).to(tl.float32), second)
+    cos = tl.where(rotated[:, None], cos, 1.0)
+    sin = tl.where(rotated[:, None], sin, 0.0)
     a = (first * cos - second * sin).to(a.dtype)
     b = (second * cos + first * sin).to(b.dtype)
-    # Queries stay in the step's order; keys and values go to their places.
+    # Queries keep the order of the rows; keys and values go to their cells.
     is_q = inside & (head < HEADS)[:, None]
     at = token * HEADS * DIM + low
     tl.store(q + at, a, mask=is_q)
     tl.store(q + at + half, b, mask=is_q)
-    is_k = inside & ((head >= HEADS) & turned)[:, None]
-    at = ((base + head - HEADS) * PAGE + place % PAGE)[:, None] * DIM + column[None, :]
+    is_k = inside & ((head >= HEADS) & rotated)[:, None]
+    at = ((base + head - HEADS) * PAGE + cell % PAGE)[:, None] * DIM + column[None, :]
     tl.store(keys + at, a, mask=is_k)
     tl.store(keys + at + half, b, mask=is_k)
     is_v = inside & (head >= HEADS + KV_HEADS)[:, None]
-    at = ((base + head - HEADS - KV_HEADS) * PAGE + place % PAGE)[:, None] * DIM + column[None, :]
+    at = ((base + head - HEADS - KV_HEADS) * PAGE + cell % PAGE)[:, None] * DIM + column[None, :]
     tl.store(values + at, a, mask=is_v)
     tl.store(values + at + half, b, mask=is_v)
 
@@ -244,7 +243,7 @@ def rotate_write(
     values: torch.Tensor,
     eps: float,
 ) -> None:
-    """Rotate queries and keys by their positions; write the queries to q, and keys and values to their places.
+    """Rotate queries and keys by their positions; write the queries to q, and keys and values to their cells.
 
     qkv [M, (H + 2 Hkv) D], M at least R, is the fused projections' result. q [R, H, D].
     cosine, sine [positions, D / 2] fp32; keys, values [pages, Hkv, PAGE, D]. bias [(H + 2 Hkv) D] if the projections
@@ -257,7 +256,7 @@ def rotate_write(
     block = min(16, triton.next_power_of_2(heads + 2 * kv_heads))
     _rotate_write[(size, triton.cdiv(heads + 2 * kv_heads, block))](
         qkv, qkv if bias is None else bias, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-        cosine, sine, rows.positions, rows.places, q, keys, values, eps,
+        cosine, sine, rows.positions, rows.cells, q, keys, values, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
         HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, PAGE=PAGE, num_warps=4,
     )  # fmt: skip
@@ -288,8 +287,8 @@ def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _move_accepted(
     cache, counts, commits, moves, pages, width, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid: (layers x 2, sequences at a time, blocks of heads and columns). A sequence's moves are made one after the
-    other: each reads a place that only later moves write."""
+    """Grid: (layers x 2, sequences at a time, blocks of heads and columns). A sequence's moves run one after the other:
+    each reads a cell that only later moves write."""
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at = column // DIM * PAGE * DIM + column % DIM
@@ -304,10 +303,10 @@ def _move_accepted(
 
 
 def move_accepted(cache: torch.Tensor, counts: torch.Tensor, commits: torch.Tensor, moves: torch.Tensor) -> None:
-    """Commit: move the accepted nodes' K/V next to their prefix, in place. The roots stand there already.
+    """Commit: move the accepted nodes' K/V next to their prefix, in place. The roots are there already.
 
-    cache [layers, 2, pages, Hkv, PAGE, D]. int32: counts [2], of which the second says how many commits there are,
-    commits [E, 2] each one's first move and how many it has, moves [M, 2] from which place to which.
+    cache [layers, 2, pages, Hkv, PAGE, D]. int32: counts [2], whose second number is the number of commits; commits
+    [B, 2], each one's first move and number of moves; moves [M, 2], source and target cell.
     """
     layers, two, pages, heads, page, dim = cache.shape
     width = heads * dim

@@ -1,8 +1,8 @@
-"""Sums over the prefix of a tile's sequence, block of keys after block of keys: of one split, or of all of them.
+"""Attention sums over the prefix of a tile's sequence, block of keys by block: of one split, or of all of them.
 
 The prefix lies in pages. Of n splits, each takes every n-th block (see `attention`). With a sliding window a tile reads
-the blocks of its window alone. Which split takes a block does not depend on the window, so a row's sums do not depend
-on the rows beside it.
+only the blocks of its window. Which split takes a block does not depend on the window, so a row's sums do not depend on
+the other rows.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import triton.language as tl
 from lookahead.backends.graph.kernels import tiles
 from lookahead.backends.graph.kernels.softmax import LOWEST, add, join, load_keys, lowest_key, no_keys
 
-FAR = tl.constexpr(tiles.FAR)
+NEAR_BLOCKS = tl.constexpr(tiles.NEAR_BLOCKS)
 
 
 @triton.jit
 def splits_in_use(blocks, splits, near_splits):
-    """How many splits take part in a prefix of `blocks` blocks: the first ones do."""
-    return tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - FAR, 0), splits))
+    """Number of splits that share a prefix of `blocks` blocks: the first ones."""
+    return tl.maximum(tl.minimum(blocks, near_splits), tl.minimum(tl.maximum(blocks - NEAR_BLOCKS, 0), splits))
 
 
 @triton.jit
 def _near_blocks(split, near_splits):
-    """How many of the blocks below FAR are a split's."""
-    return tl.where(split < near_splits, tl.cdiv(FAR - split, near_splits), 0)
+    """Number of a split's blocks among the first NEAR_BLOCKS."""
+    return tl.where(split < near_splits, tl.cdiv(NEAR_BLOCKS - split, near_splits), 0)
 
 
 @triton.jit
 def _block(i, split, near, splits, near_splits):
-    """The number of a split's i-th block: its first `near` blocks are every `near_splits`-th one below FAR, the others
-    every `splits`-th one from there on."""
-    return tl.where(i < near, split + i * near_splits, FAR + split + (i - near) * splits)
+    """The index of a split's i-th block: its first `near` blocks are every `near_splits`-th one below NEAR_BLOCKS, the
+    others every `splits`-th one from there on."""
+    return tl.where(i < near, split + i * near_splits, NEAR_BLOCKS + split + (i - near) * splits)
 
 
 @triton.jit
 def _blocks_below(end, split, near, splits, near_splits):
-    """How many of a split's blocks stand before block `end`."""
-    far = tl.cdiv(tl.maximum(end - FAR - split, 0), splits)
+    """Number of a split's blocks before block `end`."""
+    far = tl.cdiv(tl.maximum(end - NEAR_BLOCKS - split, 0), splits)
     return tl.minimum(tl.cdiv(tl.maximum(end - split, 0), near_splits), near) + far
 
 
@@ -50,14 +50,14 @@ def add_split(
     """The partial sums of one split: its blocks of keys before the border. `text`, `rows` and `cut`: see
     `attention._attend_tile`.
 
-    A block that lies whole before the border needs no mask, unless there is a sliding window.
+    A block entirely before the border needs no mask, unless there is a sliding window.
     """
     keys, values, table, longest, head, kv_heads = text
     end, _first_row, _row, _count, _is_tree, _token, position, border = rows
     blocks, splits, near_splits = cut
     DIM: tl.constexpr = query.shape[1]
     dim = tl.arange(0, DIM)
-    whole = dim < HEAD
+    in_head = dim < HEAD
     top, total, acc = no_keys(query.shape[0], DIM)
     ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
     near = _near_blocks(split, near_splits)
@@ -65,8 +65,7 @@ def add_split(
     first = _blocks_below(lowest // BLOCK_N, split, near, splits, near_splits) if WINDOW > 0 else 0
     masked = first if WINDOW > 0 else _blocks_below(tl.min(border, 0) // BLOCK_N, split, near, splits, near_splits)
     at = tl.arange(0, BLOCK_N)[:, None] * HEAD + dim[None, :]
-    # A block's page is looked up while the block before it is added. (Looked up when it is needed, nothing else would
-    # be loaded in the meantime.)
+    # A block's page is looked up one block ahead, so that the lookup does not delay the loads of its keys.
     key0 = _block(first, split, near, splits, near_splits) * BLOCK_N
     page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
     for i in range(first, masked):
@@ -77,8 +76,8 @@ def add_split(
             k = tl.load(keys + base + at)
             v = tl.load(values + base + at)
         else:
-            k = tl.load(keys + base + at, mask=whole[None, :], other=0.0)
-            v = tl.load(values + base + at, mask=whole[None, :], other=0.0)
+            k = tl.load(keys + base + at, mask=in_head[None, :], other=0.0)
+            v = tl.load(values + base + at, mask=in_head[None, :], other=0.0)
         top, total, acc = add(query, k, v, ones, scale, True, (top, total, acc), False, EXACT)
     for i in range(masked, _blocks_below(blocks, split, near, splits, near_splits)):
         base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
@@ -97,13 +96,13 @@ def add_split(
 
 @triton.jit
 def _next_block(block, split, cut):
-    """Where one program does all splits: the block after this one, its split, and whether that split begins with it."""
+    """For a program that handles all splits: the block after this one, its split, and whether it starts a new split."""
     blocks, splits, near_splits = cut
-    crossing = tl.where(block + near_splits < FAR, block + near_splits, FAR + split)
-    following = tl.where(block < FAR, crossing, block + splits)
+    crossing = tl.where(block + near_splits < NEAR_BLOCKS, block + near_splits, NEAR_BLOCKS + split)
+    following = tl.where(block < NEAR_BLOCKS, crossing, block + splits)
     over = following >= blocks
     split += over.to(tl.int32)
-    first = tl.where(split < tl.minimum(near_splits, FAR), split, FAR + split)
+    first = tl.where(split < tl.minimum(near_splits, NEAR_BLOCKS), split, NEAR_BLOCKS + split)
     return tl.where(over, first, following), split, over
 
 
@@ -115,8 +114,8 @@ def add_all_splits(
     """The sums of all splits, one after the other, joined in their order. In an invariant step the bits are those of a
     program per split.
 
-    It is one loop over all blocks, so that a split's first keys are loaded while the split before it is added. A block
-    is added in parts of PART_N keys; how many of them are loaded ahead, `Tiles.stages` says.
+    It is one loop over all blocks, so that a split's first keys are loaded while the previous split is added. A block
+    is added in parts of PART_N keys, of which `Tiles.stages` are loaded ahead.
     """
     keys, values, table, longest, head, kv_heads = text
     end, _first_row, _row, _count, _is_tree, _token, _position, border = rows
@@ -155,7 +154,7 @@ def add_window_splits(
     HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """As `add_all_splits`, over the blocks of a sliding window alone: a loop over splits, and in it one over the
+    """As `add_all_splits`, over the blocks of a sliding window only: a loop over splits around a loop over the
     split's blocks. A split that has no block in the window adds nothing."""
     keys, values, table, longest, head, kv_heads = text
     end, _first_row, _row, _count, _is_tree, _token, position, border = rows

@@ -1,6 +1,6 @@
-"""Load the fields of a packet's records in kernels; `backends.graph.records` says what they mean.
+"""Loads the fields of a packet's records in kernels; `backends.graph.records` documents them.
 
-A kernel can use a global only if it is a constexpr: hence the second names.
+A kernel can use a global only if it is a constexpr: hence the second set of names.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lookahead.backends.graph.records import Draw, Entry, Rule, Tile
+from lookahead.backends.graph.records import Draw, Rule, SequenceRecord, Tile
 
-ENTRY_SIZE = tl.constexpr(len(Entry))
-ENTRY_LINE = tl.constexpr(int(Entry.LINE))
-ENTRY_LENGTH = tl.constexpr(int(Entry.LENGTH))
-ENTRY_FIRST_ROW = tl.constexpr(int(Entry.FIRST_ROW))
-ENTRY_CHUNK_ROWS = tl.constexpr(int(Entry.CHUNK_ROWS))
+SEQUENCE_SIZE = tl.constexpr(len(SequenceRecord))
+SEQUENCE_SLOT = tl.constexpr(int(SequenceRecord.SLOT))
+SEQUENCE_LENGTH = tl.constexpr(int(SequenceRecord.LENGTH))
+SEQUENCE_FIRST_ROW = tl.constexpr(int(SequenceRecord.FIRST_ROW))
+SEQUENCE_CHUNK_ROWS = tl.constexpr(int(SequenceRecord.CHUNK_ROWS))
 
 TILE_SIZE = tl.constexpr(len(Tile))
-TILE_LINE = tl.constexpr(int(Tile.LINE))
+TILE_SLOT = tl.constexpr(int(Tile.SLOT))
 TILE_END = tl.constexpr(int(Tile.END))
 TILE_FIRST_ROW = tl.constexpr(int(Tile.FIRST_ROW))
 TILE_ROWS = tl.constexpr(int(Tile.ROWS))
@@ -39,42 +39,41 @@ HAS_BIAS = tl.constexpr(int(Rule.HAS_BIAS))
 
 
 @triton.jit
-def load_entry(entries, entry, used):
-    """Of the entries `entry` [n]: their line in the page tables, cached tokens, rows of the prompt chunk and first row,
-    each [n]; 0 where `used` [n] says that there is no entry."""
-    record = entries + entry * ENTRY_SIZE
-    line = tl.load(record + ENTRY_LINE, mask=used, other=0)
-    length = tl.load(record + ENTRY_LENGTH, mask=used, other=0)
-    chunk = tl.load(record + ENTRY_CHUNK_ROWS, mask=used, other=0)
-    first_row = tl.load(record + ENTRY_FIRST_ROW, mask=used, other=0)
-    return line, length, chunk, first_row
+def load_sequence(sequences, sequence, used):
+    """Page-table slot, cached tokens, rows of the prompt chunk and first row of the sequences `sequence` [n], each [n];
+    0 where `used` [n] is false."""
+    record = sequences + sequence * SEQUENCE_SIZE
+    slot = tl.load(record + SEQUENCE_SLOT, mask=used, other=0)
+    length = tl.load(record + SEQUENCE_LENGTH, mask=used, other=0)
+    chunk = tl.load(record + SEQUENCE_CHUNK_ROWS, mask=used, other=0)
+    first_row = tl.load(record + SEQUENCE_FIRST_ROW, mask=used, other=0)
+    return slot, length, chunk, first_row
 
 
 @triton.jit
-def load_root(entries, entry):
-    """The row of an entry's root, which comes after its chunk."""
-    record = entries + entry * ENTRY_SIZE
-    return tl.load(record + ENTRY_FIRST_ROW) + tl.load(record + ENTRY_CHUNK_ROWS)
+def load_root(sequences, sequence):
+    """The row of a sequence's root, which comes after its chunk."""
+    record = sequences + sequence * SEQUENCE_SIZE
+    return tl.load(record + SEQUENCE_FIRST_ROW) + tl.load(record + SEQUENCE_CHUNK_ROWS)
 
 
 @triton.jit
 def load_tile(tiles, tile, BLOCK_M: tl.constexpr):
-    """Of a tile of BLOCK_M queries: its end, first row, rows, first query, whether it is a tree's, and its line in the
-    page tables."""
+    """End, first row, rows, first query, is_tree and page-table slot of a tile of BLOCK_M queries."""
     record = tiles + TILE_SIZE * tile
     end, first_row = tl.load(record + TILE_END), tl.load(record + TILE_FIRST_ROW)
     rows, first_query = tl.load(record + TILE_ROWS), tl.load(record + TILE_BLOCK) * BLOCK_M
-    is_tree, line = tl.load(record + TILE_IS_TREE), tl.load(record + TILE_LINE)
-    return end, first_row, rows, first_query, is_tree, line
+    is_tree, slot = tl.load(record + TILE_IS_TREE), tl.load(record + TILE_SLOT)
+    return end, first_row, rows, first_query, is_tree, slot
 
 
 @triton.jit
 def draw_setting(settings, row, FIELD: tl.constexpr):
-    """One of the settings by which a row's target is drawn: TEMPERATURE, TOP_K, TOP_P, MIN_P or UNIFORM."""
+    """A sampling parameter of a row: TEMPERATURE, TOP_K, TOP_P, MIN_P or UNIFORM."""
     return tl.load(settings + row * DRAW_SIZE + FIELD)
 
 
 @triton.jit
-def adjusting_rule(rules, entry, FIELD: tl.constexpr):
-    """One of the rules by which an entry's logits are adjusted: REPETITION, PRESENCE, FREQUENCY or HAS_BIAS."""
-    return tl.load(rules + entry * RULE_SIZE + FIELD)
+def adjusting_rule(rules, sequence, FIELD: tl.constexpr):
+    """A penalty of a sequence, REPETITION, PRESENCE or FREQUENCY, or HAS_BIAS."""
+    return tl.load(rules + sequence * RULE_SIZE + FIELD)

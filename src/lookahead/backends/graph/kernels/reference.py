@@ -1,4 +1,4 @@
-"""The kernels' slow twins: the same functions and shapes in PyTorch's own operations, for tests and for CPUs."""
+"""Reference implementations of the kernels: the same functions and shapes in plain PyTorch, for tests and CPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from lookahead.backends import sampling
 from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.records import Entry
+from lookahead.backends.graph.records import SequenceRecord
 from lookahead.backends.graph.sizes import PAGE
 
 
@@ -24,12 +24,13 @@ def attend(
 ) -> torch.Tensor:
     """As `attention.attend`, with a dense mask, in the dtype of `q`. `work` and `tiles` are ignored."""
     heads, kv_heads, page = q.shape[1], keys.shape[1], keys.shape[2]
-    entries = rows.entries.tolist()
-    for entry in sorted(set(rows.entry_of.tolist()) - {-1}):
-        record = entries[entry]
-        first, chunk, nodes = record[Entry.FIRST_ROW], record[Entry.CHUNK_ROWS], record[Entry.NODES]
-        end, root, last = record[Entry.LENGTH] + chunk, first + chunk, first + chunk + nodes
-        pages = rows.tables[record[Entry.LINE], : -(-(end + nodes) // page)].long()
+    records = rows.sequences.tolist()
+    for sequence in sorted(set(rows.sequence_of.tolist()) - {-1}):
+        record = records[sequence]
+        first, chunk = record[SequenceRecord.FIRST_ROW], record[SequenceRecord.CHUNK_ROWS]
+        nodes, end = record[SequenceRecord.NODES], record[SequenceRecord.LENGTH] + chunk
+        root, last = first + chunk, first + chunk + nodes
+        pages = rows.tables[record[SequenceRecord.SLOT], : -(-(end + nodes) // page)].long()
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
         k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
         position = rows.positions[first:last].long()
@@ -41,7 +42,7 @@ def attend(
         seen = torch.cat([seen, bits], dim=1)
         if window:
             seen &= position[:, None] - key_position[None, :] < window
-        v = v.masked_fill(~seen.any(dim=0)[:, None], 0)  # what no row sees may be NaN
+        v = v.masked_fill(~seen.any(dim=0)[:, None], 0)  # keys that no row sees may be NaN
         scores = torch.einsum("khd,hnd->hkn", q[first:last], k) * scale
         scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
         out[first:last] = torch.einsum("hkn,hnd->khd", scores, v)
@@ -66,15 +67,16 @@ def copy_packet(
     tables.view(-1)[index.long().to(tables.device)] = pages.to(tables.device)
 
 
-def place_nodes(rows: Rows) -> None:
-    """As `fused.place_nodes`."""
+def locate_rows(rows: Rows) -> None:
+    """As `fused.locate_rows`."""
     page, like = PAGE, rows.positions
     size, words = rows.bits.shape
     row = torch.arange(size, device=like.device)
-    used = rows.entry_of >= 0
-    records = rows.entries[rows.entry_of.clamp_min(0).long()].long().unbind(1)
-    line, length, chunk = records[Entry.LINE], records[Entry.LENGTH], records[Entry.CHUNK_ROWS]
-    root = records[Entry.FIRST_ROW] + chunk
+    used = rows.sequence_of >= 0
+    records = rows.sequences[rows.sequence_of.clamp_min(0).long()].long().unbind(1)
+    slot, length = records[SequenceRecord.SLOT], records[SequenceRecord.LENGTH]
+    chunk = records[SequenceRecord.CHUNK_ROWS]
+    root = records[SequenceRecord.FIRST_ROW] + chunk
     node = row - root
     seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)
     depth = torch.full_like(row, -1)
@@ -84,10 +86,10 @@ def place_nodes(rows: Rows) -> None:
         seen.scatter_add_(1, above[:, None], climbing.long()[:, None])
         depth += climbing
         at = rows.parents.long()[torch.where(climbing, root + above, 0)].where(climbing, -1)
-    place = length + chunk + node
-    pages = rows.tables[line, torch.where(used, place // page, 0)].long()
+    index = length + chunk + node
+    pages = rows.tables[slot, torch.where(used, index // page, 0)].long()
     rows.positions.copy_(torch.where(used, length + chunk + torch.where(node >= 0, depth, node), 0))
-    rows.places.copy_(torch.where(used, pages * page + place % page, row % page))
+    rows.cells.copy_(torch.where(used, pages * page + index % page, row % page))
     weights = 1 << torch.arange(32, device=like.device)
     rows.bits.copy_((seen.view(size, words, 32) * weights).sum(-1).to(torch.int32))
 
@@ -146,9 +148,9 @@ def rotate_write(
         first, second = part.chunk(2, dim=-1)
         parts[i] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
     q.copy_(parts[0])
-    places = rows.places.long()
-    keys[places // page, :, places % page] = parts[1]
-    values[places // page, :, places % page] = parts[2]
+    cells = rows.cells.long()
+    keys[cells // page, :, cells % page] = parts[1]
+    values[cells // page, :, cells % page] = parts[2]
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -166,7 +168,7 @@ def move_accepted(cache: torch.Tensor, counts: torch.Tensor, commits: torch.Tens
 
 
 def top_tokens(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As `top.top_tokens`. Of equal logits any may come first, as with `torch.topk`."""
+    """As `top.top_tokens`. Ties are in any order, as with `torch.topk`."""
     out[:, 0] = logits.argmax(dim=-1)
     out[:, 1:] = sampling.top_tokens(logits, (out.shape[1] - 1) // 2)
     return out

@@ -1,4 +1,4 @@
-"""Slow twins of `draw` and `adjust`: the same functions and shapes in PyTorch's own operations."""
+"""Reference implementations of `draw` and `adjust`: the same functions and shapes in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 
 from lookahead.backends import sampling
 from lookahead.backends.graph.kernels.rows import Rows, TreeRows
-from lookahead.backends.graph.records import Draw, Entry, Rule
+from lookahead.backends.graph.records import Draw, Rule, SequenceRecord
 from lookahead.config import SamplingParams
 
 IN_PROMPT = 1 << 30
-"""The bit of `counts` that says: this token occurs in the prompt. The bits below count it in the output."""
+"""The bit of `counts` for tokens of the prompt. The bits below count occurrences in the output."""
 
 
 def draw_targets(
     logits: torch.Tensor, settings: torch.Tensor, out: torch.Tensor, tops: object = None, work: object = None
 ) -> torch.Tensor:
     """As `draw.draw_targets`. `tops` and `work` are ignored."""
-    for row, line in enumerate(settings.tolist()):
-        if line[Draw.TEMPERATURE] > 0 and line[Draw.UNIFORM] >= 0:
-            params = SamplingParams(line[Draw.TEMPERATURE], int(line[Draw.TOP_K]), line[Draw.TOP_P], line[Draw.MIN_P])
-            out[row, 0] = sampling.pick(logits[row : row + 1], params, [line[Draw.UNIFORM]])[0]
+    for row, draw in enumerate(settings.tolist()):
+        if draw[Draw.TEMPERATURE] > 0 and draw[Draw.UNIFORM] >= 0:
+            params = SamplingParams(draw[Draw.TEMPERATURE], int(draw[Draw.TOP_K]), draw[Draw.TOP_P], draw[Draw.MIN_P])
+            out[row, 0] = sampling.pick(logits[row : row + 1], params, [draw[Draw.UNIFORM]])[0]
     return out
 
 
@@ -34,19 +34,19 @@ def multinomial_targets(
     work: object = None,
 ) -> torch.Tensor:
     """As `draw.multinomial_targets`. `tops` and `work` are ignored."""
-    for row, line in enumerate(settings.tolist()):
-        depth, temperature = int(depths[row]), line[Draw.TEMPERATURE]
+    for row, draw in enumerate(settings.tolist()):
+        depth, temperature = int(depths[row]), draw[Draw.TEMPERATURE]
         if temperature > 0 and depth >= 0:
-            filters = int(line[Draw.TOP_K]), line[Draw.TOP_P], line[Draw.MIN_P]
+            filters = int(draw[Draw.TOP_K]), draw[Draw.TOP_P], draw[Draw.MIN_P]
             probs = _warped(logits[row].float() / temperature, *filters).softmax(dim=-1)
             out[row, 0] = (probs / noise[depth]).argmax()
     return out
 
 
 def _warped(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """scores [V] -> the same with -inf where transformers' top-k, top-p and min-p remove a token.
+    """scores [V] -> scores with -inf for the tokens that transformers' top-k, top-p and min-p remove.
 
-    Sums are in float64, where transformers' are in float32, so near the limit of top-p the two may differ.
+    Sums are in float64 and those of transformers in float32, so the two may differ near the limit of top-p.
     """
     if 0 < top_k < len(scores):
         scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], -torch.inf)
@@ -72,7 +72,7 @@ def adjust(
     needed: torch.Tensor,
     rows: Rows | TreeRows,
     tokens: torch.Tensor,
-    line_of: torch.Tensor,
+    table_slot_of: torch.Tensor,
     rules: torch.Tensor,
     counts: torch.Tensor,
     bias: torch.Tensor,
@@ -81,30 +81,31 @@ def adjust(
 ) -> torch.Tensor:
     """As `adjust.adjust`."""
     column = torch.arange(logits.shape[1], device=logits.device)
-    above, written, entries = rows.parents.tolist(), tokens.tolist(), rows.entries.tolist()
+    parents, token_ids, sequences = rows.parents.tolist(), tokens.tolist(), rows.sequences.tolist()
     for row, (node, mask) in enumerate(zip(needed.tolist(), mask_of.tolist(), strict=True)):
-        x, entry = logits[row].float(), max(0, int(rows.entry_of[node]))
-        line, root = int(line_of[entry]), entries[entry][Entry.FIRST_ROW] + entries[entry][Entry.CHUNK_ROWS]
-        if line >= 0:
-            repetition, presence = rules[entry, Rule.REPETITION], rules[entry, Rule.PRESENCE]
-            frequency, biased = rules[entry, Rule.FREQUENCY], rules[entry, Rule.HAS_BIAS]
-            count = counts[line] & (IN_PROMPT - 1)
-            while above[node] >= 0:
-                count[written[node]] += 1
-                node = root + above[node]
-            seen = (count > 0) | (counts[line] >= IN_PROMPT)
+        x, sequence = logits[row].float(), max(0, int(rows.sequence_of[node]))
+        slot, record = int(table_slot_of[sequence]), sequences[sequence]
+        root = record[SequenceRecord.FIRST_ROW] + record[SequenceRecord.CHUNK_ROWS]
+        if slot >= 0:
+            repetition, presence = rules[sequence, Rule.REPETITION], rules[sequence, Rule.PRESENCE]
+            frequency, biased = rules[sequence, Rule.FREQUENCY], rules[sequence, Rule.HAS_BIAS]
+            count = counts[slot] & (IN_PROMPT - 1)
+            while parents[node] >= 0:
+                count[token_ids[node]] += 1
+                node = root + parents[node]
+            seen = (count > 0) | (counts[slot] >= IN_PROMPT)
             x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * count
             x = torch.where(count > 0, x - presence, x)
-            x = x + bias[line] if biased else x
+            x = x + bias[slot] if biased else x
         if mask >= 0:
             x = x.masked_fill((masks[mask][column // 32] >> (column % 32)) & 1 == 0, -torch.inf)
         out[row] = x
     return out
 
 
-def count_tokens(counts: torch.Tensor, lines: torch.Tensor, tokens: torch.Tensor) -> None:
+def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """As `adjust.count_tokens`."""
-    for line, token in zip(lines.tolist(), tokens.tolist(), strict=True):
-        if line >= 0 and token >= 0:
-            counts[line, token] += 1
+    for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+        if slot >= 0 and token >= 0:
+            counts[slot, token] += 1

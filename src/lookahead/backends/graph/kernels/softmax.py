@@ -1,8 +1,7 @@
-"""The steps of an online softmax that `attention` is made of: load keys, add a block of them, add them one by one, join
-two sums.
+"""The building blocks of online softmax for `attention`: load keys, add a block of them, add them one by one, join two
+partial sums.
 
-A partial sum is a maximum [M], a sum of weights and a weighted sum of values [M, D], of M queries. Functions take it as
-a tuple of these three.
+A partial sum of M queries is a tuple of a maximum [M], a sum of weights and a weighted sum of values [M, D].
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1e6)
-"""Where a maximum starts: below every score (in powers of two), but finite, in case a row sees no key."""
+"""Initial maximum: below every score (in powers of two), but finite, in case a row sees no key."""
 
 
 @triton.jit
 def no_keys(M: tl.constexpr, D: tl.constexpr):
-    """The partial sum over no keys, as `add` takes it: maximum [M], sum of weights [M, 8] and of values [M, D]."""
+    """The empty partial sum for `add`: maximum [M], sum of weights [M, 8] and of values [M, D]."""
     return tl.full([M], LOWEST, tl.float32), tl.zeros([M, 8], tl.float32), tl.zeros([M, D], tl.float32)
 
 
@@ -33,24 +32,24 @@ def lowest_key(position, WINDOW: tl.constexpr):
 
 @triton.jit
 def load_keys(keys, values, at, there, HEAD: tl.constexpr):
-    """K and V [N, D] from the places `at` [N, D]. A value that is not there is zero, and its key may be anything.
+    """K and V [N, D] from the offsets `at` [N, D]. Where `there` is false, the value is zero and the key undefined.
 
-    So the caller must hide the scores of keys that are not there. Their weights are zero then, but zero times what
-    another sequence left behind may be NaN: hence the zero values. A mask left out saves 1% of attention.
+    The caller must mask the scores of these keys. Their weights are zero then, but zero times what another sequence
+    left in memory may be NaN: hence the zero values. Loading keys without a mask saves 1% of attention.
     """
     if at.shape[1] == HEAD:
         return tl.load(keys + at), tl.load(values + at, mask=there[:, None], other=0.0)
-    whole = (tl.arange(0, at.shape[1]) < HEAD)[None, :]
-    k = tl.load(keys + at, mask=whole, other=0.0)
-    return k, tl.load(values + at, mask=there[:, None] & whole, other=0.0)
+    in_head = (tl.arange(0, at.shape[1]) < HEAD)[None, :]
+    k = tl.load(keys + at, mask=in_head, other=0.0)
+    return k, tl.load(values + at, mask=there[:, None] & in_head, other=0.0)
 
 
 @triton.jit
 def _scores(q, k):
     """q [M, D] times k [N, D] transposed.
 
-    The matrix units add several products at once. In fp32 there are none, and a sum over D products one after the other
-    is rounded often. So up to four sums are added there, over 16 products each at least, the fewest that Triton takes.
+    Matrix units add several products at once. In fp32 they are not used, and a sequential sum over D products rounds
+    often. So up to four partial sums are added there, each over at least 16 products, Triton's minimum.
     """
     if k.dtype != tl.float32:
         return tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -68,10 +67,10 @@ def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
 
     q [M, D]; k [N, D]; seen [M, N]; top [M], the maximum so far. `scale` includes log2(e).
 
-    The maximum is rounded up to a whole power of two. Which maximum a key meets depends on how keys are grouped into
-    blocks; relative to a power of two, its weight has the same digits in every grouping, and is rounded the same. With
-    EXACT this holds to the last digit: scores are rounded to multiples of 2 ** -16 (coarser above 64), so that
-    subtracting a maximum loses nothing.
+    The maximum is rounded up to a power of two (an integer exponent). Which maximum a key meets depends on how keys are
+    grouped into blocks; relative to a power of two, its weight has the same digits in every grouping, and is rounded
+    the same. With EXACT this holds to the last digit: scores are rounded to multiples of 2 ** -16 (coarser above 64),
+    so that subtracting a maximum loses nothing.
     """
     # Between 128 and 256, fp32 numbers are multiples of 2 ** -16.
     lift: tl.constexpr = 192.0 if EXACT else 0.0
@@ -80,7 +79,7 @@ def _weigh(q, k, scale, seen, top, MASKED: tl.constexpr, EXACT: tl.constexpr):
         scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.ceil(tl.max(scores, 1) - lift))
     p = tl.exp2(scores - (new + lift)[:, None])
-    if k.dtype == tl.float16:  # it has few small numbers, so scale the weights up
+    if k.dtype == tl.float16:  # it has few small numbers, so the weights are scaled up
         p *= 32768.0
     return new, p.to(k.dtype), tl.exp2(top - new)
 
@@ -103,8 +102,8 @@ def add(q, k, v, ones, scale, seen, sums, MASKED: tl.constexpr, EXACT: tl.conste
 def add_singly(q, k, v, scale, seen, sums):
     """As `add`, for 16 keys that are added one after the other. k, v [16, D].
 
-    The matrix units add the products of 16 keys at once. So each key gets a product of its own, with the other 15
-    weights zero. Then a row's sum depends on its keys and their order, not on where they stand.
+    Matrix units add the products of 16 keys at once. So each key gets its own product, with the other 15 weights zero.
+    Then a row's sum depends on its keys and their order, not on their offsets.
     """
     top, total, acc = sums
     top, p, shrink = _weigh(q, k, scale, seen, top, True, True)
@@ -112,9 +111,9 @@ def add_singly(q, k, v, scale, seen, sums):
     acc = acc * shrink[:, None]
     ones = tl.full([16, 8], 1.0, v.dtype)
     for i in tl.static_range(0, 16):
-        alone = tl.where(tl.arange(0, 16)[None, :] == i, p, 0.0).to(p.dtype)
-        total = tl.dot(alone, ones, total, input_precision="ieee")
-        acc = tl.dot(alone, v, acc, input_precision="ieee")
+        single = tl.where(tl.arange(0, 16)[None, :] == i, p, 0.0).to(p.dtype)
+        total = tl.dot(single, ones, total, input_precision="ieee")
+        acc = tl.dot(single, v, acc, input_precision="ieee")
     return top, total, acc
 
 

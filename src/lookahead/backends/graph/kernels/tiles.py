@@ -1,6 +1,6 @@
-"""How attention cuts a step into programs, so that they fill a GPU: queries, keys and splits of each.
+"""How attention divides a step among programs, so that they fill a GPU: queries, keys and splits of each.
 
-A query is a pair of row and head. An invariant step's keys are cut the same way whatever the rows are (see
+A query is a pair of row and head. An invariant step's keys are divided the same way whatever the rows are (see
 `attention`).
 """
 
@@ -11,18 +11,18 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, NamedTuple
 
-REACH = 16
-"""In an invariant step, keys nearer to a row than this are added one by one. No guess is further from the root."""
+NEAR_KEYS = 16
+"""In an invariant step, keys nearer to a row than this are added one by one. No draft token is deeper in a tree."""
 
-FAR = 32
-"""From this block of keys on, all splits take part; before it, only the first `Tiles.near_splits` of them."""
+NEAR_BLOCKS = 32
+"""The first this many blocks of keys are shared by the first `Tiles.near_splits` splits; later ones by all splits."""
 
 
 class TileSize(IntEnum):
     """Queries per tile: small tiles for sequences with few rows each, large ones for large trees and for prompts.
 
-    A tile's keys are read once for all of its queries, and a tile of 64 queries takes longer than its keys take to be
-    read. With heads wider than 128 a large tile has 32 queries.
+    A tile's keys are read once for all of its queries, and a tile of 64 queries takes longer than reading its keys.
+    With heads wider than 128 a large tile has 32 queries.
     """
 
     SMALL = 16
@@ -32,18 +32,18 @@ class TileSize(IntEnum):
 class Grid(IntEnum):
     """How the programs of a launch share the tiles of a step.
 
-    SINGLE: every split of a tile has a program of its own, and there are no more tiles than if one sequence had all
-    rows. SPLIT: the same for the tiles of several sequences. WHOLE: there are many tiles, and each is done by one
-    program, one split after the other.
+    SINGLE: every split of a tile has its own program, and there are no more tiles than if one sequence had all rows.
+    SPLIT: the same for the tiles of several sequences. UNSPLIT: there are many tiles, and one program handles all
+    splits of a tile, one after the other.
     """
 
     SINGLE = 0
     SPLIT = 1
-    WHOLE = 2
+    UNSPLIT = 2
 
 
-class Cut(NamedTuple):
-    """How attention is cut: into tiles of which size, and how programs share them."""
+class Tiling(NamedTuple):
+    """How attention is tiled: the size of the tiles, and how programs share them."""
 
     size: TileSize
     grid: Grid
@@ -58,30 +58,30 @@ class HeadShape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many query heads share a K/V head."""
+        """Query heads per K/V head."""
         return self.heads // self.kv_heads
 
 
 MOST_PROGRAMS = {TileSize.SMALL: 6.5, TileSize.LARGE: 4.5}
-"""Up to this many programs per multiprocessor, every split of a tile has a program of its own. (Splits that only long
+"""Up to this many programs per multiprocessor, every split of a tile has its own program. (Splits that only long
 contexts have are not counted.) On an H200, a layer's attention of four sequences of one row, with 64 heads of 64 at a
 context of 512, takes 17 us that way, and 21 us with one program per tile. With eight sequences it is 28 and 25 us."""
 
 SPARE_PROGRAMS = 64
-"""Where each tile is done by one program, so many more than if one sequence had all rows: many sequences have more."""
+"""With `Grid.UNSPLIT`, programs beyond the tiles of one sequence with all rows: several sequences have more tiles."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a step of one size is cut.
+    """The launch parameters of attention for steps of one size.
 
-    block_m, block_n: queries per program and keys per block. part_n: keys per product where a program does a tile
-    alone, and nodes of an invariant step's tree per product; a block is a multiple of it. splits: how many programs
-    share a prefix. near_splits: how many of them share its first `FAR` blocks, 0 for all; few are joined sooner, many
-    read a long context faster. reach: keys nearer to a row than this are added one by one, unless `alone` by a program
-    of their own; 0 if the step is not invariant. alone: a program does all splits of a tile by itself. programs: how
-    many tiles are worked on at a time; there are no more tiles than that unless `alone`. processors: the device's
-    multiprocessors. warps, stages, registers (the most per thread): for Triton's compiler.
+    block_m, block_n: queries per program and keys per block. part_n: keys per product of an `unsplit` program, and
+    nodes of an invariant step's tree per product; it divides a block. splits: programs that share a prefix.
+    near_splits: programs that share its first `NEAR_BLOCKS` blocks, 0 for all; few are joined sooner, many read a long
+    context faster. near_keys: keys nearer to a row than this are added one by one, by a separate program unless
+    `unsplit`; 0 if the step is not invariant. unsplit: one program handles all splits of a tile. programs: tiles that
+    run at a time; there are no more tiles than that unless `unsplit`. processors: the device's multiprocessors. warps,
+    stages, registers (maximum per thread): for Triton's compiler.
     """
 
     block_m: int
@@ -89,52 +89,52 @@ class Tiles:
     splits: int
     warps: int = 4
     stages: int = 2
-    reach: int = 0
+    near_keys: int = 0
     near_splits: int = 0
     registers: int | None = None
     programs: int = 1 << 30
-    alone: bool = False
+    unsplit: bool = False
     part_n: int = 32
     processors: int = 132
 
     @property
     def parts(self) -> int:
-        """How many programs a tile has per K/V head."""
-        return 1 if self.alone else self.splits + (self.reach > 0)
+        """Programs per tile and K/V head."""
+        return 1 if self.unsplit else self.splits + (self.near_keys > 0)
 
 
 def queries_per_tile(dim: int, size: TileSize) -> int:
-    """How many queries a tile has, with heads of this width."""
+    """Queries per tile, with heads of this width."""
     return min(int(size), 32) if dim > 128 else int(size)
 
 
 @cache
 def most_split(shape: HeadShape, processors: int, size: TileSize) -> int:
-    """The most tiles whose splits have programs of their own; of more tiles, each is done by one program."""
+    """Maximum number of tiles whose splits have their own programs; with more tiles, each has one program."""
     near, _ = _invariant_splits(shape, processors)
     return int(MOST_PROGRAMS[size] * processors / ((near + 1) * shape.kv_heads))
 
 
-def tiles_for(rows: int, shape: HeadShape, cut: Cut, *, invariant: bool, processors: int = 132) -> Tiles:
-    """How to cut a step of this many rows. With `Grid.SPLIT` there are at most `most_split` tiles."""
-    (size, grid), dim = cut, shape.dim
+def tiles_for(rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool, processors: int = 132) -> Tiles:
+    """The launch parameters for a step of this many rows. With `Grid.SPLIT` there are at most `most_split` tiles."""
+    (size, grid), dim = tiling, shape.dim
     block_m = queries_per_tile(dim, size)
     tiles = -(-rows * shape.group // block_m)
     near, splits = _invariant_splits(shape, processors)
     if grid is Grid.SINGLE and not invariant:  # about two programs per multiprocessor
         near, splits = 0, max(1, min(64, 2 * (processors + 4) // (shape.kv_heads * tiles)))
-    # Programs without a tile take time, too, so there are no more of them than may be needed.
+    # Programs without a tile take time, too, so no more are launched than may be needed.
     programs = {
         Grid.SINGLE: tiles,
         Grid.SPLIT: most_split(shape, processors, size),
-        Grid.WHOLE: tiles + SPARE_PROGRAMS,
+        Grid.UNSPLIT: tiles + SPARE_PROGRAMS,
     }
-    known: dict[str, Any] = {"splits": splits, "near_splits": near, "reach": REACH if invariant else 0}
-    known |= {"alone": grid is Grid.WHOLE, "programs": programs[grid], "processors": processors}
+    known: dict[str, Any] = {"splits": splits, "near_splits": near, "near_keys": NEAR_KEYS if invariant else 0}
+    known |= {"unsplit": grid is Grid.UNSPLIT, "programs": programs[grid], "processors": processors}
     small = size is TileSize.SMALL
     if dim > 128:
         return Tiles(block_m, 32, warps=8, stages=1, **known)
-    if small and grid is Grid.WHOLE:
+    if small and grid is Grid.UNSPLIT:
         return Tiles(block_m, 64, stages=3, warps=1 if dim <= 64 else 2, **known)
     if small and grid is Grid.SPLIT and dim <= 64:
         return Tiles(block_m, 64, part_n=64, stages=3, warps=2, **known)
@@ -144,9 +144,9 @@ def tiles_for(rows: int, shape: HeadShape, cut: Cut, *, invariant: bool, process
 def _invariant_splits(shape: HeadShape, processors: int) -> tuple[int, int]:
     """Near splits and splits of an invariant step: the same for all steps of layers with these heads.
 
-    There are few enough near splits that all programs of a step of 128 tokens fit on the GPU at once. Otherwise some
-    would have to wait for others, and the step would take twice as long. With heads of 64 three programs fit on a
-    multiprocessor, with heads of 128 two.
+    Near splits are few enough that all programs of a step of 128 tokens fit on the GPU at once. Otherwise some would
+    wait for others, and the step would take twice as long. Three programs fit on a multiprocessor with heads of 64, two
+    with heads of 128.
     """
     room = processors * (3 if shape.dim <= 64 else 2)
     near = max(2, min(4, room // (2 * shape.heads) - 1))

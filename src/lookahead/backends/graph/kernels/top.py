@@ -1,7 +1,7 @@
-"""Each row's likeliest tokens with their probability levels, which the `recycle` source needs, in two launches.
+"""Each row's likeliest tokens with their probability levels, for the `recycle` source, in two launches.
 
-The first launch finds the best tokens of each piece of the vocabulary, the second the best of those. So the logits are
-read once. (`torch.topk` is built for any k; here it is eight.)
+The first launch finds the best tokens of each piece of the vocabulary, the second the best of those, so the logits are
+read once. (`torch.topk` is built for any k; here k is eight.)
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton.language as tl
 from lookahead.algorithm.sampling import LEVELS
 
 PIECE = 1024
-"""Logits per program of the first launch. One warp can hold as many, and finds their maximum without a barrier."""
+"""Logits per program of the first launch: as many as one warp can hold, to find their maximum without a barrier."""
 
 
 @triton.jit
 def _pieces(logits, values, ids, sums, vocabulary, pieces, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (rows, pieces). Of each piece its TOP best logits and their ids, the lower id first among equals, and its
-    maximum and sum of exponentials.
+    """Grid: (rows, pieces). The TOP best logits of each piece and their ids, the lower id first among equals, and the
+    piece's maximum and sum of exponentials.
 
     logits [R, V]; values, ids [R, pieces, TOP]; sums [R, pieces, 2].
     """
@@ -44,7 +44,7 @@ def _join(
     values, ids, sums, out, pieces,
     LEVELS: tl.constexpr, TOP: tl.constexpr, P: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows). From what `_pieces` found, out [R, 1 + 2 TOP]: the best token, the TOP best, and their levels."""
+    """Grid: (rows). From the results of `_pieces`, out [R, 1 + 2 TOP]: the best token, the TOP best, their levels."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, P)
     tops = tl.load(sums + (row * pieces + piece) * 2, mask=piece < pieces, other=float("-inf"))
@@ -68,7 +68,7 @@ def _join(
 
 
 class TopWork:
-    """Memory for what the first launch tells the second, for a fixed number of rows."""
+    """Workspace that the first launch passes to the second, for a fixed number of rows."""
 
     def __init__(self, rows: int, vocabulary: int, top: int, device: torch.device) -> None:
         self.pieces = triton.cdiv(vocabulary, PIECE)

@@ -1,4 +1,4 @@
-"""Attention over pages: of a layer its products and its kernels, of a group of layers the pages that they share."""
+"""Paged attention: the projections and kernels of a layer, and the per-step work of an attention group."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lookahead.models.spec import Attention
 
 
 class AttentionLayer:
-    """normed -> delta: writes the step's keys and values to their pages, then attends to the text and the tree.
+    """normed -> delta: writes the step's keys and values to their pages, then attends to prefix and tree.
 
-    `group` and `index`: the layer's pages are those of number `index` in the model's attention group of number `group`.
+    The layer is number `index` of the model's attention group number `group`.
     """
 
     def __init__(self, spec: Attention, group: int, index: int, ops: Ops, matrices: DenseMatrices) -> None:
@@ -27,8 +27,8 @@ class AttentionLayer:
         self._eps = 0.0 if spec.q_norm is None else spec.q_norm.eps
 
     @staticmethod
-    def check(spec: Attention) -> None:
-        """Raise UnsupportedModelError for what the kernels cannot do."""
+    def check_attention(spec: Attention) -> None:
+        """Raise UnsupportedModelError for what the kernels do not support."""
         if spec.out.has_bias:
             raise UnsupportedModelError("its output projections have biases")
         if spec.rope is not None and spec.rope.dim != spec.head_dim:
@@ -64,20 +64,20 @@ class AttentionLayer:
         return run
 
 
-def plan_beginning(group: AttentionGroup, number: int, step: StepContext, ops: Ops) -> tuple[Run, Run]:
-    """What a group does once in a pass, before all of its layers: commit the step before, and place this step's rows.
+def plan_group(group: AttentionGroup, number: int, step: StepContext, ops: Ops) -> tuple[Run, Run]:
+    """The work of a group once per pass, before its layers: commit the previous step, and locate this step's rows.
 
-    The commit moves the K/V of accepted nodes next to their prefix, in all layers with one launch. Placing finds the
-    rows' positions, pages and ancestors; an invariant step's attention adds the nodes of a tree by depth, so they are
-    sorted here once for all layers.
+    The commit moves the K/V of accepted nodes next to their prefix, in all layers with one launch. Locating computes
+    the rows' positions, cells and ancestors. In an invariant step attention sums the nodes of a tree by depth, so they
+    are sorted here once for all layers.
     """
     rows, tiles, work, views = step.rows[number], step.tiles[number], step.work[number], step.views
 
     def commit() -> None:
         ops.move_accepted(step.kv.caches[number], rows.counts, views["commits"], views["moves"][number])
 
-    def place() -> None:
-        ops.place_nodes(rows)
+    def locate() -> None:
+        ops.locate_rows(rows)
         ops.order_by_depth(rows, work, tiles, group.shape.group)
 
-    return commit, place
+    return commit, locate

@@ -18,8 +18,8 @@ class FeedForwardLayer:
         self.gate_up, self.down, self._ops = matrices.lower(spec.gate_up), matrices.lower(spec.down), ops
 
     @staticmethod
-    def check(spec: FeedForward) -> None:
-        """Raise UnsupportedModelError for what the kernels cannot do."""
+    def check_feed_forward(spec: FeedForward) -> None:
+        """Raise UnsupportedModelError for what the kernels do not support."""
         if spec.activation is not Activation.SILU:
             raise UnsupportedModelError(f"its activation is {spec.activation.value!r}")
         if spec.gate_up.has_bias or spec.down.has_bias:

@@ -1,4 +1,4 @@
-"""The ends of a pass: the embedding of its tokens, and the logits of its needed rows."""
+"""The first and last layer of a pass: token embedding, and logits of the needed rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class EmbeddingLayer:
 
 
 class HeadLayer:
-    """residual and the last delta -> logits, of the needed rows alone: head(norm(residual + delta))."""
+    """residual and the last delta -> logits of the needed rows only: head(norm(residual + delta))."""
 
     def __init__(self, spec: Decoder, ops: Ops, matrices: DenseMatrices) -> None:
         self.norm, self.head, self._ops = NormLayer(spec.norm, ops), matrices.lower(spec.head), ops
 
     @staticmethod
-    def check(spec: Decoder) -> None:
-        """Raise UnsupportedModelError for what the kernels cannot do."""
+    def check_head(spec: Decoder) -> None:
+        """Raise UnsupportedModelError for what the kernels do not support."""
         if spec.head.has_bias:
             raise UnsupportedModelError("its head has a bias")
 

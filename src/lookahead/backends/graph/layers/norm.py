@@ -1,4 +1,4 @@
-"""RMSNorm of the residual stream, which first takes up what the layer before it has computed."""
+"""RMSNorm of the residual stream, after adding the previous layer's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NormLayer:
         return [self.weight]
 
     def plan(self, step: StepContext, *, first: bool = False) -> Run:
-        """`first`: no layer stands before it, so that there is no delta to add."""
+        """`first`: there is no previous layer, and no delta to add."""
         rows, hidden = step.kind.rows, len(self.weight)
         residual, normed, delta = (step.buffers.rows(name, hidden)[:rows] for name in ("residual", "normed", "delta"))
         added = None if first else delta

@@ -1,4 +1,4 @@
-"""What the layers of one captured forward pass share."""
+"""Shared context of the layers of one captured forward pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.kv import PagedKV
 
 Run = Callable[[], None]
-"""What a layer does in every pass of one kind. Its inputs and outputs are buffers, always the same."""
+"""The work of a layer in every pass of one kind, on fixed input and output buffers."""
 
 
 class Activations(Protocol):
-    """The memory of activations, which all layers and all captured steps share."""
+    """Activation buffers, shared by all layers and all captured steps."""
 
     def rows(self, name: str, width: int) -> torch.Tensor:
         """The buffer of this name as [rows of the largest step, width]."""
@@ -26,10 +26,10 @@ class Activations(Protocol):
 
 @dataclass(frozen=True)
 class StepContext:
-    """A forward pass of one kind, before it is captured: what its layers plan for.
+    """A forward pass of one kind that the layers plan for, before it is captured.
 
-    `views` are the packet's fields on the device. For each attention group of the model: `rows`, where the step's rows
-    stand in its pages, `tiles`, how attention is cut, and `work`, memory for attention's partial results.
+    `views` are the packet's fields on the device. For each attention group of the model: `rows`, the step's rows and
+    their K/V cells; `tiles`, the launch parameters of attention; and `work`, the workspace of attention.
     """
 
     kind: ForwardKind

@@ -1,6 +1,6 @@
-"""cuBLASLt through ctypes: lists the kernels it has for a matrix product, and runs any of them.
+"""cuBLASLt through ctypes: lists the kernels for a matrix product, and runs any of them.
 
-torch always takes the first one. Here only kernels that do not split the sum over the inner dimension are listed.
+torch always takes the first one. Only kernels that do not split the sum over the inner dimension are listed here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# The numbers by which the library knows types, attributes and cluster shapes.
+# The library's codes of types, attributes and cluster shapes.
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
 FP32, COMPUTE_FP32 = 0, 68
 TRANSPOSE_A = 3
@@ -20,9 +20,9 @@ SPLITS, REDUCTION, CLUSTER = 2, 3, 8
 CLUSTERS = (2, 3, 4, 5, 6, 7)
 """Clusters of multiprocessors that share what they load: 1, 2 x 1, 4 x 1, 1 x 2, 2 x 2 and 4 x 2 of them."""
 MOST_SUGGESTIONS = 16
-"""How many kernels the library is asked to suggest; cuBLASLt 13 gives eight."""
+"""Number of suggestions to request; cuBLASLt 13 gives eight."""
 ALIGNMENT = 256
-"""The alignment, in bytes, that its kernels may expect of a matrix. torch's allocations have it."""
+"""Alignment of matrices in bytes that its kernels may rely on. torch's allocations have it."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -41,7 +41,7 @@ class _Suggestion(ctypes.Structure):
 
 @cache
 def library(device: torch.device) -> Library | None:
-    """A handle, for this device, of the cuBLASLt that torch has loaded. None if there is none."""
+    """A handle of the cuBLASLt that torch has loaded, for this device; None without one."""
     version = (torch.version.cuda or "").split(".")[0]
     try:
         with torch.cuda.device(device):
@@ -50,8 +50,8 @@ def library(device: torch.device) -> Library | None:
         return None
 
 
-def takes(weight: torch.Tensor) -> bool:
-    """Whether a weight [outer, inner] lies in memory as the kernels expect it."""
+def is_aligned(weight: torch.Tensor) -> bool:
+    """Whether a weight [outer, inner] has the memory layout that the kernels expect."""
     return weight.is_contiguous() and weight.data_ptr() % ALIGNMENT == 0
 
 
@@ -74,12 +74,12 @@ class Library:
         return int(self.calls.cublasLtGetVersion())
 
     def accepts(self, name: str, *args: Any) -> bool:
-        """Run a function, and tell whether it succeeded."""
+        """Run a function, and return whether it succeeded."""
         return not getattr(self.calls, f"cublasLt{name}")(*args)
 
 
 class Problem:
-    """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, row-major, in half precision, added up in fp32.
+    """out [rows, outer] = x [rows, inner] weight [outer, inner]^T, row-major, in half precision, accumulated in fp32.
 
     cuBLASLt's matrices are column-major, so to it the problem is out^T = weight x^T.
     """
@@ -101,7 +101,7 @@ class Problem:
         return layout
 
     def kernels(self) -> list[list[Kernel]]:
-        """The kernels that cuBLASLt suggests for this problem; of each, all clusters that it accepts."""
+        """The kernels that cuBLASLt suggests for this problem, each with all cluster shapes that it accepts."""
         wish, found, given = ctypes.c_void_p(), (_Suggestion * MOST_SUGGESTIONS)(), ctypes.c_int()
         self.library("MatmulPreferenceCreate", ctypes.byref(wish))
         self.library(
@@ -173,7 +173,7 @@ class Kernel:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """x [rows, inner], weight [outer, inner], out [rows, outer].
 
-        All are contiguous and aligned as allocations are (`ALIGNMENT`). If x and out have more rows than the problem,
-        the others are ignored.
+        All are contiguous and aligned as allocations are (`ALIGNMENT`). Rows of x and out beyond the
+        problem's are ignored.
         """
         self.problem.run(self.algorithm, x, weight, out)

@@ -1,8 +1,8 @@
-"""Matrices whose numbers are fp32, fp16 or bf16, as the model holds them.
+"""Matrices in fp32, fp16 or bf16, as the model stores them.
 
-Modules that read the same input become one matrix, whose products are few and large. The modules' own parameters
-become views of that matrix, so nothing is held twice, the model still works on its own, and a change to its weights in
-place is seen here.
+Modules that read the same input are fused into one matrix, for few and large products. The modules' own parameters
+become views of that matrix, so nothing is stored twice, the model still works on its own, and in-place changes of its
+weights are seen here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Matrix
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
-"""A function of (x [rows, in], out [rows, out]) that computes out = x W^T, for at least the rows that were planned."""
+"""A function of (x [rows, in], out [rows, out]) that computes out = x W^T, for at least the planned rows."""
 
 
 class DenseMatrix:
@@ -33,17 +33,17 @@ class DenseMatrix:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What captured steps read."""
+        """The tensors that captured steps read."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def plan(self, rows: int) -> Multiply:
-        """How a step of this many rows multiplies. The bias is not added: the kernel that reads the product adds it."""
+        """The product for a step of this many rows, without the bias: the kernel that reads the product adds it."""
         product, weight = self._products.plan(self.weight, rows, self._like), self.weight
         return lambda x, out: product(x, weight, out)
 
 
 class DenseMatrices:
-    """Makes the matrices of one model."""
+    """Lowers the matrices of one model."""
 
     def __init__(self, products: Products) -> None:
         self._products = products
