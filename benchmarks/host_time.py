@@ -95,7 +95,8 @@ class Played(GraphBackend):
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
         """A sequence begins as its text does. Nothing is shared, so that every prompt is as long as it says."""
         slot = super().open()
-        self.played[self.slots[slot].line] = next(t for t in self.texts if t[: len(tokens)].tolist() == list(tokens))
+        text = next(t for t in self.texts if t[: len(tokens)].tolist() == list(tokens))
+        self.played[self.slots[slot].table_index] = text
         return slot
 
     def _get(self, kind: StepKind) -> CapturedStep:

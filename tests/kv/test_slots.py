@@ -19,7 +19,7 @@ def slots_of(pages: int = 40, window: int | None = None) -> Slots:
 
 def device_tables(slots: Slots, device: list[int], slot: Slot) -> list[list[int]]:
     """A slot's part of the device's flat page tables."""
-    firsts = [(group * MOST + slot.line) * LONGEST for group in range(2)]
+    firsts = [(group * MOST + slot.table_index) * LONGEST for group in range(2)]
     return [device[first : first + len(table.pages)] for first, table in zip(firsts, slot.tables, strict=True)]
 
 
@@ -99,4 +99,4 @@ def test_the_last_slot() -> None:
     with pytest.raises(RuntimeError, match="5 sequences are open"):
         slots.open([], "")
     slots.close(numbers[2])
-    assert slots[slots.open([], "")].line == 2
+    assert slots[slots.open([], "")].table_index == 2

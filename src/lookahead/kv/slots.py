@@ -14,13 +14,13 @@ from lookahead.kv.pages import PagePools, PageTable
 
 @dataclass(slots=True)
 class Slot:
-    """A sequence: its `line` in the device's page tables, its table for every attention group, and its cached tokens.
+    """A sequence: its `table_index` in the device's page tables, a page table per attention group, and its length.
 
     `room` is how many tokens its pages hold, in all groups. Of each group, the first `sent` pages are in the device's
     table; they hold `sent_room` tokens.
     """
 
-    line: int
+    table_index: int
     tables: list[PageTable]
     length: int
     room: int
@@ -31,19 +31,19 @@ class Slot:
 class Slots:
     """All open slots (`by_number`), and the pages that they share.
 
-    The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence. `lines`
-    are the free ones. `pending` are the commits whose K/V have not moved yet: per sequence and attention
-    group, from which cell to which. A *cell* is one token's K/V in all pages of a group: the page times the page size,
-    plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no sequence.
+    The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence.
+    `free_indices` are those of no slot. `pending` are the commits whose K/V have not moved yet: per sequence and
+    attention group, source and target cells. A *cell* is one token's K/V in all pages of a group: the page times the
+    page size, plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no sequence.
     """
 
     def __init__(self, pool: PagePools, longest: int, most_slots: int) -> None:
         self.most_slots = most_slots
-        self.lines = list(range(most_slots - 1, -1, -1))
+        self.free_indices = list(range(most_slots - 1, -1, -1))
         self.pending: list[list[list[int]]] = []
         self.by_number: dict[int, Slot] = {}
         self._next = 0
-        self._unsent: dict[int, Slot] = {}  # by their lines: some of their pages are not in the device's tables
+        self._unsent: dict[int, Slot] = {}  # by table index: some of their pages are not in the device's tables
         self.replace_pages(pool, longest)
 
     def __getitem__(self, number: int) -> Slot:
@@ -57,19 +57,19 @@ class Slots:
 
     def open(self, tokens: Sequence[int], salt: str) -> int:
         """Open a slot for a new sequence. It shares the cached pages of its longest known prefix."""
-        if not self.lines:
+        if not self.free_indices:
             raise RuntimeError(f"{self.most_slots} sequences are open; close one before you open another")
         number, tables = self._next, self.pool.open(tokens, salt)
         self._next += 1
-        slot = self.by_number[number] = Slot(self.lines.pop(), tables, tables[0].cached, 0, [0] * len(tables))
+        slot = self.by_number[number] = Slot(self.free_indices.pop(), tables, tables[0].cached, 0, [0] * len(tables))
         self._note_pages(slot)
         return number
 
     def close(self, number: int) -> None:
-        """Free a slot's line and pages. Cached pages stay until they are evicted."""
+        """Free a slot and its pages. Cached pages stay until they are evicted."""
         closed = self.by_number.pop(number)
-        self.lines.append(closed.line)
-        self._unsent.pop(closed.line, None)
+        self.free_indices.append(closed.table_index)
+        self._unsent.pop(closed.table_index, None)
         self.pool.close(closed.tables)
 
     # Pages.
@@ -138,7 +138,7 @@ class Slots:
         slot.sent = list(map(min, slot.sent, counts))
         slot.room, slot.sent_room = min(counts) * self.page_size, min(slot.sent) * self.page_size
         if slot.sent != counts:
-            self._unsent[slot.line] = slot
+            self._unsent[slot.table_index] = slot
 
     def take_changes(self) -> list[int]:
         """The changes to the device's page tables as pairs: an index into all tables, laid out flat, and its new page.
@@ -151,7 +151,7 @@ class Slots:
             return changes
         for slot in self._unsent.values():
             for group, table in enumerate(slot.tables):
-                first = (group * self.most_slots + slot.line) * self.longest
+                first = (group * self.most_slots + slot.table_index) * self.longest
                 for index in range(slot.sent[group], len(table.pages)):
                     changes += first + index, table.pages[index] + 1
                 slot.sent[group] = len(table.pages)

@@ -222,10 +222,10 @@ def test_sequences_join_and_leave(seed: int, device: str, settings: LookaheadCon
 
 
 def assert_nothing_is_held(backend: GraphBackend) -> None:
-    """All slots were closed, and gave their pages and their lines of the tables back."""
+    """All slots were closed, and freed their pages and table indices."""
     assert not len(backend.slots)
     assert backend.pool.used == 0
-    assert len(set(backend.slots.lines)) == len(backend.slots.lines) == backend.kv.tables.shape[1]
+    assert len(set(backend.slots.free_indices)) == len(backend.slots.free_indices) == backend.kv.tables.shape[1]
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -954,14 +954,14 @@ def test_a_closed_slot_leaves_nothing(device: str, settings: LookaheadConfig, pl
     state = backend.slots[slot]
     assert backend.slots.pending
     assert len(state.tables[0].pages) > 0
-    pages, line = list(state.tables[0].pages), state.line
+    pages, index = list(state.tables[0].pages), state.table_index
     backend.close(slot)
     assert_nothing_is_held(backend)
     with torch.inference_mode():
         backend.kv.caches[0].fill_(float("nan"))
 
     second = backend.open()
-    assert (backend.slots[second].line, backend.length(second)) == (line, 0)
+    assert (backend.slots[second].table_index, backend.length(second)) == (index, 0)
     fresh = GraphBackend(make("mistral", device))
     found, wanted = (
         one.step([greedy(s, [8, 9], root(3), logits=True)])[0] for one, s in ((backend, second), (fresh, fresh.open()))
@@ -1513,8 +1513,8 @@ def test_prepare_knows_every_kind(
         return backend.planner.choose_kind([StepInput(slot, range(chunk), tree, SamplingParams(), ())], [0]).forward
 
     kinds = set[ForwardKind]()
-    monkeypatch.setattr(backend.runner.steps, "forward", kinds.add)  # captures nothing
-    monkeypatch.setattr(backend.runner.steps, "end", lambda kind: None)
+    monkeypatch.setattr(backend.runner.steps, "forward_for", kinds.add)  # captures nothing
+    monkeypatch.setattr(backend.runner.steps, "targets_for", lambda kind: None)
     backend.prepare(tokens, budget)
     budget, slot = min(budget, most), backend.open()
     shapes = [(chunk, nodes) for nodes in range(budget + 1) for chunk in range(min(tokens, most - nodes) + 1)][1:]

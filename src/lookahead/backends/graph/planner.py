@@ -78,7 +78,7 @@ class Planner:
         packet, targets, queries = step_packet = self._packets.packet(kind)
         # 3. The packet of the forward pass.
         packet.begin()
-        starts = packet.write_rows([slot.line for slot in slots], lengths, chunks, trees, queries)
+        starts = packet.write_rows([slot.table_index for slot in slots], lengths, chunks, trees, queries)
         packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
         # 4. The packet of the targets graph.
         if kind.targets.sampler is not Sampler.GREEDY:

@@ -35,12 +35,12 @@ def test_locate_rows(device: torch.device, shapes: list[tuple[int, int, int]]) -
     rng = random.Random(repr(shapes))
     parts = [Part(length, chunk, random_parents(nodes, rng)) for length, chunk, nodes in shapes]
     tables, _ = tables_of(parts, device)
-    rows = rows_of(parts, tables, (1, 16), padding=5)  # placed by the twin
+    rows = rows_of(parts, tables, (1, 16), padding=5)  # located by the reference
     found = replace(
-        rows, **{name: torch.full_like(getattr(rows, name), -77) for name in ("positions", "indices", "bits")}
+        rows, **{name: torch.full_like(getattr(rows, name), -77) for name in ("positions", "cells", "bits")}
     )
     fused.locate_rows(found)
-    for name in ("positions", "indices", "bits"):
+    for name in ("positions", "cells", "bits"):
         assert torch.equal(getattr(found, name), getattr(rows, name)), name
     start = 0
     for slot, part in enumerate(parts):
