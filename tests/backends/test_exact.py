@@ -134,9 +134,9 @@ def test_inexact_requests_have_passes_of_their_own(monkeypatch: pytest.MonkeyPat
     backend = GraphBackend(tiny("Llama").to(torch.bfloat16))
     kinds, choose = list[tuple[bool, list[int]]](), backend.planner.choose_kind
 
-    def note(items: Sequence[StepInput], lengths: Sequence[int]) -> Any:
-        kind = choose(items, lengths)
-        kinds.append((kind.forward.invariant, [item.slot for item in items]))
+    def note(inputs: Sequence[StepInput], lengths: Sequence[int]) -> Any:
+        kind = choose(inputs, lengths)
+        kinds.append((kind.forward.invariant, [sequence.slot for sequence in inputs]))
         return kind
 
     monkeypatch.setattr(backend.planner, "choose_kind", note)
@@ -168,7 +168,7 @@ def test_deep_guesses_leave_nothing_for_others_either() -> None:
     for request in requests:
         engine.submit(request)
     assert [request.salt != "" for request in requests] == [True, False, False]
-    assert [len(one.parts) + len(one.waiting) for one in engine._scheduler.schedule()] == [2, 1]
+    assert [len(one.requests) + len(one.prefilling) for one in engine._scheduler.schedule()] == [2, 1]
     exact_anyway = Engine(GraphBackend(tiny("Llama")))  # fp32
     request = Request(DecodingSequence(REPEATED, configs[0]))
     exact_anyway.submit(request)

@@ -246,16 +246,16 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     """With a bug in the backend, the tokens differ: so the comparisons above can fail."""
     backend = GraphBackend(make("llama"))
     if bug == "every earlier token is seen":
-        put = Packet.put
+        write_rows = Packet.write_rows
 
-        def put_chains(packet: Packet, lines: Any, lengths: Any, chunks: Any, trees: Any, queries: Any) -> list[int]:
+        def write_chains(packet: Packet, slots: Any, lengths: Any, chunks: Any, trees: Any, queries: Any) -> list[int]:
             chains = [
                 TokenTree(tree.tokens, range(-1, tree.size - 1), tree.depths, tree.needed, tree.branch)
                 for tree in trees
             ]
-            return put(packet, lines, lengths, chunks, chains, queries)
+            return write_rows(packet, slots, lengths, chunks, chains, queries)
 
-        monkeypatch.setattr(Packet, "put", put_chains)
+        monkeypatch.setattr(Packet, "write_rows", write_chains)
     elif bug == "accepted K/V does not move":
         monkeypatch.setattr(backend.runner.state.ops, "move_accepted", lambda *args: None)
     else:
