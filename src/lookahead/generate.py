@@ -28,7 +28,7 @@ from lookahead.engine.request_stream import RequestStream
 from lookahead.engine.settings import RequestSettings
 from lookahead.engine.text import StopStrings, TextStream
 from lookahead.loading.default import batch_cost, default_config
-from lookahead.loading.load import INT8, asked_for, open_model, processors, stop_ids
+from lookahead.loading.load import INT8, greedy_settings, logits_processors, open_model, stop_ids
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.stats import Stats
 
@@ -212,7 +212,7 @@ class LookaheadModel:
 
         A repetition penalty needs none: it is one of the settings that steps apply by themselves.
         """
-        made = processors(self.model, sequence.prompt_tokens, sequence.rules.max_tokens, self.stop_ids)
+        made = logits_processors(self.model, sequence.prompt_tokens, sequence.rules.max_tokens, self.stop_ids)
         if made is None:
             return None
         sampling = sequence.sampling
@@ -244,7 +244,7 @@ class LookaheadModel:
         sequence = DecodingSequence(
             self.encode(prompt, raw=settings.raw),
             config,
-            settings.sampling(asked_for(self.model).get("repetition_penalty", 1.0)),
+            settings.sampling(greedy_settings(self.model).get("repetition_penalty", 1.0)),
             StopRules(settings.max_tokens, self.stop_ids, self.backend.max_length, min_tokens=settings.min_tokens),
             ends=ends,
             memory=self.memory,
@@ -275,7 +275,7 @@ def load(
     with clear_errors(torch.device("cuda")):
         model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
         loaded = prepared(model, tokenizer, label, config, backend, log, int8=dtype == INT8)
-    if log is not None and (asked := asked_for(model)):
+    if log is not None and (asked := greedy_settings(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())
         log(f"note: the model's generation config asks for {named}, which is applied")
     rounds = loaded.dtype in (torch.float16, torch.bfloat16) and loaded.backend.capabilities.exact_nodes is None

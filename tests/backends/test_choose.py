@@ -81,7 +81,7 @@ def test_int8_is_the_cpu_backends(make_model: Any, tokenizer: Any) -> None:
     assert (type(lm.backend), lm.dtype, model.dtype) == (CpuBackend, torch.int8, torch.float32)
     with pytest.raises(ValueError, match="dtype='int8' needs the cpu backend, not 'eager'; leave the backend out"):
         lookahead.load((model, tokenizer), dtype="int8", backend="eager")
-    with pytest.raises(ValueError, match="dtype='float16', device='auto': a model that is loaded already keeps"):
+    with pytest.raises(ValueError, match="dtype='float16', device='auto': a model that is already loaded keeps"):
         lookahead.load((model, tokenizer), dtype="float16")
 
 

@@ -13,7 +13,7 @@ from tiny_gguf import write_gguf
 from tokenizers import Tokenizer, decoders, models
 
 from lookahead.engine.text import SharedTokenizer
-from lookahead.loading.decoder import mend_decoder
+from lookahead.loading.decoder import fix_decoder
 from lookahead.loading.embedded import gguf_to_safetensors
 from lookahead.loading.load import load_pretrained
 
@@ -32,12 +32,12 @@ def test_it_becomes_byte_level(strips: bool) -> None:
     some = [[rng.randrange(inner.get_vocab_size()) for _ in range(9)] for _ in range(50)]
     before = inner.decode_batch(some)
 
-    assert mend_decoder(inner)
+    assert fix_decoder(inner)
     assert kind(inner) == "ByteLevel"
     assert [inner.decode(inner.encode(text).ids) for text in TEXTS] == TEXTS
     assert inner.decode_batch(some) == plain.decode_batch(some)
     assert strips or inner.decode_batch(some) == before  # with no added tokens but special ones
-    assert not mend_decoder(inner)
+    assert not fix_decoder(inner)
 
 
 def sentencepiece(pieces: list[str]) -> Tokenizer:
@@ -49,7 +49,7 @@ def sentencepiece(pieces: list[str]) -> Tokenizer:
 @pytest.mark.parametrize("pieces", [["a", "\u2581b"], ["a", "<0x0A>"]])
 def test_a_vocabulary_that_needs_the_other_decoders_keeps_them(pieces: list[str]) -> None:
     inner = sentencepiece(pieces)
-    assert not mend_decoder(inner)
+    assert not fix_decoder(inner)
     assert kind(inner) == "Sequence"
 
 
@@ -74,10 +74,10 @@ def test_only_this_decoder_is_replaced() -> None:
     for other in others:
         inner = json_tokenizer(decoder=other).backend_tokenizer
         before = inner.to_str()
-        assert not mend_decoder(inner)
+        assert not fix_decoder(inner)
         assert inner.to_str() == before
-    assert not mend_decoder(None)
-    assert not mend_decoder(Tokenizer(models.BPE()))  # it has none
+    assert not fix_decoder(None)
+    assert not fix_decoder(Tokenizer(models.BPE()))  # it has none
 
 
 def test_a_folder_that_was_saved_with_it(tmp_path: Path) -> None:

@@ -19,19 +19,19 @@ from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import Capabilities, StepInput
 from lookahead.config import LookaheadConfig
 from lookahead.loading import default, timing
-from lookahead.loading.fitting import ATTEMPTS, VERSION, cached, pass_cost
+from lookahead.loading.fitting import ATTEMPTS, VERSION, cached_curve, pass_cost
 from lookahead.loading.timing import (
     BRANCHES,
-    DEAREST,
     DEPTH,
-    LARGEST_TREE,
+    MAX_SLOWDOWN,
+    MAX_TREE_TOKENS,
     PASS_SIZES,
     QUICK_SIZES,
     TIMED_SIZES,
-    bush,
     is_stable,
     measure,
     measure_passes,
+    timing_tree,
 )
 
 Times = Callable[[int], float]
@@ -66,7 +66,7 @@ class FakeBackend:
     """Counts cached tokens, refuses to pass its context, and lets every step take its time."""
 
     capabilities = Capabilities("fake")
-    captures = 0
+    captures, most_rows = 0, 4096
 
     def __init__(self, clock: Clock, times: Times = flat, max_length: int | None = None) -> None:
         self.clock, self.times, self.max_length = clock, times, max_length
@@ -107,7 +107,7 @@ def test_the_tree_that_is_timed_is_as_deep_as_a_guess_may_be() -> None:
     """Deeper would be dearer than any real step where depths are taken one by one, and flatter too cheap."""
     assert LookaheadConfig().deepest == DEPTH
     for size in (1, 2, 9, 10, 128, 129, 512):
-        tree = bush(size)
+        tree = timing_tree(size)
         assert len(tree) == size
         assert max(tree.depths) == min(DEPTH, -(-(size - 1) // BRANCHES))
 
@@ -128,7 +128,7 @@ def test_larger_than_hopeless_is_not_in_the_way(clock: Clock) -> None:
     """Where a token costs a token's time nothing pays; the curve says so whatever was measured last."""
     table = measure(FakeBackend(clock, linear)).table(128)
     assert table == pytest.approx([linear(size) for size in range(1, 129)])
-    assert table[-1] > DEAREST * table[0]
+    assert table[-1] > MAX_SLOWDOWN * table[0]
 
 
 def test_a_disturbed_step_does_not_count(clock: Clock) -> None:
@@ -176,7 +176,7 @@ def test_a_capture_is_never_the_cost_of_a_step(clock: Clock, tmp_path: Path) -> 
     for _ in range(2):
         backend = FakeBackend(clock)
         backend.times = capturing(backend, captured)
-        cost = cached(backend, IDENTITY, tmp_path)
+        cost = cached_curve(backend, IDENTITY, tmp_path)
         assert cost.sizes == TIMED_SIZES
         assert max(cost.seconds) < 0.006
         configs.append(fit_config(LookaheadConfig(), cost))
@@ -249,28 +249,28 @@ def stored(folder: Path) -> list[Path]:
 
 def test_a_curve_is_measured_once_and_read_back(clock: Clock, tmp_path: Path) -> None:
     backend, said = FakeBackend(clock, linear), []
-    first = cached(backend, IDENTITY, tmp_path, said.append)
+    first = cached_curve(backend, IDENTITY, tmp_path, said.append)
     assert backend.sizes
     assert len(said) == len(stored(tmp_path)) == 1
     again = FakeBackend(clock, flat)
-    assert cached(again, dict(reversed(IDENTITY.items())), tmp_path, said.append) == first
+    assert cached_curve(again, dict(reversed(IDENTITY.items())), tmp_path, said.append) == first
     assert (again.sizes, len(said)) == ([], 1)
 
 
 def test_steps_that_the_default_config_never_takes_are_not_timed(clock: Clock, tmp_path: Path) -> None:
     backend = FakeBackend(clock)
     backend.capabilities = Capabilities("fake", exact_nodes=33)
-    assert cached(backend, IDENTITY, tmp_path).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    assert cached_curve(backend, IDENTITY, tmp_path).sizes == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @pytest.mark.parametrize("version", [None, VERSION - 1, VERSION + 1])
 def test_a_curve_of_another_version_is_measured_again(clock: Clock, tmp_path: Path, version: int | None) -> None:
-    expected = cached(FakeBackend(clock), IDENTITY, tmp_path)
+    expected = cached_curve(FakeBackend(clock), IDENTITY, tmp_path)
     (path,) = stored(tmp_path)
     content = {"sizes": [1], "seconds": [9.0], "stable": True, "attempts": 1}
     path.write_text(json.dumps(content if version is None else {**content, "version": version}))
     backend, said = FakeBackend(clock), []
-    assert cached(backend, IDENTITY, tmp_path, said.append).sizes == expected.sizes
+    assert cached_curve(backend, IDENTITY, tmp_path, said.append).sizes == expected.sizes
     assert (bool(backend.sizes), len(said)) == (True, 1)
     assert json.loads(path.read_text())["version"] == VERSION
 
@@ -278,7 +278,7 @@ def test_a_curve_of_another_version_is_measured_again(clock: Clock, tmp_path: Pa
 def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) -> None:
     for changed in ({}, {"dtype": "bfloat16"}, {"device": "cuda"}, {"model": {"hidden_size": 65}}):
         backend = FakeBackend(clock)
-        cached(backend, {**IDENTITY, **changed}, tmp_path)
+        cached_curve(backend, {**IDENTITY, **changed}, tmp_path)
         assert backend.sizes
     assert len(stored(tmp_path)) == 4
 
@@ -301,10 +301,10 @@ def test_another_model_or_device_is_measured_anew(clock: Clock, tmp_path: Path) 
     ],
 )
 def test_a_damaged_file_is_measured_over(clock: Clock, tmp_path: Path, content: bytes) -> None:
-    expected = cached(FakeBackend(clock, linear), IDENTITY, tmp_path)
+    expected = cached_curve(FakeBackend(clock, linear), IDENTITY, tmp_path)
     (path,) = stored(tmp_path)
     path.write_bytes(content.replace(b'{"', b'{"version": %d, "' % VERSION))
-    assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).table(8) == pytest.approx(expected.table(8))
+    assert cached_curve(FakeBackend(clock, linear), IDENTITY, tmp_path).table(8) == pytest.approx(expected.table(8))
     assert json.loads(path.read_text())["sizes"] == list(expected.sizes)
     assert stored(tmp_path) == [path]
 
@@ -315,17 +315,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(clock: Clock, tmp_path: Pat
     taken.write_text("")
     for _ in range(2):
         backend = FakeBackend(clock, linear)
-        assert cached(backend, IDENTITY, taken).sizes[0] == 1
+        assert cached_curve(backend, IDENTITY, taken).sizes[0] == 1
         assert backend.sizes
     assert taken.read_text() == ""
 
 
 def test_a_file_that_cannot_be_replaced_is_no_error(clock: Clock, tmp_path: Path) -> None:
-    cached(FakeBackend(clock, linear), IDENTITY, tmp_path)
+    cached_curve(FakeBackend(clock, linear), IDENTITY, tmp_path)
     (path,) = stored(tmp_path)
     path.unlink()
     path.mkdir()
-    assert cached(FakeBackend(clock, linear), IDENTITY, tmp_path).sizes[0] == 1
+    assert cached_curve(FakeBackend(clock, linear), IDENTITY, tmp_path).sizes[0] == 1
     assert path.is_dir()
 
 
@@ -338,42 +338,45 @@ def busy() -> Times:
 def test_a_busy_machine_is_measured_again(clock: Clock, tmp_path: Path) -> None:
     """Until its times are stable, and each size keeps its fastest time."""
     said: list[str] = []
-    first = cached(FakeBackend(clock, busy()), IDENTITY, tmp_path, said.append)
+    first = cached_curve(FakeBackend(clock, busy()), IDENTITY, tmp_path, said.append)
     assert not first.stable
-    second = cached(FakeBackend(clock, linear), IDENTITY, tmp_path, said.append)
+    second = cached_curve(FakeBackend(clock, linear), IDENTITY, tmp_path, said.append)
     assert (second.stable, second.table(8)) == (True, pytest.approx([linear(size) for size in range(1, 9)]))
     assert [("not stable" in line) for line in said] == [False, True]
     third = FakeBackend(clock, flat)
-    assert (cached(third, IDENTITY, tmp_path), third.sizes) == (second, [])
+    assert (cached_curve(third, IDENTITY, tmp_path), third.sizes) == (second, [])
 
 
 def test_a_machine_that_is_always_busy_is_taken_as_it_is(clock: Clock, tmp_path: Path) -> None:
     measured = []
     for _ in range(ATTEMPTS + 2):
         backend = FakeBackend(clock, busy())
-        cached(backend, IDENTITY, tmp_path)
+        cached_curve(backend, IDENTITY, tmp_path)
         measured.append(bool(backend.sizes))
     assert measured == [True] * ATTEMPTS + [False] * 2
     (path,) = stored(tmp_path)
     os.utime(path, (0, 0))  # long ago: the machine may be quiet today
     backend = FakeBackend(clock, linear)
-    assert cached(backend, IDENTITY, tmp_path).stable
+    assert cached_curve(backend, IDENTITY, tmp_path).stable
     assert backend.sizes
 
 
 def test_a_quick_curve_serves_quick_calls_until_it_is_measured_well(clock: Clock, tmp_path: Path) -> None:
     """Where somebody waits, one round of few sizes will do. The next load measures again, and its curve serves both."""
     backend = FakeBackend(clock, linear)
-    quick = cached(backend, IDENTITY, tmp_path, quick=True)
+    quick = cached_curve(backend, IDENTITY, tmp_path, quick=True)
     assert not quick.stable
     assert len(backend.sizes) <= 1 + 3 * len(QUICK_SIZES)
     again = FakeBackend(clock, flat)
-    assert (cached(again, IDENTITY, tmp_path, quick=True), again.sizes) == (quick, [])
+    assert (cached_curve(again, IDENTITY, tmp_path, quick=True), again.sizes) == (quick, [])
     (path,) = stored(tmp_path)
     assert json.loads(path.read_text())["attempts"] == 0, "a quick curve is no attempt at a stable one"
-    well = cached(FakeBackend(clock, lambda size: 0.009 + 0.001 * size), IDENTITY, tmp_path)
+    well = cached_curve(FakeBackend(clock, lambda size: 0.009 + 0.001 * size), IDENTITY, tmp_path)
     assert (well.stable, set(quick.sizes) < set(well.sizes)) == (True, True)
-    assert (cached(again, IDENTITY, tmp_path, quick=True), cached(again, IDENTITY, tmp_path)) == (well, well)
+    assert (cached_curve(again, IDENTITY, tmp_path, quick=True), cached_curve(again, IDENTITY, tmp_path)) == (
+        well,
+        well,
+    )
     assert again.sizes == []
 
 
@@ -435,7 +438,7 @@ def test_passes_are_timed_with_several_sequences(clock: Clock) -> None:
     cost = measure_passes(backend)
     assert cost.sizes == PASS_SIZES
     assert cost.seconds == pytest.approx([0.01 + 1e-5 * size for size in PASS_SIZES])
-    assert max(max(trees) for trees in backend.passes) == LARGEST_TREE
+    assert max(max(trees) for trees in backend.passes) == MAX_TREE_TOKENS
     assert len(backend.passes) == 8 + 3 * len(PASS_SIZES)
     assert backend.lengths == {}
 

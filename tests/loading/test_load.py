@@ -14,7 +14,14 @@ from gguf import GGUFWriter
 import lookahead
 from lookahead import LookaheadConfig
 from lookahead.loading.embedded import ModelError
-from lookahead.loading.load import asked_for, load_pretrained, mend_gguf_tokenizer, pick_device, pick_dtype, stop_ids
+from lookahead.loading.load import (
+    fix_gguf_tokenizer,
+    greedy_settings,
+    load_pretrained,
+    pick_device,
+    pick_dtype,
+    stop_ids,
+)
 
 CPU = torch.device("cpu")
 
@@ -35,7 +42,7 @@ def test_device_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == CPU
     for name in ("cuda", "cuda:0"):
-        with pytest.raises(ModelError, match=rf"device '{name}' is not there; use cpu"):
+        with pytest.raises(ModelError, match=rf"device '{name}' is not available; use cpu"):
             pick_device(name)
 
 
@@ -44,7 +51,7 @@ def test_device_that_is_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("auto") == torch.device("cuda")
     assert pick_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(ModelError, match="'cuda:2' is not there"):
+    with pytest.raises(ModelError, match="'cuda:2' is not available"):
         pick_device("cuda:2")
 
 
@@ -198,7 +205,7 @@ def gguf_file(path: Path, *, add_bos: bool | None, bos: int | None) -> Path:
 def test_gguf_bos(tmp_path: Path, add_bos: bool | None, bos: int | None, expected: int | None) -> None:
     tokenizer = FakeTokenizer()
     path = gguf_file(tmp_path / "meta.gguf", add_bos=add_bos, bos=bos)
-    mend_gguf_tokenizer(tokenizer, SimpleNamespace(eos_token_id=7), path)
+    fix_gguf_tokenizer(tokenizer, SimpleNamespace(eos_token_id=7), path)
     assert getattr(tokenizer, "lookahead_bos", None) == expected
     assert tokenizer.eos_token == "<7>"
 
@@ -207,7 +214,7 @@ def test_gguf_bos(tmp_path: Path, add_bos: bool | None, bos: int | None, expecte
 def test_gguf_eos(tmp_path: Path, eos: Any, expected: str) -> None:
     tokenizer = FakeTokenizer()
     path = gguf_file(tmp_path / "meta.gguf", add_bos=False, bos=1)
-    mend_gguf_tokenizer(tokenizer, SimpleNamespace(eos_token_id=eos), path)
+    fix_gguf_tokenizer(tokenizer, SimpleNamespace(eos_token_id=eos), path)
     assert tokenizer.eos_token == expected
 
 
@@ -216,7 +223,7 @@ def test_bos_comes_first_exactly_once(model: Any, tokenizer: Any, settings: Look
     user = mended.convert_tokens_to_ids("<|user|>")
     system = mended.convert_tokens_to_ids("<|system|>")
     path = gguf_file(tmp_path / "meta.gguf", add_bos=True, bos=system)
-    mend_gguf_tokenizer(mended, model.config, path)
+    fix_gguf_tokenizer(mended, model.config, path)
     lm = lookahead.load((model, mended), config=settings)
     bare = tokenizer("the fox")["input_ids"]
 
@@ -235,6 +242,9 @@ def test_no_bos_unless_asked_for(model: Any, tokenizer: Any, settings: Lookahead
 
 def test_settings_of_the_generation_config_that_change_greedy_output() -> None:
     asks = SimpleNamespace(repetition_penalty=1.1, no_repeat_ngram_size=0, suppress_tokens=[4])
-    assert asked_for(SimpleNamespace(generation_config=asks)) == {"repetition_penalty": 1.1, "suppress_tokens": [4]}
-    assert asked_for(SimpleNamespace(generation_config=SimpleNamespace(repetition_penalty=1.0))) == {}
-    assert asked_for(SimpleNamespace()) == {}
+    assert greedy_settings(SimpleNamespace(generation_config=asks)) == {
+        "repetition_penalty": 1.1,
+        "suppress_tokens": [4],
+    }
+    assert greedy_settings(SimpleNamespace(generation_config=SimpleNamespace(repetition_penalty=1.0))) == {}
+    assert greedy_settings(SimpleNamespace()) == {}

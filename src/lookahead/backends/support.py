@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from lookahead.models.facts import UnsupportedModelError, first_line, kind_of, scaled_from
+from lookahead.models.facts import UnsupportedModelError, attention_scale_start, first_line, kind_of
 
 FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError)
 """What a model's forward pass may raise on inputs that it does not take."""
@@ -35,7 +35,7 @@ def check_supported(model: Any) -> None:
         refuse("its local attention counts indices in the cache, not positions")
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("its attention is biased by index in the cache (ALiBi), not by position")
-    if getattr(config, "attn_temperature_tuning", False) and scaled_from(config) < 1:
+    if getattr(config, "attn_temperature_tuning", False) and attention_scale_start(config) < 1:
         refuse("its attention is scaled by index in the cache, not by position")
     if getattr(config, "attention_type", None) == "block_sparse":
         refuse("its block-sparse attention is not causal; load it with attention_type='original_full'")

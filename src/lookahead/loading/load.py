@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from lookahead.loading.decoder import mend_decoder
+from lookahead.loading.decoder import fix_decoder
 from lookahead.loading.embedded import EMBEDDED, ModelError, resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,7 +31,7 @@ def pick_device(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ModelError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ModelError(f"device {name!r} is not there; use cpu, or auto to take what there is")
+        raise ModelError(f"device {name!r} is not available; use cpu or auto")
     return device
 
 
@@ -58,7 +58,7 @@ def open_model(
     if not isinstance(name, tuple):
         return load_pretrained(name, dtype=dtype, device=device, log=log)
     if dtype not in ("auto", INT8) or device != "auto":
-        raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is loaded already keeps its own")
+        raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is already loaded keeps its own")
     model, tokenizer = name
     return model.eval(), tokenizer, getattr(model.config, "name_or_path", "") or type(model).__name__
 
@@ -97,13 +97,13 @@ def load_pretrained(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot load model {label!r}: {first}") from error
-    mend_decoder(getattr(tokenizer, "backend_tokenizer", None))
+    fix_decoder(getattr(tokenizer, "backend_tokenizer", None))
     if gguf is not None:
-        mend_gguf_tokenizer(tokenizer, model.config, gguf)
+        fix_gguf_tokenizer(tokenizer, model.config, gguf)
     return model.eval(), tokenizer, label
 
 
-def mend_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
+def fix_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:
     """Correct the tokenizer that transformers made from a GGUF by the file's own fields.
 
     The tokenizer may have the BOS as its EOS (transformers 5.17). It may also add no BOS although the file requires
@@ -131,7 +131,7 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def asked_for(model: Any) -> dict[str, Any]:
+def greedy_settings(model: Any) -> dict[str, Any]:
     """The settings of the model's generation config that change greedy output, in the order `generate` applies them."""
     neutral: dict[str, tuple[Any, ...]] = {
         "sequence_bias": (None,),
@@ -148,26 +148,32 @@ def asked_for(model: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in neutral[name]}
 
 
-def processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
+def logits_processors(model: Any, prompt_tokens: int, max_tokens: int, stop: Iterable[int]) -> Any:
     """The logits processors that `generate` would create from the model's generation config; None for none.
 
     The repetition penalty is not among them: it becomes a setting of the request (`SamplingParams`).
     """
-    settings = {name: value for name, value in asked_for(model).items() if name != "repetition_penalty"}
+    settings = {name: value for name, value in greedy_settings(model).items() if name != "repetition_penalty"}
     if not settings:
         return None
     from transformers import LogitsProcessorList
-    from transformers.generation import logits_process as made
+    from transformers.generation import logits_process
 
     device = model.get_input_embeddings().weight.device
     makers: dict[str, Callable[[Any], Any]] = {
-        "sequence_bias": made.SequenceBiasLogitsProcessor,
-        "no_repeat_ngram_size": made.NoRepeatNGramLogitsProcessor,
-        "bad_words_ids": lambda ids: made.NoBadWordsLogitsProcessor(ids, torch.tensor(sorted(stop), device=device)),
-        "forced_bos_token_id": made.ForcedBOSTokenLogitsProcessor,
-        "forced_eos_token_id": lambda ids: made.ForcedEOSTokenLogitsProcessor(prompt_tokens + max_tokens, ids, device),
-        "suppress_tokens": lambda ids: made.SuppressTokensLogitsProcessor(ids, device),
-        "begin_suppress_tokens": lambda ids: made.SuppressTokensAtBeginLogitsProcessor(ids, prompt_tokens, device),
+        "sequence_bias": logits_process.SequenceBiasLogitsProcessor,
+        "no_repeat_ngram_size": logits_process.NoRepeatNGramLogitsProcessor,
+        "bad_words_ids": lambda ids: logits_process.NoBadWordsLogitsProcessor(
+            ids, torch.tensor(sorted(stop), device=device)
+        ),
+        "forced_bos_token_id": logits_process.ForcedBOSTokenLogitsProcessor,
+        "forced_eos_token_id": lambda ids: logits_process.ForcedEOSTokenLogitsProcessor(
+            prompt_tokens + max_tokens, ids, device
+        ),
+        "suppress_tokens": lambda ids: logits_process.SuppressTokensLogitsProcessor(ids, device),
+        "begin_suppress_tokens": lambda ids: logits_process.SuppressTokensAtBeginLogitsProcessor(
+            ids, prompt_tokens, device
+        ),
     }
     return LogitsProcessorList([makers[name](value) for name, value in settings.items()])
 

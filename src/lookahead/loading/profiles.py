@@ -1,7 +1,7 @@
-"""Profiles: `lookahead tune --save` stores the config it chose for a model on a machine, and `load()` finds it again.
+"""Profiles: `lookahead tune --save` stores the config it chose for a model on a machine, and `load()` uses it.
 
-A profile belongs to one model (its name and shape), device, dtype and backend, and is found for these only. It can
-change the speed of an answer, never its text.
+A profile is specific to a model (its name and shape), device, dtype and backend. It can change the speed of an answer,
+never its text.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lookahead.machine import processor
 
 FOLDER = "profiles"
 VERSION = 3
-"""Of a profile's format. Version 1 held step costs of chains, not trees; version 2 did not name its version."""
+"""The format of a profile. Version 1 had step costs of chains, not trees; version 2 had no version field."""
 
 
 def save(
     label: str, backend: Backend, config: LookaheadConfig, name: str, measured: Mapping[str, Any], folder: Path
 ) -> Path:
-    """Store a config for this model on this machine, in place of an earlier one. `measured` says why it was chosen."""
+    """Store a config for this model on this machine, replacing an earlier one. `measured` says why it was chosen."""
     facts = _facts(label, backend)
     path = folder / FOLDER / f"{key_of(facts)}.json"
     try:
@@ -41,9 +41,9 @@ def save(
 def find(
     label: str, backend: Backend, folder: Path, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig | None:
-    """The saved config for this model on this machine, announced to `log`; None where there is none.
+    """The saved config for this model on this machine, or None. `log` gets a line about it.
 
-    A tensor-parallel model gets none: its ranks must choose the same trees, and each might find another profile.
+    None for a tensor-parallel model: its ranks must choose the same trees, and each might find another profile.
     """
     if backend.capabilities.ranks > 1:
         return None
@@ -66,6 +66,6 @@ def find(
 
 
 def _facts(label: str, backend: Backend) -> dict[str, Any]:
-    """What a profile belongs to. The model's name is part of it: two models of one shape accept differently."""
+    """What identifies a profile. It includes the model's name: two models of the same shape accept differently."""
     named = str(Path(label).resolve()) if Path(label).exists() else label
     return {**identity_of(backend), "name": named, "machine": processor(), "cores": os.cpu_count()}

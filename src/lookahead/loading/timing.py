@@ -3,26 +3,26 @@
 How a step is timed (`measure`):
 
 1. One sequence is opened, and an untimed step puts `PREFIX` tokens before its root (fewer in a short context).
-2. A timed step runs `bush(K)`, a tree of K tokens, all of them needed, with argmax targets; for K > 1 it also returns
-   the top tokens of every node, as steps with guesses do. The clock runs from the call of `backend.step` to its return,
-   when the targets are on the host. It does not run while the step is committed. Only the root is committed, so the
-   prefix grows by one token per step.
+2. A timed step runs `timing_tree(K)`, a tree of K tokens, all of them needed, with argmax targets; for K > 1 it also
+   returns the top tokens of every node, as steps with draft tokens do. The time is that of `backend.step`, which
+   returns when the targets are on the host; the commit is not included. Only the root is committed, so the prefix
+   grows by one token per step.
 3. A round times every size of `TIMED_SIZES` once, the smallest first. It ends early at a size that took more than
-   `DEAREST` times as long as the smallest, that no longer fits the context, or that is above the backend's
+   `MAX_SLOWDOWN` times as long as the smallest, that no longer fits the context, or that is above the backend's
    `exact_nodes`: the default config takes no larger steps.
 4. A size is timed only after it has run once: its first step may compile, search for or capture something, which takes
    a thousand times as long as a step. Such one-off work does not count as time spent. A time in which the backend's
    `captures` grew is thrown away. There are up to four rounds. No round begins after `MAX_SECONDS` of steps, and within
    the first no size. The time of a size is that of its fastest step.
-5. If most sizes were clearly slower in their second-fastest round, or there was none, the curve is not stable: the
-   machine may have been busy. Such a curve is used, but the next load measures again, and keeps the faster time of
-   each size.
+5. If most sizes were clearly slower in their second-fastest round, or had only one, the curve is not stable: the
+   machine may have been busy. Such a curve is used, but the next load measures again, and the faster time of each
+   size counts.
 
 `measure_passes` times passes of several sequences, for a backend whose passes are flat lists of tokens: there the time
 of a pass depends on its number of rows alone.
 
-A `quick` measurement is for a call that somebody waits for: fewer sizes and one round, which ends after `QUICK_SECONDS`
-of steps. Its curve is never stable, so it is kept only until the next load.
+A `quick` measurement is for a call that must return soon: fewer sizes and one round, which ends after `QUICK_SECONDS`
+of steps. Its curve is never stable, so the next load measures again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
 
 TIMED_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""The step sizes K that are timed; `CostCurve.table` draws straight lines between them."""
+"""The step sizes K that are timed; `CostCurve.table` interpolates between them."""
 WIDE_SIZES = (*TIMED_SIZES, 192, 256, 384, 512)
 """For tuning and benchmarks, which may try larger steps than the default."""
 PREFIX = 96
@@ -51,19 +51,19 @@ QUICK_SIZES, QUICK_SECONDS = (1, 2, 4, 8, 16, 32, 64, 128), 1.0
 """What a quick measurement times, and the seconds after which it times no further size."""
 PASS_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 """The tokens of a pass that `measure_passes` times."""
-LARGEST_TREE, SHORTEST = 64, 128
-"""The most tokens that one sequence has in such a pass, and the shortest context that they are timed in."""
+MAX_TREE_TOKENS, MIN_CONTEXT = 64, 128
+"""The most tokens of one sequence in such a pass, and the shortest context in which they are timed."""
 STABLE = 1.15
 """Times are stable while the second-fastest round takes at most this many times as long as the fastest."""
-DEAREST = 5.0
+MAX_SLOWDOWN = 5.0
 """Once a step takes this many times as long as a step of one token, larger ones are not timed: they never pay."""
 
 
-NOT_A_STEP = float("inf")
+NO_TIME = float("inf")
 
 
-def bush(size: int) -> TokenTree:
-    """A tree of this many tokens, shaped like a draft: eight branches side by side, none deeper than guesses go.
+def timing_tree(size: int) -> TokenTree:
+    """A tree of `size` tokens, shaped like a draft: eight branches side by side, none deeper than draft tokens are.
 
     The shape matters little, except for half-precision steps of the graph backend, which run depth by depth.
     """
@@ -95,8 +95,8 @@ def measure(
 
     def step(size: int, chunk: Sequence[int] = ()) -> float:
         top = MAX_SUCCESSORS if size > 1 else 0
-        item = StepInput(slot, chunk, bush(size), SamplingParams(), (), top=top)
-        return timed(backend, run_prompt_chunks(backend, [item]))
+        step_input = StepInput(slot, chunk, timing_tree(size), SamplingParams(), (), top=top)
+        return time_step(backend, run_prompt_chunks(backend, [step_input]))
 
     taken_by = {size: list[float]() for size in sizes}
     warm, spent = set[int](), 0.0
@@ -113,11 +113,11 @@ def measure(
                 first = 0.0 if size in warm else step(size)
                 warm.add(size)
                 taken = step(size)
-                if taken == NOT_A_STEP:
+                if taken == NO_TIME:
                     continue
                 spent += taken + min(first, taken)
                 taken_by[size].append(taken)
-                dearest = DEAREST * min(taken_by[sizes[0]], default=taken)
+                dearest = MAX_SLOWDOWN * min(taken_by[sizes[0]], default=taken)
                 if min(taken_by[size]) > dearest:
                     taken_by[size].append(step(size))  # it may have been disturbed
                     if min(taken_by[size]) > dearest:
@@ -128,14 +128,14 @@ def measure(
     return CostCurve(tuple(found), tuple(found.values()), is_stable(taken_by.values()))
 
 
-def timed(backend: Backend, inputs: Sequence[StepInput]) -> float:
-    """Run a step, and commit its roots. Returns the seconds that it took, or NOT_A_STEP if something was compiled,
+def time_step(backend: Backend, inputs: Sequence[StepInput]) -> float:
+    """Run a step, and commit its roots. Returns the seconds that it took, or NO_TIME if something was compiled,
     searched for or captured meanwhile."""
     before, begin = backend.captures, perf_counter()
     backend.step(inputs)
     taken = perf_counter() - begin
     backend.commit([(item.slot, ()) for item in inputs])
-    return taken if backend.captures == before else NOT_A_STEP
+    return taken if backend.captures == before else NO_TIME
 
 
 def is_stable(rounds: Iterable[Sequence[float]]) -> bool:
@@ -146,42 +146,44 @@ def is_stable(rounds: Iterable[Sequence[float]]) -> bool:
     return bool(timed) and 2 * len(stable) >= len(timed)
 
 
-def worth_timing(backend: Backend) -> list[int]:
+def sizes_to_time(backend: Backend) -> list[int]:
     """The sizes of TIMED_SIZES that the default config may use on this backend."""
     return [size for size in TIMED_SIZES if size <= (backend.capabilities.exact_nodes or size)]
 
 
 def measure_passes(backend: Backend, sizes: Sequence[int] = PASS_SIZES, rounds: int = 2) -> CostCurve:
-    """Time passes of each size, twice after a warm-up: trees of up to LARGEST_TREE tokens (fewer in a short context) of
-    as many sequences as it takes, each with `PREFIX` tokens before its root. Sizes are left out that are above
-    `backend.most_rows`, or for whose sequences there is no memory."""
+    """Time passes of each size, twice after a warm-up, with trees of up to MAX_TREE_TOKENS tokens (fewer in a short
+    context) of as many sequences as needed, each with `PREFIX` tokens before its root. Sizes above `backend.most_rows`,
+    and those for whose sequences there is no memory, are left out."""
     most, context = backend.most_rows, backend.max_length or 4 * PREFIX
-    largest, prefix = min(LARGEST_TREE, context // 4), min(PREFIX, most - 1, context // 4)
+    largest, prefix = min(MAX_TREE_TOKENS, context // 4), min(PREFIX, most - 1, context // 4)
     slots = [backend.open() for _ in range(-(-min(most, max(sizes)) // largest))]
     full = prefix + (rounds + 1) * len(sizes) + largest  # the root of every pass stays
-    roomy = [slot for slot in slots if backend.reserve(slot, full)]
-    sizes = [size for size in sizes if size <= min(most, len(roomy) * largest)] or [1]
+    reserved = [slot for slot in slots if backend.reserve(slot, full)]
+    sizes = [size for size in sizes if size <= min(most, len(reserved) * largest)] or [1]
 
     def inputs(size: int) -> list[StepInput]:
         """The size in trees that are as equal as possible."""
         count = -(-size // largest)
-        trees = [bush(size // count + (place < size % count)) for place in range(count)]
+        trees = [timing_tree(size // count + (index < size % count)) for index in range(count)]
         top = MAX_SUCCESSORS if size > 1 else 0
-        return [StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(roomy, trees, strict=False)]
+        return [
+            StepInput(slot, (), tree, SamplingParams(), (), top) for slot, tree in zip(reserved, trees, strict=False)
+        ]
 
-    best = dict.fromkeys(sizes, NOT_A_STEP)
+    best = dict.fromkeys(sizes, NO_TIME)
     try:
-        for slot in roomy:
-            timed(backend, [StepInput(slot, [1] * prefix, bush(1), SamplingParams(), ())])
+        for slot in reserved:
+            time_step(backend, [StepInput(slot, [1] * prefix, timing_tree(1), SamplingParams(), ())])
         for number in range(rounds + 1):
             for size in sizes:
-                taken = timed(backend, inputs(size))
+                taken = time_step(backend, inputs(size))
                 if number:  # the first round is the warm-up
                     best[size] = min(best[size], taken)
     finally:
         for slot in slots:
             backend.close(slot)
-    found = {size: taken for size, taken in best.items() if taken != NOT_A_STEP}
+    found = {size: taken for size, taken in best.items() if taken != NO_TIME}
     if not found:
         return CostCurve((1,), (1.0,), stable=False)
     return CostCurve(tuple(found), tuple(found.values()))

@@ -13,13 +13,13 @@ class UnsupportedModelError(ValueError):
     """A model that cannot be decoded exactly; the message names its type and the reason."""
 
 
-WIDEST = 512
+MAX_STEP_TOKENS = 512
 """The most tokens of a step, for models whose result depends on a token's index in the pass."""
 
 
-def scaled_from(config: Any) -> int:
+def attention_scale_start(config: Any) -> int:
     """The position at which a model with `attn_temperature_tuning` starts to scale attention, less the widest tree."""
-    return int(getattr(config, "floor_scale", 0)) - 1 - WIDEST
+    return int(getattr(config, "floor_scale", 0)) - 1 - MAX_STEP_TOKENS
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PositionLimit:
     hard: bool = False
 
 
-def named_positions(config: Any) -> int | None:
+def config_positions(config: Any) -> int | None:
     """The number of positions in the config. XLNet has -1 for no limit."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     return limit if limit is None or limit > 0 else None
@@ -44,24 +44,26 @@ def named_positions(config: Any) -> int | None:
 def position_limit(config: Any) -> PositionLimit:
     """The limit of this config. A table of positions has an end; rotary positions have none, with two exceptions.
 
-    Longrope and dynamic rotary factors depend on the furthest position of a pass, so one far guess would change all of
-    its tokens. Within the original context the factors are constant, so that is the limit of such models.
+    Longrope and dynamic rotary factors depend on the furthest position of a pass, so one far draft token would change
+    all of its tokens. Within the original context the factors are constant, so that is the limit of such models.
     """
-    limit = named_positions(config)
+    limit = config_positions(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if getattr(config, "attn_temperature_tuning", False):
-        return PositionLimit(scaled_from(config), "from there on attention is scaled by index in the cache", hard=True)
+        return PositionLimit(
+            attention_scale_start(config), "from there on attention is scaled by index in the cache", hard=True
+        )
     window = getattr(config, "sliding_window", None)
-    if window and doubtful_window(config):
+    if window and has_ambiguous_window(config):
         limit = min(window, limit or window)
-    for one in [rope, *(one for one in rope.values() if isinstance(one, dict))]:
-        kind = one.get("rope_type")
+    for parameters in [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]:
+        kind = parameters.get("rope_type")
         if kind in ("longrope", "dynamic"):
-            original = one.get("original_max_position_embeddings")
+            original = parameters.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
             known = [x for x in (limit, original) if x is not None]
             return PositionLimit(min(known) if known else None, f"{kind} {ROTARY_FACTORS}", hard=True)
-    if window and doubtful_window(config):
+    if window and has_ambiguous_window(config):
         return PositionLimit(window, "beyond them its config does not define the mask", hard=True)
     return PositionLimit(None) if rope else PositionLimit(limit, "a table of positions")
 
@@ -77,7 +79,7 @@ def rope_limit(config: Any) -> int | None:
 
 def context_length(config: Any) -> int | None:
     """The context length: the config's positions, within those that can be decoded exactly; None if unknown."""
-    limit = named_positions(config)
+    limit = config_positions(config)
     exact = position_limit(config).positions
     return limit if exact is None else exact
 
@@ -90,7 +92,7 @@ def sliding_windows(config: Any) -> dict[str, int | None]:
         return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
     # Mistral's class does not read `use_sliding_window`, which configs of other classes have.
     uses = getattr(config, "use_sliding_window", True) or getattr(config, "model_type", "") == "mistral"
-    return {"": window if uses and not doubtful_window(config) else None}
+    return {"": window if uses and not has_ambiguous_window(config) else None}
 
 
 def chunks(config: Any) -> dict[str, int]:
@@ -100,7 +102,7 @@ def chunks(config: Any) -> dict[str, int]:
     return {"chunked_attention": chunk} if chunk and "chunked_attention" in kinds else {}
 
 
-def doubtful_window(config: Any) -> bool:
+def has_ambiguous_window(config: Any) -> bool:
     """Whether the config has a sliding window, but does not say whether the model uses it.
 
     That is so if the config also lists layer types without a sliding one: some models then use the window, some do

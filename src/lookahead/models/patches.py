@@ -89,12 +89,12 @@ def _own_patch(module: torch.nn.Module) -> str | None:
 
 
 def _has_other_forward(module: torch.nn.Module) -> bool:
-    """Whether `module.forward` is another one than its class defines."""
+    """Whether `module.forward` differs from that of its class."""
     forward = module.__dict__.get("forward")
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         hooks = [hook, *getattr(hook, "hooks", ())]
-        if not all(type(one).__module__.startswith("accelerate.") for one in hooks):
+        if not all(type(hook).__module__.startswith("accelerate.") for hook in hooks):
             return True
         if getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks":
             forward = module.__dict__.get("_old_forward")

@@ -20,7 +20,7 @@ from lookahead.engine.request import Request
 from lookahead.engine.settings import RequestSettings
 from lookahead.generate import LookaheadModel
 from lookahead.loading.fitting import fitted
-from lookahead.loading.load import INT8, asked_for, open_model
+from lookahead.loading.load import INT8, greedy_settings, open_model
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.group import START, TIMEOUT, Group, join
 from lookahead.parallel.handshake import compare, facts_of
@@ -46,7 +46,7 @@ class ParallelModel(LookaheadModel):
         int8: bool = False,
     ) -> None:
         with group.guarded():
-            if processors := [name for name in asked_for(model) if name != "repetition_penalty"]:
+            if processors := [name for name in greedy_settings(model) if name != "repetition_penalty"]:
                 raise ValueError(
                     f"the model's generation config has {processors[0]}, which needs logits, and ranks "
                     "exchange only tokens; run it on one rank"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lookahead.config import LookaheadConfig, SamplingParams, StopRules, new_seed
 from lookahead.engine.text import StopStrings
 from lookahead.generate import LookaheadModel
-from lookahead.loading.load import asked_for
+from lookahead.loading.load import greedy_settings
 from lookahead.serve.errors import bad_request
 from lookahead.serve.protocol import MOST_BUDGET, Generation, LookaheadOptions
 
@@ -48,7 +48,7 @@ def sampling_of(body: Generation, model: LookaheadModel, logprobs: int | None) -
     temperature = 1.0 if body.temperature is None else body.temperature
     repetition = body.repetition_penalty
     if repetition is None:
-        repetition = asked_for(model.model).get("repetition_penalty", 1.0)
+        repetition = greedy_settings(model.model).get("repetition_penalty", 1.0)
     return [
         SamplingParams(
             temperature=temperature,

@@ -14,7 +14,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from lookahead.loading.decoder import mend_decoder
+from lookahead.loading.decoder import fix_decoder
 
 SPREAD, EACH = 256, 64
 """About how many tokens are compared: across the vocabulary, and of each kind in `KINDS`."""
@@ -36,7 +36,7 @@ def read_vocabulary(tokenizer: Any, size: int, stop_ids: Collection[int]) -> LLT
     inner = copy(inner)  # the caller's own keeps its decoder, padding and truncation
     inner.no_padding()
     inner.no_truncation()
-    mend_decoder(inner)
+    fix_decoder(inner)
     read = LLTokenizer(inner.to_str(), n_vocab=size, eos_token=sorted(stop_ids), slices=LLTokenizer.json_slices())
     check_bytes(tokenizer, read, size)
     return read

@@ -17,7 +17,7 @@ from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.backends.prompts import run_prompt_chunks
 from lookahead.config import SamplingParams
-from lookahead.loading.timing import bush
+from lookahead.loading.timing import timing_tree
 
 REPEATS = 30
 ROOM = 4 * REPEATS
@@ -69,7 +69,7 @@ def wall_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 def tree_of(count: int, vocabulary: int = 1000) -> TokenTree:
     """A tree about as deep and as wide as the default makes them, of random tokens."""
-    rng, tree = random.Random(count), bush(count)
+    rng, tree = random.Random(count), timing_tree(count)
     return TokenTree([rng.randrange(vocabulary) for _ in range(count)], tree.parents, tree.depths, tree.needed)
 
 
