@@ -30,7 +30,7 @@ from lookahead.parallel import ParallelBackend
 
 def test_every_backend_states_its_capabilities() -> None:
     model = tiny("Llama")
-    assert EagerBackend(model).capabilities == Capabilities("eager", pads=True)
+    assert EagerBackend(model).capabilities == Capabilities("eager", pads=True, prompt_chunk=1024)
     assert GraphBackend(model, most_rows=32).capabilities == Capabilities(
         "graph", row_sizes=(1, 2, 4, 8, 16, 32), draws_noise=True
     )

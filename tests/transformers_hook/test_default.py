@@ -42,7 +42,8 @@ def test_the_curve_and_the_budget_outlive_a_call(make_model: Any, prompt: dict[s
     assert budgets[0] is budgets[1]
     assert budgets[0].guarded
     assert budgets[0].cost is not None
-    assert budgets[0].cost.constant != 0.0, "the passes of the calls have corrected the curve"
+    corrected = budgets[0].cost.constant, budgets[0].cost.slope
+    assert corrected != (0.0, 1.0), "the passes of the calls have corrected the curve"
 
 
 def test_a_config_that_is_given_is_not_weighed(make_model: Any, prompt: dict[str, Any], measured: list[bool]) -> None:

@@ -2,7 +2,7 @@
 
 import { hideTip, showTip } from "./blocks.js";
 import { byId, svg } from "./dom.js";
-import { fixed, seconds, tell, tint } from "./steps.js";
+import { fixed, seconds, describeStep, tint } from "./steps.js";
 
 const MOST = 60;
 const LEAST_SCALE = 6; // tokens that fill the strip's height; more, if a step gave more
@@ -28,7 +28,7 @@ export function drawStrip(container, steps) {
       height,
       rx: 1.5,
     });
-    bar.addEventListener("pointerenter", () => showTip(tell(step), bar.getBoundingClientRect()));
+    bar.addEventListener("pointerenter", () => showTip(describeStep(step), bar.getBoundingClientRect()));
     bar.addEventListener("pointerleave", hideTip);
     picture.append(bar);
   });
