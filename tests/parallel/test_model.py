@@ -182,7 +182,7 @@ def test_one_process_needs_no_launcher(
     options = {"max_tokens": 12, "repetition_penalty": 1.3, "logit_bias": {5: 2.0, 9: -float("inf")}, "min_tokens": 4}
     expected = lookahead.load(parts, config=LookaheadConfig(**CONFIG)).generate("the fox", **options)
     assert model.generate("the fox", **options).token_ids == expected.token_ids
-    with pytest.raises(ValueError, match=r"^logprobs=1: ranks exchange tokens, not log-probabilities; request them on one rank"):
+    with pytest.raises(ValueError, match=r"^logprobs=1: ranks exchange tokens, not log-probabilities; request them on"):
         model.generate("the fox", logprobs=1)
 
 
