@@ -226,7 +226,7 @@ def test_one_sequence_is_weighed_by_what_a_pass_costs_now(slope: float) -> None:
     (sequence,), (other,) = warm(gentle), warm(gentle)
     cost = PassCost(gentle.step_cost or ())
     cost.slope, cost.constant = slope, 1.0 - slope
-    other.weighed = tuple(cost.after(0).tolist())
+    other.weighed = tuple(cost.times_after(0).tolist())
     assert choose_trees([sequence], None, cost) == [other.propose()]
     assert (len(other.propose()) < len(sequence.propose())) == (slope > 1)
 
@@ -243,7 +243,7 @@ def test_a_guarded_budget_stops_drafting_where_it_does_not_pay() -> None:
         trees = budget.choose_trees(sequences)
         drafts = any(len(tree) > 1 for tree in trees)
         drafted += drafts
-        budget.note_step(3, drafts, 1.0, 2.0 if drafts else 1.0)
+        budget.record_step(3, drafts, 1.0, 2.0 if drafts else 1.0)
     assert 16 <= drafted < 40
     assert len(budget.choose_trees(sequences[:1])[0]) > 1, "other batch sizes are judged by their own steps"
     assert any(len(tree) > 1 for tree in DraftBudget().choose_trees(sequences))

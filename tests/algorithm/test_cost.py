@@ -61,18 +61,18 @@ TABLE = [0.004 + 1e-5 * rows for rows in range(512)]
 def noted(pairs: list[tuple[int, float]]) -> PassCost:
     times = PassCost(TABLE)
     for rows, seconds in pairs:
-        times.note(rows, seconds)
+        times.record_pass(rows, seconds)
     return times
 
 
 def test_without_passes_the_table_holds() -> None:
-    assert np.array_equal(PassCost(TABLE).after(0), TABLE)
+    assert np.array_equal(PassCost(TABLE).times_after(0), TABLE)
 
 
 def test_passes_as_in_the_table_leave_it() -> None:
     rng = random.Random(0)
     times = noted([(rows, TABLE[rows - 1]) for rows in rng.choices(range(1, 513), k=300)])
-    assert times.after(0) == pytest.approx(np.array(TABLE))
+    assert times.times_after(0) == pytest.approx(np.array(TABLE))
 
 
 @pytest.mark.parametrize(("constant", "slope"), [(0.002, 1.0), (0.001, 1.8), (0.003, 0.7)])
@@ -81,21 +81,21 @@ def test_the_line_is_found(constant: float, slope: float) -> None:
     chosen = rng.choices(range(1, 400), k=400)
     times = noted([(rows, (constant + slope * TABLE[rows - 1]) * rng.uniform(0.97, 1.03)) for rows in chosen])
     for rows in (1, 64, 200, 400):
-        assert times.after(0)[rows - 1] == pytest.approx(constant + slope * TABLE[rows - 1], rel=0.03)
+        assert times.times_after(0)[rows - 1] == pytest.approx(constant + slope * TABLE[rows - 1], rel=0.03)
 
 
 def test_passes_of_one_size_move_the_whole_table() -> None:
     """Nothing tells the slope then, so the table's own is kept."""
     times = noted([(64, TABLE[63] + 0.002)] * 100)
     assert times.slope == pytest.approx(1.0, abs=0.01)
-    assert times.after(0)[63] == pytest.approx(TABLE[63] + 0.002, rel=0.01)
+    assert times.times_after(0)[63] == pytest.approx(TABLE[63] + 0.002, rel=0.01)
 
 
 def test_a_capture_is_no_reason_to_stop_guessing() -> None:
     rng = random.Random(2)
     usual = [(rows, TABLE[rows - 1]) for rows in rng.choices(range(1, 300), k=200)]
     usual_only, disturbed = noted(usual), noted([*usual, (128, 5.0)])
-    assert disturbed.after(0).max() <= SURPRISE * usual_only.after(0).max()
+    assert disturbed.times_after(0).max() <= SURPRISE * usual_only.times_after(0).max()
     assert disturbed.slope <= MOST_SLOPE
 
 
@@ -109,40 +109,40 @@ def test_no_pass_takes_less_than_nothing(rises: list[float], passes: list[tuple[
     table = [1.0 + sum(rises[: k + 1]) for k in range(len(rises))]
     cost = PassCost(table)
     for rows, seconds in passes:
-        cost.note(rows, seconds)
-    assert cost.after(0).min() > 0
-    assert (np.diff(cost.after(0)) >= 0).all()
+        cost.record_pass(rows, seconds)
+    assert cost.times_after(0).min() > 0
+    assert (np.diff(cost.times_after(0)) >= 0).all()
 
 
 def test_a_steep_table_recovers_from_one_fast_long_pass() -> None:
     table = [50.0 + 10.0 * rows for rows in range(100)]
     cost = PassCost(table)
-    cost.note(100, 400.0)
+    cost.record_pass(100, 400.0)
     for _ in range(100):
-        cost.note(1, 50.0)
+        cost.record_pass(1, 50.0)
     assert cost.seconds(1) == pytest.approx(50.0, rel=0.05)
 
 
 def test_prompts_beside_take_the_table_s_first_rows() -> None:
     times = PassCost(TABLE)
-    assert np.array_equal(times.after(100), TABLE[100:])
-    assert len(times.after(5000)) == 1
+    assert np.array_equal(times.times_after(100), TABLE[100:])
+    assert len(times.times_after(5000)) == 1
 
 
 def test_a_pass_beyond_the_table_says_nothing() -> None:
-    assert np.array_equal(noted([(513, 9.0)]).after(0), TABLE)
+    assert np.array_equal(noted([(513, 9.0)]).times_after(0), TABLE)
 
 
 def test_the_time_of_a_pass_is_the_table_s_as_corrected() -> None:
     cost = noted([(64, TABLE[63] + 0.002)] * 100)
     assert cost.seconds(64) == pytest.approx(TABLE[63] + 0.002, rel=0.01)
     assert cost.seconds(900) == cost.seconds(512)
-    assert [cost.seconds(rows) for rows in (1, 2, 400)] == pytest.approx(cost.after(0)[[0, 1, 399]])
+    assert [cost.seconds(rows) for rows in (1, 2, 400)] == pytest.approx(cost.times_after(0)[[0, 1, 399]])
 
 
 def test_the_first_times_are_those_of_one_sequence() -> None:
     cost = noted([(64, TABLE[63] + 0.002)] * 100)
-    first = cost.first(128)
+    first = cost.times_up_to(128)
     assert first is not None
-    assert list(first) == cost.after(0)[:128].tolist()
-    assert cost.first(513) is None
+    assert list(first) == cost.times_after(0)[:128].tolist()
+    assert cost.times_up_to(513) is None

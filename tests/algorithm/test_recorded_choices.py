@@ -61,6 +61,6 @@ def test_the_same_trees_are_chosen(case: str, drafter: Drafter) -> None:
             output = model.output(tree, begin + len(sequence.tokens) - 1, sequence.wants_top)
             sequence.count_step(tree, sequence.accept_step(tree, output))
             sequence.learn_while_running()
-        cost.note(rows[-1], table[rows[-1] - 1])
+        cost.record_pass(rows[-1], table[rows[-1] - 1])
     assert rows == RECORDED[case]["rows"]
     assert digest == RECORDED[case]["crc32"]

@@ -60,7 +60,7 @@ def choose_trees(
         if len(config.step_cost) > len(table):
             table = config.step_cost
     # 3. The step takes the best draft tokens of all sequences.
-    times = table if cost is None or not len(table) else cost.after(beside)
+    times = table if cost is None or not len(table) else cost.times_after(beside)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
     limits = StepLimits(times if len(times) else None, None, None if limit is None else limit - rows, floor)
     trees, refused = sequences[0].drafter.draft_trees(drafts, limits)
@@ -91,7 +91,7 @@ class DraftBudget:
             return [sequence.bare_root() for sequence in sequences]
         return choose_trees(sequences, limit, self.cost, beside, pads=pads)
 
-    def note_step(self, sequences: int, drafted: bool, tokens: float, seconds: float) -> None:
+    def record_step(self, sequences: int, drafted: bool, tokens: float, seconds: float) -> None:
         """Record a step without prompts that gave each sequence this many tokens, for a guarded budget."""
         self._guard(sequences).record(drafted, tokens, seconds)
 

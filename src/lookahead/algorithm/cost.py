@@ -105,7 +105,7 @@ class PassCost:
         # Means over the last passes: the table's times, the passes' times, and the products of these.
         self._x = self._y = self._xx = self._xy = self._weight = 0.0
 
-    def note(self, rows: int, seconds: float) -> None:
+    def record_pass(self, rows: int, seconds: float) -> None:
         """Record the time of a pass, host work included. Passes beyond the table are ignored."""
         if rows > len(self.table):
             return
@@ -128,12 +128,12 @@ class PassCost:
         """The time of a pass of this many rows. Beyond the table it is that of the table's last entry."""
         return self.constant + self.slope * float(self.table[min(rows, len(self.table)) - 1])
 
-    def after(self, rows: int) -> npt.NDArray[np.float64]:
+    def times_after(self, rows: int) -> npt.NDArray[np.float64]:
         """The times of passes of `rows` + 1 and more rows, for a pass that already has `rows`. There is always at least
         one."""
         return self.constant + self.slope * self.table[min(rows, len(self.table) - 1) :]
 
-    def first(self, rows: int) -> array[float] | None:
+    def times_up_to(self, rows: int) -> array[float] | None:
         """The times of passes of 1 to `rows` rows, or None if the table is shorter."""
         if rows > len(self.table):
             return None

@@ -146,7 +146,7 @@ class DecodingSequence:
         most = self.config.budget
         weighed: Sequence[float] | None = self.weighed
         if weighed is not None and cost is not None:
-            weighed = cost.first(most) or weighed
+            weighed = cost.times_up_to(most) or weighed
         layout = self.layout(most)
         if limit is not None and layout.size > limit:
             layout = self.root_alone

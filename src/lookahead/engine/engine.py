@@ -168,10 +168,10 @@ class Engine:
         if self.backend.captures != step.captures:
             return finished  # the time of a capture says nothing about the next step
         if self.budget.cost is not None and len(step.batches) == 1:
-            self.budget.cost.note(step.batches[0].rows_run(pads=self.backend.capabilities.pads), seconds)
+            self.budget.cost.record_pass(step.batches[0].rows_run(pads=self.backend.capabilities.pads), seconds)
         if self.budget.guarded and finished and not step.has_chunks:
             drafted = any(result.input.tree.size > 1 for result in results)
-            self.budget.note_step(len(results), drafted, finished.mean_tokens, seconds)
+            self.budget.record_step(len(results), drafted, finished.mean_tokens, seconds)
         return finished
 
     def _propose(self, batch: ScheduledBatch) -> None:

@@ -71,7 +71,7 @@ class CandidatesInC:
         self.cached, self.cached_step = cached, address_of(self._step_memory[0])
         return self.cached_step
 
-    def first(self, n: int) -> DraftTokens:
+    def first_tokens(self, n: int) -> DraftTokens:
         """A copy of the first n draft tokens."""
         numbers, second, third, fourth = self.numbers, self.capacity, 2 * self.capacity, 3 * self.capacity
         return DraftTokens(

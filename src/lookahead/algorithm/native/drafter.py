@@ -65,7 +65,7 @@ class NativeDrafter:
             return NO_DRAFT_TOKENS
         in_c, times = candidates_in_c(candidates, limits.max_tokens), self._times(limits.cost)
         step = in_c.step(limits, times, branch=limits.branch, floor=limits.floor, candidates=candidates)
-        return in_c.first(check_result(self._c.draft_search(step, chains_of(candidates))))
+        return in_c.first_tokens(check_result(self._c.draft_search(step, chains_of(candidates))))
 
     def draft_trees(
         self, drafts: Sequence[Draft], limits: StepLimits = NO_LIMITS
