@@ -1,4 +1,4 @@
-"""Slots that are indices into the batch dimension of one K/V buffer: what the eager and the CPU backend share."""
+"""Slots as indices into the batch dimension of one K/V buffer, shared by the eager and the CPU backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Buffer(Protocol):
     """K/V of all sequences, one at each index of its batch dimension."""
 
     def reserve(self, sequences: int, size: int, /) -> None:
-        """Make room for this number of sequences of this size. The content is kept."""
+        """Make room for this number of sequences of this size. The content is preserved."""
         ...
 
     def copy_sequence(self, source: int, target: int, length: int) -> None:
@@ -28,7 +28,7 @@ BufferT = TypeVar("BufferT", bound=Buffer)
 class BatchedSlots(Generic[BufferT]):
     """The slots of a backend whose buffer grows when a step needs it. They share nothing, and nothing is captured.
 
-    `_index` and `_length` are a slot's index into the batch dimension, and how many of its tokens are cached.
+    `_index` and `_length` are a slot's index into the batch dimension, and its number of cached tokens.
     """
 
     def __init__(self, buffer: BufferT) -> None:
@@ -47,7 +47,7 @@ class BatchedSlots(Generic[BufferT]):
 
     @torch.inference_mode()
     def close(self, slot: int) -> None:
-        """Move the last sequence to the freed index, so that the indices in use stay side by side."""
+        """Move the last sequence to the freed index, so that the indices in use stay contiguous."""
         index = self._index.pop(slot)
         del self._length[slot]
         self._forget(slot)
@@ -58,7 +58,7 @@ class BatchedSlots(Generic[BufferT]):
                 self._index[other] = index
 
     def _forget(self, slot: int) -> None:
-        """Drop what else the backend knows of a slot."""
+        """Drop the backend's other state of a slot."""
         raise NotImplementedError
 
     def length(self, slot: int) -> int:

@@ -1,5 +1,5 @@
-"""Prompts that are longer than a pass, for callers that run steps on a backend themselves. The engine's scheduler cuts
-prompts itself, into chunks that run beside other sequences' steps."""
+"""Prompts longer than a pass, for callers that run steps on a backend themselves. The engine's scheduler chunks prompts
+itself, and runs the chunks beside other sequences' steps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lookahead.config import SamplingParams
 
 
 def run_prompt_chunks(backend: Backend, inputs: Sequence[StepInput]) -> list[StepInput]:
-    """Cache the prompt chunks that do not fit into one pass with all the rest, each in a pass of its own. Returns the
-    inputs of the pass that remains."""
-    items, most = list(inputs), prompt_chunk(backend)
-    rows = sum(len(item.chunk) + item.tree.size for item in items)
+    """Cache the prompt chunks that do not fit into one pass with the rest, each in a separate pass. Returns the inputs
+    of the remaining pass."""
+    remaining, most = list(inputs), prompt_chunk(backend)
+    rows = sum(len(sequence.chunk) + sequence.tree.size for sequence in remaining)
     while True:
-        longest = max(range(len(items)), key=lambda index: len(items[index].chunk))
-        slot, tokens = items[longest].slot, items[longest].chunk
+        longest = max(range(len(remaining)), key=lambda index: len(remaining[index].chunk))
+        slot, tokens = remaining[longest].slot, remaining[longest].chunk
         if not tokens or (rows <= backend.most_rows and len(tokens) <= most):
-            return items
+            return remaining
         backend.step([StepInput(slot, tokens[:most], NO_TREE, SamplingParams(), ())])
-        items[longest] = replace(items[longest], chunk=tokens[most:])
+        remaining[longest] = replace(remaining[longest], chunk=tokens[most:])
         rows -= min(most, len(tokens))
 
 
 def prompt_chunk(backend: Backend) -> int:
-    """The most prompt tokens that a pass may have of one sequence."""
+    """Maximum prompt tokens of one sequence in a pass."""
     return min(backend.capabilities.prompt_chunk or backend.most_rows, backend.most_rows)

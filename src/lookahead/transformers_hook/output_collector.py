@@ -68,7 +68,9 @@ class OutputCollector:
         """One token's hidden states, [1, 1, D] per layer."""
         seen = self.backend.outputs[event.request.slot]
         token = seen.chunk + [0, *event.path][position]
-        return tuple(layer[seen.entry : seen.entry + 1, token : token + 1] for layer in seen.output.hidden_states)
+        return tuple(
+            layer[seen.batch_index : seen.batch_index + 1, token : token + 1] for layer in seen.output.hidden_states
+        )
 
     def _attentions(self, event: Event, batch_index: int, position: int) -> PerLayer:
         """One token's weights, [1, H, 1, positions] per layer, with zeros where the prompt has padding."""
@@ -80,7 +82,7 @@ class OutputCollector:
         layers = []
         for layer in seen.output.attentions:
             weights = layer.new_zeros(1, layer.shape[1], 1, len(attended))
-            row = layer[seen.entry, :, seen.chunk + nodes[-1], columns]
+            row = layer[seen.batch_index, :, seen.chunk + nodes[-1], columns]
             weights[..., attended.to(layer.device)] = row[None, :, None]
             layers.append(weights)
         return tuple(layers)

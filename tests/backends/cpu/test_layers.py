@@ -24,8 +24,8 @@ from lookahead.backends.cpu import lower
 from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.groups import layer_groups
-from lookahead.backends.cpu.invariance import cut, invariant_nodes
-from lookahead.backends.cpu.rows import Part, layout
+from lookahead.backends.cpu.invariance import invariant_nodes, reduced_model
+from lookahead.backends.cpu.rows import BatchSequence, layout
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.read import read
 from lookahead.models.reference import forward_tree
@@ -182,7 +182,7 @@ def test_a_row_has_the_same_bits_in_every_step(length: int, int8: bool) -> None:
 def test_no_group_multiplies_a_single_row() -> None:
     """Such a product may have a kernel of its own, also if the other groups have more query heads to a K/V head."""
     groups = layer_groups(uneven_decoder())
-    inputs, _ = layout([Part.of(greedy(0, (), root(3)), 0, 5, 0)], 1, groups)
+    inputs, _ = layout([BatchSequence.of(greedy(0, (), root(3)), 0, 5, 0)], 1, groups)
     rows = [inputs[group.input("query")].shape[-1] for group in groups]
     assert rows == [inputs[group.input("mask")].shape[-2] for group in groups]
     assert (rows, [group.sharing for group in groups]) == ([4, 2, 6, 4, 4], [2, 1, 3, 2, 2])
@@ -192,9 +192,12 @@ def test_the_check_runs_a_layer_of_each_kind() -> None:
     """The fourth layer differs from the first in its positions and window alone, the last one in its biases."""
     decoder = uneven_decoder(head_bias=True)
     again = replace(decoder, blocks=[*decoder.blocks, *decoder.blocks])
-    small = cut(again)
+    small = reduced_model(again)
     assert small.blocks == decoder.blocks
-    assert (small.vocabulary, cut(replace(decoder, blocks=[decoder.blocks[0]] * 3)).blocks) == (61, decoder.blocks[:1])
+    assert (small.vocabulary, reduced_model(replace(decoder, blocks=[decoder.blocks[0]] * 3)).blocks) == (
+        61,
+        decoder.blocks[:1],
+    )
     assert torch.equal(small.head.bias(), decoder.head.bias())
     assert invariant_nodes(CpuBackend(carrier(), probed=False, description=small), (1, HOME - 2)) == SPARE + 1
 

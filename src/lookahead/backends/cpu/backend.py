@@ -1,7 +1,7 @@
-"""The CPU backend: a model in fp32 or int8. A step is a run of an ONNX model that its description is lowered to.
+"""The CPU backend: models in fp32 or int8, lowered to ONNX. A step is a run of the ONNX model.
 
-A row's numbers do not depend on the other rows of its step. So lookahead's text is the text of single steps bit for
-bit, ties included. `invariance` checks that on the machine at hand.
+A row's numbers do not depend on the other rows of its step. So lookahead's text equals that of single-token steps bit
+for bit, ties included. `invariance` verifies that on this machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lookahead.backends.cpu.groups import layer_groups, ropes_of
 from lookahead.backends.cpu.head import Computed
 from lookahead.backends.cpu.heads import Heads
 from lookahead.backends.cpu.int8 import Int8Products
-from lookahead.backends.cpu.invariance import cut, invariant_nodes
+from lookahead.backends.cpu.invariance import invariant_nodes, reduced_model
 from lookahead.backends.cpu.kv import KVBuffer
 from lookahead.backends.cpu.lower import check_lowers
 from lookahead.backends.cpu.onnx_model import Array, Products
 from lookahead.backends.cpu.rotary import RotaryTables
-from lookahead.backends.cpu.rows import Part, layout
+from lookahead.backends.cpu.rows import BatchSequence, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
@@ -37,22 +37,22 @@ from lookahead.models.read import read
 from lookahead.models.spec import Decoder
 
 MOST_ROWS = 256
-"""The most tokens of a pass. More would make other sequences wait longer, and gain nothing: matrix products of this
-many rows are limited by arithmetic."""
+"""Maximum tokens of a pass. More would make other sequences wait longer and gain nothing: matrix products of this many
+rows are compute-bound."""
 
 
 class CpuBackend(BatchedSlots[KVBuffer]):
     """A `Backend` for the models whose description `check_lowers` accepts.
 
     A pass of several inputs is one run for all trees, and one for each input with a prompt chunk: attention pads every
-    input of a run to the longest. The weights are read when the backend is made; later changes to the model are not
-    seen. The size up to which the rows of a tree are those of single-token steps, bit for bit, is found by a check.
+    input of a run to the longest. The weights are read when the backend is created; later changes to the model are not
+    seen. The largest tree whose rows equal single-token steps bit for bit is determined by a check.
     """
 
     def __init__(
         self, model: Any, *, int8: bool = False, probed: bool = True, description: Decoder | None = None
     ) -> None:
-        """`probed=False` leaves out all checks of numbers; `description` is run in place of the model's own."""
+        """`probed=False` skips all numerical checks; `description` replaces the model's own."""
         check_supported(model)
         self.description = read(model, "cpu") if description is None else description
         check_lowers(self.description)
@@ -74,10 +74,10 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         self._groups = list(dict.fromkeys(layers))
         self._rotary = RotaryTables(ropes_of(self.description))
         self._shift: dict[int, int] = {}  # slot -> position of its first token
-        self._last: dict[int, Part] = {}
+        self._last: dict[int, BatchSequence] = {}
         if probed:
             probe(self)
-            small = CpuBackend(model, int8=int8, probed=False, description=cut(self.description))
+            small = CpuBackend(model, int8=int8, probed=False, description=reduced_model(self.description))
             self.capabilities = replace(self.capabilities, exact_nodes=invariant_nodes(small))
 
     def _forget(self, slot: int) -> None:
@@ -89,13 +89,13 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
         outputs: dict[int, StepOutput] = {}
-        for item in inputs:
-            if item.chunk:
-                outputs |= self._run([item])
-        trees = [item for item in inputs if not item.chunk and item.tree.tokens]
+        for sequence in inputs:
+            if sequence.chunk:
+                outputs |= self._run([sequence])
+        trees = [sequence for sequence in inputs if not sequence.chunk and sequence.tree.tokens]
         if trees:
             outputs |= self._run(trees)
-        return [outputs.get(item.slot, StepOutput([])) for item in inputs]
+        return [outputs.get(sequence.slot, StepOutput([])) for sequence in inputs]
 
     def collect(self, running: list[StepOutput]) -> list[StepOutput]:
         return running
@@ -106,13 +106,14 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     @torch.inference_mode()
     def commit(self, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
         for slot, path in accepted:
-            part = self._last.pop(slot)
-            before = len(part.item.chunk) + 1
-            kept = np.concatenate([part.cells[:before], part.cells[[before - 1 + node for node in path]]])
-            self._buffer.move(self._index[slot], kept, home(np.arange(part.length, part.length + len(kept))))
-            self._length[slot] = part.length + len(kept)
+            last = self._last.pop(slot)
+            before = len(last.input.chunk) + 1
+            accepted_cells = np.concatenate([last.cells[:before], last.cells[[before - 1 + node for node in path]]])
+            length = last.length + len(accepted_cells)
+            self._buffer.move(self._index[slot], accepted_cells, home(np.arange(last.length, length)))
+            self._length[slot] = length
 
-    # K/V from outside, and for outside
+    # Importing and exporting K/V
 
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
@@ -128,58 +129,60 @@ class CpuBackend(BatchedSlots[KVBuffer]):
 
     # Runs
 
-    def _run(self, items: Sequence[StepInput]) -> dict[int, StepOutput]:
-        """Run these inputs at once. An input without a tree is cached, and has no output."""
-        parts = [
-            Part.of(item, self._index[item.slot], self._length[item.slot], self._shift.get(item.slot, 0))
-            for item in items
+    def _run(self, inputs: Sequence[StepInput]) -> dict[int, StepOutput]:
+        """Run these inputs in one batch. An input without a tree is cached, and has no output."""
+        batch = [
+            BatchSequence.of(one, self._index[one.slot], self._length[one.slot], self._shift.get(one.slot, 0))
+            for one in inputs
         ]
-        first = min(part.index for part in parts)
-        sequences = max(part.index for part in parts) - first + 1
-        blocks = max(part.blocks for part in parts)
+        first = min(sequence.index for sequence in batch)
+        sequences = max(sequence.index for sequence in batch) - first + 1
+        blocks = max(sequence.blocks for sequence in batch)
         self._buffer.reserve(len(self._index), blocks)
-        blocks = blocks if sequences == 1 else self._buffer.blocks  # several sequences are bound whole
-        inputs, positions = layout(parts, blocks, self._groups)
-        inputs |= self._rotary.inputs(positions, self._groups)
-        hidden = self._session.run(inputs, self._buffer, first, sequences, blocks)
-        trees = [item for item in items if item.tree.tokens]
-        top = min(max([1, *(item.top for item in trees)]), self.vocab_size)
+        blocks = blocks if sequences == 1 else self._buffer.blocks  # several sequences are bound with all blocks
+        arrays, positions = layout(batch, blocks, self._groups)
+        arrays |= self._rotary.inputs(positions, self._groups)
+        hidden = self._session.run(arrays, self._buffer, first, sequences, blocks)
+        trees = [one for one in inputs if one.tree.tokens]
+        top = min(max([1, *(one.top for one in trees)]), self.vocab_size)
         computed = self._heads.run(hidden, top, logits=any(map(_reads_logits, trees))) if trees else None
         outputs, start = {}, 0
-        for part in parts:
-            item = part.item
-            if computed is None or not item.tree.tokens:
-                self._length[item.slot] += len(item.chunk)
+        for sequence in batch:
+            one = sequence.input
+            if computed is None or not one.tree.tokens:
+                self._length[one.slot] += len(one.chunk)
                 continue
-            self._last[item.slot] = part
-            outputs[item.slot] = _output(item, computed, start)
-            start += len(item.tree.needed)
+            self._last[one.slot] = sequence
+            outputs[one.slot] = _output(one, computed, start)
+            start += len(one.tree.needed)
         return outputs
 
 
-def _reads_logits(item: StepInput) -> bool:
-    """Whether an input's output takes more than the argmax and the top tokens of its rows."""
-    return bool(item.logits or item.logprobs is not None or item.adjustment is not None or not item.sampling.greedy)
+def _reads_logits(sequence: StepInput) -> bool:
+    """Whether an input needs more than the argmax and the top tokens of its rows."""
+    if sequence.logprobs is not None or sequence.adjustment is not None:
+        return True
+    return sequence.logits or not sequence.sampling.greedy
 
 
-def _output(item: StepInput, computed: Computed, start: int) -> StepOutput:
-    """One input's part of what a head computed, from row `start` of its needed ones on."""
-    rows = slice(start, start + len(item.tree.needed))
+def _output(sequence: StepInput, computed: Computed, start: int) -> StepOutput:
+    """The output of one input, whose needed rows start at row `start` of what the head computed."""
+    rows = slice(start, start + len(sequence.tree.needed))
     ids, values, total = computed.ids[rows], computed.values[rows], computed.total[rows]
-    if not _reads_logits(item) or computed.logits is None:
-        return StepOutput(ids[:, 0].tolist(), _levels(ids, values, total, item.top))
+    if not _reads_logits(sequence) or computed.logits is None:
+        return StepOutput(ids[:, 0].tolist(), _levels(ids, values, total, sequence.top))
     logits = computed.logits[rows]
-    scores = item.adjusted(logits)
-    if item.adjustment is None:
-        drawn = ids[:, 0] if item.sampling.greedy else pick(logits, item.sampling, item.uniforms)
-        top = _levels(ids, values, total, item.top)
+    scores = sequence.adjusted(logits)
+    if sequence.adjustment is None:
+        drawn = ids[:, 0] if sequence.sampling.greedy else pick(logits, sequence.sampling, sequence.uniforms)
+        top = _levels(ids, values, total, sequence.top)
     else:
-        drawn = pick(scores, item.sampling, item.uniforms)
-        top = top_tokens(scores, item.top).numpy() if item.top else None
+        drawn = pick(scores, sequence.sampling, sequence.uniforms)
+        top = top_tokens(scores, sequence.top).numpy() if sequence.top else None
     targets = drawn.tolist()
-    output = StepOutput(targets, top, logits.clone() if item.logits else None)
-    if item.logprobs is not None:
-        output.likely, output.logprobs = log_probs(logits, torch.tensor(targets), item.logprobs)
+    output = StepOutput(targets, top, logits.clone() if sequence.logits else None)
+    if sequence.logprobs is not None:
+        output.likely, output.logprobs = log_probs(logits, torch.tensor(targets), sequence.logprobs)
     return output
 
 

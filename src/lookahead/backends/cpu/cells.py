@@ -1,15 +1,15 @@
 """Where keys and values are: cells in blocks, so that a token adds up its values in the same order in every step.
 
-A sum of floats depends on the order of its terms and on where the kernel cuts it. A block has BLOCK cells, and one
-matrix product adds up one block, cell by cell. Blocks are then added up one by one. Masked cells add exact zeros. So a
+A sum of floats depends on the order of its terms and on how the kernel divides it. A block has BLOCK cells, and one
+matrix product sums one block, cell by cell. Blocks are then summed one by one. Masked cells add exact zeros. So a
 token's sum is the same, bit for bit, if two things hold whatever else is in the step:
 
 - a position always belongs to the same block;
 - in a block, the cells that the token sees are in the order of positions.
 
-The first HOME cells of a block are the *home cells* of HOME positions in a row; accepted tokens stand there. The other
-SPARE cells have room for a step's further nodes. A step's nodes take the cells from the root's on, in their order
-(parents before children), each in the block of its position. So a chain stands in its home cells already.
+The first HOME cells of a block are the *home cells* of HOME consecutive positions, for accepted tokens. The other SPARE
+cells are for a step's further nodes. A step's nodes take the cells from the root's on, in their order
+(parents before children), each in the block of its position. So a chain is in its home cells already.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 128
-"""Cells of a block. ONNX Runtime's matrix product cuts its sums after 128 terms or more, so never inside a block."""
+"""Cells per block. ONNX Runtime's matrix product divides sums after 128 terms or more, so never inside a block."""
 SPARE = 32
-"""Cells of a block that are nobody's home. A tree of SPARE + 1 nodes always fits."""
+"""Cells of a block that are no position's home cell. A tree of SPARE + 1 nodes always fits."""
 HOME = BLOCK - SPARE
 """Positions that have their home cells in one block."""
 

@@ -22,17 +22,17 @@ class Group:
 
     @property
     def sharing(self) -> int:
-        """How many query heads share a K/V head."""
+        """Query heads per K/V head."""
         return self.heads // self.kv_heads
 
     @property
     def vectors(self) -> int:
-        """How many vectors of width head_dim a row has: its queries, keys and values."""
+        """Vectors of width head_dim per row: its queries, keys and values."""
         return self.heads + 2 * self.kv_heads
 
     def input(self, kind: str) -> str:
-        """The name of this group's ONNX input of a kind. It tells all that the input depends on, so groups that agree
-        in that share the input: `mask_3_per_kv_window_4096`, `cosine_9_3_rope_0`, `query_9_3`."""
+        """The name of this group's ONNX input of a kind. It includes all that the input depends on, so that equal
+        groups share it: `mask_3_per_kv_window_4096`, `cosine_9_3_rope_0`, `query_9_3`."""
         if kind == "mask":
             return f"mask_{self.sharing}_per_kv_" + ("full" if self.window is None else f"window_{self.window}")
         name = f"{kind}_{self.heads}_{self.kv_heads}"

@@ -20,7 +20,7 @@ from lookahead.models.spec import Matrix
 LEVELS = 127
 """The largest magnitude of a quantised number."""
 MIDDLE = 128
-"""The unsigned byte that stands for zero."""
+"""The unsigned byte that represents zero."""
 
 
 class Int8Products(Products):
@@ -51,7 +51,7 @@ def quantised_bytes(made: OnnxModel, x: str) -> tuple[str, str]:
 
 
 def _middles(made: OnnxModel, steps: str) -> str:
-    """The byte that stands for zero, once for each row."""
+    """The byte that represents zero, once per row."""
     middle = helper.make_tensor("middle", onnx.TensorProto.UINT8, [1], [MIDDLE])
     middles: str = made.add("ConstantOfShape", made.add("Shape", steps), value=middle)
     return middles
@@ -88,7 +88,7 @@ def signed_products_are_exact() -> bool:
     """Whether products of unsigned and signed bytes are exact here.
 
     On x86 without VNNI instructions they are not: two products are added in 16 bits, which overflow. Products of two
-    unsigned bytes are exact everywhere, but slower where VNNI is there.
+    unsigned bytes are exact everywhere, but slower where VNNI is available.
     """
     left, right = np.full((2, 64), 255, np.uint8), np.full((64, 32), LEVELS, np.int8)
     value = helper.make_tensor_value_info

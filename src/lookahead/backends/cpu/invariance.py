@@ -1,4 +1,4 @@
-"""Check, on the machine at hand, that a row's numbers do not depend on the other rows of its step.
+"""Verifies on this machine that a row's numbers do not depend on the other rows of its step.
 
 Kernels differ between processors and releases. The check runs a model with one layer of each kind, with random K/V
 before it: a path of tokens, once in single steps and once inside trees of several sizes, and compares logits bit for
@@ -22,16 +22,16 @@ from lookahead.config import SamplingParams
 from lookahead.models.spec import Block, Decoder, Matrix
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
-"""Cached tokens before the root. Some are so that the path crosses from one block into the next."""
+"""Cached tokens before the root. With some of them the path crosses from one block into the next."""
 VOCABULARY = 512
-"""The most tokens of the checked model's vocabulary."""
+"""Maximum vocabulary of the checked model."""
 PATH = 3
-"""Nodes of the path behind the root."""
+"""Nodes of the path below the root."""
 SIZES = (PATH + 1, 5, 6, 8, 12, 16, 24, SPARE + 1)
 """Nodes of the trees that are compared with single steps."""
 
 
-def cut(decoder: Decoder) -> Decoder:
+def reduced_model(decoder: Decoder) -> Decoder:
     """The model that is checked: the first layer of each kind, and the beginning of the vocabulary.
 
     Layers are of one kind if they have the same group and matrices of the same shapes: then the same kernels run.
@@ -58,7 +58,7 @@ def first_rows(matrix: Matrix, rows: int) -> Matrix:
 def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
     """The most nodes of a tree, up to SPARE + 1, whose rows equal single steps on this backend bit for bit; at least 1.
 
-    `backend` runs what `cut` returns. Its slots are opened and closed.
+    `backend` runs a `reduced_model`. Its slots are opened and closed.
     """
     passed = list(SIZES)
     limit = backend.max_length or max(lengths) + SIZES[-1]
@@ -81,15 +81,15 @@ def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
                 tree, path = tree_around(tokens, size)
                 found = _logits(backend, slot, tree)
                 if any(not torch.equal(found[node], single) for node, single in zip(path, singles, strict=True)):
-                    passed = [kept for kept in passed if kept < size]
+                    passed = [smaller for smaller in passed if smaller < size]
         finally:
             backend.close(slot)
     return max(passed, default=1)
 
 
 def tree_around(tokens: Sequence[int], size: int) -> tuple[TokenTree, list[int]]:
-    """A tree of this many nodes, and the nodes of the path whose tokens are the first ones. The other nodes stand
-    between the path's: chains of their own, so that the path's cells are far from their homes."""
+    """A tree of this many nodes, and the nodes of the path whose tokens are the first ones. The other nodes come
+    between the path's, as separate chains, so that the path's cells are far from their home cells."""
     others = size - PATH - 1
     parents, depths, taken = [-1], [0], [tokens[0]]
     path = [0]
@@ -111,8 +111,8 @@ def same_bits(full: Any, screened: Any, width: int, most_rows: int, candidates: 
     """Whether the exact logits of the screened head are those of the full head bit for bit, in runs of 1 to `most_rows`
     rows. Hidden states have this `width`.
 
-    Random states are enough: their products cancel, so that any change in the order of adding changes some of the many
-    logits.
+    Random states are enough: their products cancel, so that any change in the order of summation changes some of the
+    many logits.
     """
     hidden = np.random.default_rng(0).standard_normal((most_rows, width)).astype(np.float32)
     logits = full.run(hidden, 1).logits.numpy().copy()

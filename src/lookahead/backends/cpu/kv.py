@@ -45,7 +45,7 @@ class KVBuffer:
         return keys[self._index[layer]], values[self._index[layer]]
 
     def reserve(self, sequences: int, blocks: int) -> None:
-        """Make room for this number of sequences of `blocks` blocks each. The content is kept."""
+        """Make room for this number of sequences of `blocks` blocks each. The content is preserved."""
         if sequences <= self.sequences and blocks <= self.blocks:
             return
         if blocks > self.blocks:
@@ -54,19 +54,19 @@ class KVBuffer:
         keep_sequences, keep_blocks = self.sequences, self.blocks
         self.sequences, self.blocks = max(sequences, keep_sequences), max(blocks, keep_blocks)
         self._pairs = self._empty(self.sequences, self.blocks)
-        for new, kept in zip(self.tensors(), old, strict=True):
-            new[:, :keep_sequences, :keep_blocks] = kept
+        for new, before in zip(self.tensors(), old, strict=True):
+            new[:, :keep_sequences, :keep_blocks] = before
 
     def move(self, sequence: int, source: Integers, target: Integers) -> None:
-        """Copy a sequence's tokens in the cells `source` to its cells `target`, where these are others."""
+        """Copy a sequence's tokens in the cells `source` to its cells `target`."""
         away = source != target
         if not away.any():
             return
         start, end = torch.from_numpy(source[away]), torch.from_numpy(target[away])
         for tensor in self.tensors():
-            lines = tensor[:, sequence]
-            moved = lines[:, start // BLOCK, :, start % BLOCK]  # a copy, so both may have cells in common
-            lines[:, end // BLOCK, :, end % BLOCK] = moved
+            blocks = tensor[:, sequence]
+            moved = blocks[:, start // BLOCK, :, start % BLOCK]  # a copy, so source and target may overlap
+            blocks[:, end // BLOCK, :, end % BLOCK] = moved
 
     def copy_sequence(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens at index `source` to index `target`."""

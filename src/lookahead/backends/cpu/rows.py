@@ -1,4 +1,4 @@
-"""The small inputs of a step: which rows it has, where their K/V go, and what each row sees."""
+"""The small inputs of a step: its rows, their K/V cells, and what each row sees."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lookahead.backends.cpu.lower import HIDDEN
 
 
 @dataclass(frozen=True)
-class Part:
-    """One sequence's rows of a run: its input, its index in the K/V buffer, how many of its tokens are cached, by how
-    much positions are shifted, and the rows' cells."""
+class BatchSequence:
+    """A sequence of a run: its input, its index in the K/V buffer, its number of cached tokens, the shift of its
+    positions, and its rows' cells."""
 
-    item: StepInput
+    input: StepInput
     index: int
     length: int
     shift: int
     cells: Integers
 
     @classmethod
-    def of(cls, item: StepInput, index: int, length: int, shift: int) -> Part:
-        return cls(item, index, length, shift, cells_of(length, len(item.chunk), item.tree.depths))
+    def of(cls, one: StepInput, index: int, length: int, shift: int) -> BatchSequence:
+        return cls(one, index, length, shift, cells_of(length, len(one.chunk), one.tree.depths))
 
     @property
     def blocks(self) -> int:
@@ -36,16 +36,15 @@ class Part:
         return int(self.cells.max()) // BLOCK + 1
 
 
-def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple[dict[str, Any], Integers]:
-    """The inputs of `lower` that say where rows are and what they see, for runs on these blocks, and the rows'
-    positions [R].
+def layout(batch: Sequence[BatchSequence], blocks: int, groups: Sequence[Group]) -> tuple[dict[str, Any], Integers]:
+    """The inputs of `lower` for the rows' cells and masks, for a run on these blocks, and the rows' positions [R].
 
-    The parts' indices must be next to each other, in any order.
+    The sequences' indices must be adjacent, in any order.
     """
-    first = min(part.index for part in parts)
-    sequences = max(part.index for part in parts) - first + 1
-    sizes = [len(part.cells) for part in parts]
-    # A product with a single row has a kernel of its own, which adds up in another order.
+    first = min(sequence.index for sequence in batch)
+    sequences = max(sequence.index for sequence in batch) - first + 1
+    sizes = [len(sequence.cells) for sequence in batch]
+    # A product with a single row has another kernel, which sums in another order.
     width = max(max(sizes), 2 if any(group.sharing == 1 for group in groups) else 1)
     padded = np.zeros((sequences, width), dtype=np.int64)  # the row in each column
     windows = dict.fromkeys(group.window for group in groups)
@@ -53,19 +52,19 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
     home = positions_of(blocks * BLOCK)
     tokens, positions, needed, unpadded = [], [], list[int](), []
     start = 0
-    for part, size in zip(parts, sizes, strict=True):
-        index = part.index - first
-        tree = below_chunk(part.item.chunk, part.item.tree) if part.item.tree.tokens else None
+    for sequence, size in zip(batch, sizes, strict=True):
+        index = sequence.index - first
+        tree = below_chunk(sequence.input.chunk, sequence.input.tree) if sequence.input.tree.tokens else None
         rows = np.arange(start, start + size)
         padded[index] = rows[0]
         padded[index, :size] = rows
         unpadded.append(index * width + np.arange(size))
-        own = part.length + (np.arange(size) if tree is None else np.asarray(tree.depths, dtype=np.int64))
+        own = sequence.length + (np.arange(size) if tree is None else np.asarray(tree.depths, dtype=np.int64))
         seen = np.tri(size, dtype=np.bool_) if tree is None else dense_visibility(tree.parents)
         for window, mask in masks.items():
-            mask[index, :size] = visible(own, seen, part, home, window)
-        tokens.append(np.asarray(part.item.chunk if tree is None else tree.tokens, dtype=np.int64))
-        positions.append(own + part.shift)
+            mask[index, :size] = visible(own, seen, sequence, home, window)
+        tokens.append(np.asarray(sequence.input.chunk if tree is None else tree.tokens, dtype=np.int64))
+        positions.append(own + sequence.shift)
         needed += [] if tree is None else [start + node for node in tree.needed]
         start += size
     inputs: dict[str, Any] = {
@@ -73,7 +72,7 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
         "ones": np.ones((2, blocks), dtype=np.float32),
         "needed": np.asarray(needed or [0], dtype=np.int64),
     }
-    cells, spots = np.concatenate([part.cells for part in parts]), np.concatenate(unpadded)
+    cells, spots = np.concatenate([sequence.cells for sequence in batch]), np.concatenate(unpadded)
     for group in groups:
         if group.input("query") not in inputs:
             made = vectors(padded, spots, group) | {"cells": written(spots // width, cells, group)}
@@ -84,7 +83,7 @@ def layout(parts: Sequence[Part], blocks: int, groups: Sequence[Group]) -> tuple
 
 
 def vectors(padded: Integers, unpadded: Integers, group: Group) -> dict[str, Integers]:
-    """The inputs that say where each of the rows' vectors is.
+    """The inputs with the indices of the rows' query, key, value and output vectors.
 
     `padded` [L, P] are the rows in the columns of each sequence, and `unpadded` [R] the rows' indices among all L P.
     """
@@ -100,7 +99,7 @@ def vectors(padded: Integers, unpadded: Integers, group: Group) -> dict[str, Int
 
 
 def written(sequences: Integers, cells: Integers, group: Group) -> Integers:
-    """Where the K/V of rows in these sequences [R] and cells [R] go: sequence, block, K/V head and cell of the block,
+    """Indices of the K/V of rows in these sequences [R] and cells [R]: sequence, block, K/V head and cell in the block,
     [1, R, Hkv, 4]."""
     spots = np.empty((1, len(cells), group.kv_heads, 4), dtype=np.int64)
     spots[..., 0] = sequences[:, None]
@@ -109,20 +108,22 @@ def written(sequences: Integers, cells: Integers, group: Group) -> Integers:
     return spots
 
 
-def visible(own: Integers, seen: Any, part: Part, home: Integers, window: int | None) -> np.ndarray[Any, Any]:
+def visible(
+    own: Integers, seen: Any, sequence: BatchSequence, home: Integers, window: int | None
+) -> np.ndarray[Any, Any]:
     """What rows with the indices `own` [n] in their sequence see of its cells: 0 or HIDDEN, [n, cells].
 
     They see the cached tokens, and those of the step's tokens that `seen` [n, n] allows; with a window only the last
     `window` tokens.
     """
-    cached = home < part.length
+    cached = home < sequence.length
     if window is None:
         mask = np.broadcast_to(np.where(cached, np.float32(0), np.float32(HIDDEN)), (len(own), len(home))).copy()
     else:
         near = own[:, None] - home[None] < window
         mask = np.where(cached[None] & near, np.float32(0), np.float32(HIDDEN))
         seen = seen & (own[:, None] - own[None] < window)
-    mask[:, part.cells] = np.where(seen, np.float32(0), np.float32(HIDDEN))
+    mask[:, sequence.cells] = np.where(seen, np.float32(0), np.float32(HIDDEN))
     return mask
 
 

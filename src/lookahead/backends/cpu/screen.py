@@ -16,8 +16,8 @@ The bound. A token's weights are w = c + e: the copy and its error. The approxim
     w x - c (x - r) = e x + c r,   and its magnitude is at most |e| |x| + |c| |r|   (Euclidean norms).
 
 Floats add rounding errors to this. Those of a logit of H terms are at most H u |w| |x|, whatever the order of adding
-(u = 2^-24). The few operations on approximate logits and on norms add less than that. `errors_of` counts twice the
-whole, so the bound holds in floats, too.
+(u = 2^-24). The few operations on approximate logits and on norms add less than that. `errors_of` counts them
+twice, so the bound holds in floats, too.
 
 The exact logits of phase 3 have the bits that the full head computes. `invariance.same_bits` checks that at load; where
 it fails, the screened head is not used. So both heads give the same argmax, ties included (the lowest id), and a row
@@ -103,7 +103,7 @@ def lower_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]
 
 
 def _integers(made: OnnxModel, x: str) -> tuple[str, str, str]:
-    """Rows [N, H] as whole numbers times a step [N, 1], and what is left over. Returns all three."""
+    """Rows [N, H] as integers times a step [N, 1], and what is left over. Returns all three."""
     largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=1)
     largest = made.add("Max", largest, made.constant(1e-30, np.float32))
     levels = made.constant(LEVELS, np.float32)
@@ -115,8 +115,8 @@ def _integers(made: OnnxModel, x: str) -> tuple[str, str, str]:
 def _exact_logits(made: OnnxModel, weights: str, width: int) -> str:
     """Each hidden state [N, H] times its candidates' weights [N, C, H], with the bits of the full head: [N, C].
 
-    Terms are added up in pieces, as the full head does it. Each state stands there twice, because a product with one
-    row has a kernel of its own, which adds in another order.
+    Terms are added up in pieces, as the full head does it. Each state is repeated, because a product with one row
+    has another kernel, which sums in another order.
     """
     twice = made.add("Unsqueeze", "hidden", made.constant([1]))
     twice = made.add("Concat", twice, twice, axis=1)

@@ -16,9 +16,9 @@ from lookahead.machine import cores
 from lookahead.models.spec import Decoder
 
 REVISION = 2
-"""Counts the changes of `lower` that changed how long steps take. Times that were measured before are not used."""
+"""Raised when a change of `lower` changes the time of steps. Earlier measurements are then ignored."""
 KERNELS = f"onnxruntime {onnxruntime.__version__}, step {REVISION}"
-"""What computes a step. How long one takes depends on it."""
+"""Identifies the kernels of a step, on which its time depends."""
 
 
 def start(file: bytes, arrays: Mapping[str, np.ndarray[Any, Any]], threads: int) -> onnxruntime.InferenceSession:
@@ -28,12 +28,12 @@ def start(file: bytes, arrays: Mapping[str, np.ndarray[Any, Any]], threads: int)
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = False  # it plans memory for one shape of inputs, and ours change
     options.log_severity_level = 3
-    # A thread that waits must not spin: with a busy neighbour it would take the time of a thread that works.
+    # Waiting threads must not spin: on a busy machine they would take time from working threads.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # The arena gains nothing here, and keeps hundreds of megabytes: it doubles its size each time that it grows.
     options.enable_cpu_mem_arena = False
-    kept = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-    options.add_external_initializers(list(kept), list(kept.values()))
+    weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+    options.add_external_initializers(list(weights), list(weights.values()))
     return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
@@ -84,5 +84,5 @@ class Session:
 
 
 def usable_threads() -> int:
-    """How many threads a step should use: torch's number, but no more than the cores that this process may use."""
+    """Threads per step: torch's number, but no more than the cores available to this process."""
     return min(torch.get_num_threads(), cores())

@@ -25,28 +25,28 @@ from lookahead.backends.support import check_supported, input_device, layer_shap
 from lookahead.models.facts import chunks, context_length, sliding_windows, tensor_parallel_ranks
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""What torch's attention may use on CUDA. cuDNN's takes tens of milliseconds to plan a shape that it has not seen, and
-with a mask every step has another one."""
+"""Attention kernels that torch may use on CUDA. cuDNN's takes tens of milliseconds to plan a new shape, and with a mask
+every step has a new one."""
 PREFILL_CHUNK = 1024
-"""The most prompt tokens per forward pass. It keeps the mask of a long prompt small."""
+"""Maximum prompt tokens per forward pass, to keep the mask of a long prompt small."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that was started: its slots, and for each forward pass its inputs, its logits [B, R, V] and the R
-    indices in the pass of these."""
+    """A launched step: its slots, and for each forward pass its inputs, its logits [B, R, V] and their R indices in the
+    pass."""
 
     slots: list[int]
     passes: list[tuple[list[StepInput], torch.Tensor, list[int]]]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One input's part of a pass: the model's output, the input's index in its batch, the lengths of its prompt chunk
-    and of its prefix, and from which index on the pass wrote its K/V."""
+class PassOutput:
+    """The output of a pass for one input: the model's output, the input's index in the batch, the lengths of its prompt
+    chunk and of its prefix, and the index from which the pass wrote its K/V."""
 
     output: Any
-    entry: int
+    batch_index: int
     chunk: int
     length: int
     start: int
@@ -55,8 +55,8 @@ class Seen:
 class EagerBackend(BatchedSlots[KVBuffer]):
     """Runs the model's own forward pass over a K/V buffer that is never copied.
 
-    A step's tokens are written from the same index on for every sequence: behind the longest prefix of the batch. A
-    shorter prefix leaves a hole before them, which the mask hides. Positions are passed to the model, so it does not
+    A step's tokens are written from the same index on for every sequence: after the longest prefix of the batch. A
+    shorter prefix leaves a gap before them, which the mask hides. Positions are passed to the model, so it does not
     matter where in the buffer a key is. On commit the accepted tokens move to the end of their own prefix.
     """
 
@@ -68,10 +68,10 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         shapes: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """`shapes` are `layer_shapes(model)`, if the caller has them already. `probed=False` leaves out the probe.
+        """`shapes` are `layer_shapes(model)`, if the caller has them already. `probed=False` skips the probe.
 
-        `arguments` are passed to every forward pass, besides our own. A 0-dimensional tensor among them stands for a
-        tensor [B, T] that holds this value for every token. If they ask for hidden states or attention weights,
+        `arguments` are passed to every forward pass, besides our own. A 0-dimensional tensor among them is
+        expanded to a tensor [B, T] with this value for every token. If they request hidden states or attention weights,
         `outputs` has each slot's part of the last pass.
         """
         check_supported(model)
@@ -95,10 +95,12 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         self._masks = AttentionMasks(sliding_windows(config), chunks(config), self.dtype, self.device)
         self._arguments = dict(arguments or {})
         self._keeps_outputs = any(self._arguments.get(f"output_{name}") for name in ("hidden_states", "attentions"))
-        self.outputs: dict[int, Seen] = {}
+        self.outputs: dict[int, PassOutput] = {}
         super().__init__(KVBuffer(shapes or layer_shapes(model)))
         self._offset: dict[int, Sequence[int]] = {}  # slot -> position of its first token, per axis
-        self._last: dict[int, tuple[int, int, int]] = {}  # slot -> (where its K/V start, chunk length, prefix length)
+        self._last: dict[
+            int, tuple[int, int, int]
+        ] = {}  # slot -> (first index of its K/V, chunk length, prefix length)
         if probed:
             probe(self)
 
@@ -108,15 +110,15 @@ class EagerBackend(BatchedSlots[KVBuffer]):
 
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
-        trees = [item for item in inputs if item.tree.size]
+        trees = [sequence for sequence in inputs if sequence.tree.size]
         try:
-            for item in inputs:
-                if not item.tree.size:
-                    self._cache_chunk(item)
+            for sequence in inputs:
+                if not sequence.tree.size:
+                    self._cache_chunk(sequence)
             passes = [(batch, *self._forward(batch)) for batch in self._neighbours(trees)]
-        except torch.OutOfMemoryError as error:  # what a pass wrote counts only after its commit
+        except torch.OutOfMemoryError as error:  # K/V written by a pass counts only after its commit
             raise memory_error(error, f"a step of {len(inputs)} sequences", self.device) from error
-        return Launched([item.slot for item in inputs], passes)
+        return Launched([sequence.slot for sequence in inputs], passes)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[StepOutput]:
@@ -134,10 +136,10 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         for slot, path in accepted:
             start, chunk, length = self._last.pop(slot)
             root = start + chunk
-            kept = [*range(start, root + 1), *(root + node for node in path)]
-            in_place = chunk if start == length else 0  # the longest prefix has its chunk where it belongs
-            moves.append((self._index[slot], kept[in_place:], length + in_place))
-            self._length[slot] = length + len(kept)
+            committed = [*range(start, root + 1), *(root + node for node in path)]
+            in_place = chunk if start == length else 0  # after the longest prefix, the chunk is already in place
+            moves.append((self._index[slot], committed[in_place:], length + in_place))
+            self._length[slot] = length + len(committed)
         self._buffer.move(moves)
 
     @torch.inference_mode()
@@ -151,48 +153,48 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         return [self._buffer.read(self._index[slot], layer, self._length[slot]) for layer in range(self._buffer.layers)]
 
     def _neighbours(self, inputs: Sequence[StepInput]) -> list[list[StepInput]]:
-        """Split the inputs into runs of neighbouring indices, one forward pass each. Nearly always it is one run."""
+        """Split the inputs into runs of adjacent indices, one forward pass each. Nearly always it is one run."""
         runs: list[list[StepInput]] = []
-        for item in sorted(inputs, key=lambda item: self._index[item.slot]):
-            if runs and self._index[runs[-1][-1].slot] + 1 == self._index[item.slot]:
-                runs[-1].append(item)
+        for sequence in sorted(inputs, key=lambda sequence: self._index[sequence.slot]):
+            if runs and self._index[runs[-1][-1].slot] + 1 == self._index[sequence.slot]:
+                runs[-1].append(sequence)
             else:
-                runs.append([item])
+                runs.append([sequence])
         return runs
 
-    def _cache_chunk(self, item: StepInput) -> None:
-        """Run a prompt chunk that has no tree behind it."""
-        start, index, chunk = self._length[item.slot], self._index[item.slot], np.asarray(item.chunk)
+    def _cache_chunk(self, sequence: StepInput) -> None:
+        """Run a prompt chunk without a tree."""
+        start, index, chunk = self._length[sequence.slot], self._index[sequence.slot], np.asarray(sequence.chunk)
         self._buffer.reserve(len(self._index), start + len(chunk))
         positions = np.arange(start, start + len(chunk))[None]
         seen = np.tri(len(chunk), dtype=np.bool_)[None]
-        self._run(chunk[None], positions, seen, [item], [start], index, start, [0])
-        self._length[item.slot] = start + len(chunk)
+        self._run(chunk[None], positions, seen, [sequence], [start], index, start, [0])
+        self._length[sequence.slot] = start + len(chunk)
 
-    def _forward(self, items: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
+    def _forward(self, inputs: Sequence[StepInput]) -> tuple[torch.Tensor, list[int]]:
         """Run one batch. Returns logits [B, R, V] at every index that one of its inputs needs, and these R indices."""
-        lengths = [self._length[item.slot] for item in items]
-        sizes = [len(item.chunk) + len(item.tree) for item in items]
+        lengths = [self._length[sequence.slot] for sequence in inputs]
+        sizes = [len(sequence.chunk) + len(sequence.tree) for sequence in inputs]
         start, width = max(lengths), max(sizes)
-        first = self._index[items[0].slot]
+        first = self._index[inputs[0].slot]
         self._buffer.reserve(len(self._index), start + width)
 
-        tokens = np.zeros((len(items), width), dtype=np.int64)
-        positions = np.zeros((len(items), width), dtype=np.int64)
-        seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (len(items), width, width)).copy()
+        tokens = np.zeros((len(inputs), width), dtype=np.int64)
+        positions = np.zeros((len(inputs), width), dtype=np.int64)
+        seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (len(inputs), width, width)).copy()
         needed: set[int] = set()
-        for i, (item, length, size) in enumerate(zip(items, lengths, sizes, strict=True)):
-            tree = below_chunk(item.chunk, item.tree)
+        for i, (sequence, length, size) in enumerate(zip(inputs, lengths, sizes, strict=True)):
+            tree = below_chunk(sequence.chunk, sequence.tree)
             tokens[i, :size] = tree.tokens
             positions[i, :size] = np.asarray(tree.depths) + length
             seen[i, :size, :size] = dense_visibility(tree.parents)
             needed.update(tree.needed)
-            self._last[item.slot] = start, len(item.chunk), length
+            self._last[sequence.slot] = start, len(sequence.chunk), length
         indices = sorted(needed)
-        output = self._run(tokens, positions, seen, items, lengths, first, start, indices)
+        output = self._run(tokens, positions, seen, inputs, lengths, first, start, indices)
         if self._keeps_outputs:
-            pairs = enumerate(zip(items, lengths, strict=True))
-            self.outputs |= {item.slot: Seen(output, i, len(item.chunk), n, start) for i, (item, n) in pairs}
+            for i, (sequence, length) in enumerate(zip(inputs, lengths, strict=True)):
+                self.outputs[sequence.slot] = PassOutput(output, i, len(sequence.chunk), length, start)
         logits: torch.Tensor = output.logits
         return logits if self._selects_logits else logits[:, indices], indices
 
@@ -201,7 +203,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         tokens: np.ndarray[Any, Any],
         positions: np.ndarray[Any, Any],
         seen: np.ndarray[Any, Any],
-        items: Sequence[StepInput],
+        inputs: Sequence[StepInput],
         lengths: Sequence[int],
         first: int,
         start: int,
@@ -218,7 +220,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         with sdpa_kernel(KERNELS) if self.device.type == "cuda" else nullcontext():
             return self.model(
                 input_ids=torch.from_numpy(tokens).to(self.device),
-                position_ids=torch.from_numpy(self._shifted(positions, items)).to(self.device),
+                position_ids=torch.from_numpy(self._shifted(positions, inputs)).to(self.device),
                 attention_mask=self._masks.of(positions, seen, lengths, start),
                 past_key_values=cache,
                 use_cache=True,
@@ -231,40 +233,41 @@ class EagerBackend(BatchedSlots[KVBuffer]):
             return value.to(self.device).expand(shape)
         return value
 
-    def _shifted(self, positions: np.ndarray[Any, Any], items: Sequence[StepInput]) -> np.ndarray[Any, Any]:
+    def _shifted(self, positions: np.ndarray[Any, Any], inputs: Sequence[StepInput]) -> np.ndarray[Any, Any]:
         """Indices in the sequences [B, T] -> the model's positions, [B, T], or [axes, B, T] if it has several axes."""
-        offsets = [self._offset.get(item.slot) or (0,) for item in items]
+        offsets = [self._offset.get(sequence.slot) or (0,) for sequence in inputs]
         if len(offsets[0]) == 1:
             moved = positions + np.asarray(offsets)
         else:
             moved = positions[None] + np.asarray(offsets).T[:, :, None]
-        return np.maximum(moved, 0)  # what pads the shorter trees of a batch has index 0
+        return np.maximum(moved, 0)  # the padding of shorter trees in a batch has index 0
 
     def _read(self, batch: Sequence[StepInput], logits: torch.Tensor, indices: list[int]) -> dict[int, StepOutput]:
         """[B, len(indices), V] logits of a pass -> per slot, targets and top tokens, in one copy to the host."""
         row = {index: i for i, index in enumerate(indices)}
-        rows = [[row[len(item.chunk) + node] for node in item.tree.needed] for item in batch]
+        rows = [[row[len(sequence.chunk) + node] for node in sequence.tree.needed] for sequence in batch]
         own = [logits[i] if needed == list(range(len(indices))) else logits[i][needed] for i, needed in enumerate(rows)]
-        top = min(max(item.top for item in batch), self.vocab_size)
-        scores = [item.adjusted(own_logits) for own_logits, item in zip(own, batch, strict=True)]
-        if all(item.sampling.greedy for item in batch):
+        top = min(max(sequence.top for sequence in batch), self.vocab_size)
+        scores = [sequence.adjusted(own_logits) for own_logits, sequence in zip(own, batch, strict=True)]
+        if all(sequence.sampling.greedy for sequence in batch):
             targets = torch.cat(scores).argmax(dim=-1)
         else:
-            targets = torch.cat([pick(s, item.sampling, item.uniforms) for s, item in zip(scores, batch, strict=True)])
+            pairs = zip(scores, batch, strict=True)
+            targets = torch.cat([pick(s, sequence.sampling, sequence.uniforms) for s, sequence in pairs])
         columns = [targets[:, None].to(torch.int32), *([top_tokens(torch.cat(scores), top)] if top else [])]
         packed = np.split(torch.cat(columns, dim=1).cpu().numpy(), np.cumsum([len(needed) for needed in rows])[:-1])
         outputs = {
-            item.slot: StepOutput(
+            sequence.slot: StepOutput(
                 part[:, 0].tolist(),
-                best(part[:, 1:], min(item.top, top)) if item.top else None,
-                own_logits if item.logits else None,
+                best(part[:, 1:], min(sequence.top, top)) if sequence.top else None,
+                own_logits if sequence.logits else None,
             )
-            for item, part, own_logits in zip(batch, packed, own, strict=True)
+            for sequence, part, own_logits in zip(batch, packed, own, strict=True)
         }
-        for item, part, own_logits in zip(batch, packed, own, strict=True):
-            if item.logprobs is not None:
-                output, chosen = outputs[item.slot], torch.from_numpy(part[:, 0]).to(logits.device)
-                output.likely, output.logprobs = log_probs(own_logits, chosen, item.logprobs)
+        for sequence, part, own_logits in zip(batch, packed, own, strict=True):
+            if sequence.logprobs is not None:
+                output, chosen = outputs[sequence.slot], torch.from_numpy(part[:, 0]).to(logits.device)
+                output.likely, output.logprobs = log_probs(own_logits, chosen, sequence.logprobs)
         return outputs
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 BLOCK = 256
-"""Buffers grow by whole blocks of this many tokens, and by at least half their size."""
+"""Buffers grow in blocks of this many tokens, and by at least half their size."""
 
 
 class KVBuffer:
@@ -38,7 +38,7 @@ class KVBuffer:
             self.values.append(value.new_zeros(len(layers), 0, value.shape[1], 0, value.shape[3]))
 
     def reserve(self, sequences: int, capacity: int) -> None:
-        """Make room for this number of sequences of `capacity` tokens each. The content is kept."""
+        """Make room for this number of sequences of `capacity` tokens each. The content is preserved."""
         if sequences <= self.sequences and capacity <= self.capacity:
             return
         if capacity > self.capacity:
@@ -47,7 +47,7 @@ class KVBuffer:
         sequences, capacity = max(sequences, self.sequences), max(capacity, self.capacity)
         for tensors in (self.keys, self.values):
             for i, old in enumerate(tensors):
-                # Those that had grown when the memory was full stay larger.
+                # Tensors that grew before memory ran out stay larger.
                 wide, long = max(sequences, old.shape[1]), max(capacity, old.shape[3])
                 new = old.new_zeros(old.shape[0], wide, old.shape[2], long, old.shape[4])
                 new[:, : old.shape[1], :, : old.shape[3]] = old
@@ -90,10 +90,10 @@ class KVBuffer:
                 tensor[:, sequence_at, :, target_at] = tensor[:, sequence_at, :, source_at]
 
     def _by_device(self) -> dict[torch.device, list[torch.Tensor]]:
-        found: dict[torch.device, list[torch.Tensor]] = {}
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in (*self.keys, *self.values):
-            found.setdefault(tensor.device, []).append(tensor)
-        return found
+            by_device.setdefault(tensor.device, []).append(tensor)
+        return by_device
 
     def copy_sequence(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens at index `source` to index `target`."""

@@ -29,8 +29,8 @@ class AttentionMasks:
     def of(self, positions: Numbers, seen: Numbers, lengths: Sequence[int], start: int) -> Any:
         """Additive masks [B, 1, T, start + T] by kind, or the only one. None for a single token, which sees everything.
 
-        Batch entry i sees its first `lengths[i]` cached tokens and those of the step's tokens that `seen` [B, T, T]
-        allows. In a sliding or chunked layer a token sees only those of them that are near.
+        Sequence i of the batch sees its first `lengths[i]` cached tokens and those of the step's tokens that `seen` [B,
+        T, T] allows. In a sliding or chunked layer a token sees only those of them that are near.
         """
         batch, size = positions.shape
         if batch == 1 and size == 1:
