@@ -1,4 +1,4 @@
-"""Choose a model's backend: on CUDA the graph backend and on a CPU the CPU backend, if they can run the model; else
+"""Chooses a model's backend: on CUDA the graph backend and on a CPU the CPU backend, if they support the model; else
 the eager one."""
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from lookahead.models.read import read
 logger = logging.getLogger("lookahead")
 
 HOOK_BACKENDS = ("auto", "eager", "graph")
-"""Those that `transformers_hook` knows: the CPU backend keeps packed weights, which a call of `generate` has no time
-for."""
+"""Backends of `transformers_hook`. Packing weights for the CPU backend takes too long for one call of `generate`."""
 
 
 def check_backend_name(name: str, known: Sequence[str] = BACKENDS) -> None:
@@ -33,8 +32,8 @@ def check_backend_name(name: str, known: Sequence[str] = BACKENDS) -> None:
 def make_backend(
     model: Any, name: str = "auto", log: Callable[[str], None] | None = None, int8: bool = False
 ) -> Backend:
-    """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for the models that
-    they know, else the eager one. `int8` quantises a model in fp32, which the CPU backend alone can do."""
+    """The backend of this name. 'auto' is the graph backend on CUDA and the CPU backend on a CPU, for models that
+    they support, else the eager one. `int8` quantises an fp32 model, which only the CPU backend can do."""
     check_backend_name(name)
     check_supported(model)
     if int8 and name not in ("auto", "cpu"):
@@ -62,7 +61,7 @@ def graph_or_eager(
     eager: Callable[[], Eager],
     log: Callable[[str], None] | None = None,
 ) -> Graph | Eager:
-    """What `graph()` or `eager()` makes, by the backend's name. Where 'auto' cannot use the graph backend, log why."""
+    """The result of `graph()` or `eager()`, by the backend's name. If 'auto' cannot use the graph backend, log why."""
     if name == "eager" or (name == "auto" and input_device(model).type != "cuda"):
         return eager()
     try:
@@ -70,17 +69,17 @@ def graph_or_eager(
     except (UnsupportedModelError, torch.OutOfMemoryError) as error:
         if name == "graph":
             raise
-        # What is wrong with the machine is said even to those who did not ask for a log.
+        # Problems of the machine are reported even without a log.
         machine = isinstance(error, (CompilerError, torch.OutOfMemoryError))
         warn = log or (logger.warning if machine else None)
         if warn is not None:
             warn(f"note: {first_line(error)}; the eager backend runs it")
-    # Outside of the handler, whose error holds on to the memory of the backend that could not be made.
+    # Outside the handler, whose error keeps the memory of the failed backend alive.
     return eager()
 
 
 def cpu_backend(model: Any, int8: bool = False) -> Backend:
-    """Make and probe the model's CPU backend. Raises UnsupportedModelError for a model it cannot run, and where ONNX
+    """Create and probe the model's CPU backend. Raises UnsupportedModelError for a model it cannot run, and if ONNX
     Runtime is not installed."""
     description = read(model, "cpu")
     try:
@@ -94,7 +93,7 @@ def cpu_backend(model: Any, int8: bool = False) -> Backend:
 
 
 def graph_backend(model: Any, *, capture_after: int = 0, drop_pages: bool = True) -> Backend:
-    """Make and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run, and where its
+    """Create and probe the model's graph backend. Raises UnsupportedModelError for a model it cannot run, and if its
     kernels do not compile.
 
     `capture_after` and `drop_pages`: see `GraphBackend`.

@@ -1,4 +1,4 @@
-"""Fit a config to the trees that a backend runs exactly. Whoever takes a config from a user does it here."""
+"""Fits a config to the trees that a backend runs exactly. Every config from a user goes through here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lookahead.config import LookaheadConfig
 
 
 def exact_limits(backend: Backend) -> tuple[int | None, int | None]:
-    """The most nodes of a tree, and the depth of its guesses, that a config may have on this backend; None: any.
+    """Maximum nodes of a tree and maximum depth of its draft tokens on this backend; None for no limit.
 
-    In fp32 a larger tree differs from single steps by fp32 rounding alone, which is what exact means there, so only the
-    default config keeps to `exact_nodes`. In half precision and int8 such rounding changes texts.
+    In fp32 a larger tree differs from single steps only by fp32 rounding, which still counts as exact there, so only
+    the default config respects `exact_nodes`. In half precision and int8 such rounding changes texts.
     """
     if backend.dtype == torch.float32:
         return None, None
@@ -25,9 +25,9 @@ def exact_config(
     config: LookaheadConfig, backend: Backend, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig:
     """The config with its budget and depth lowered to what is exact on this backend, and reduced to one guess on a
-    backend whose trees cannot branch; `log` gets one line about it.
+    backend whose trees cannot branch; `log` receives one line about it.
 
-    ValueError if its window alone is too large. With `exact=False` budget and depth stay as they are.
+    Raises ValueError if its window alone is too large. With `exact=False` budget and depth are unchanged.
     """
     formed = config if backend.capabilities.branches else config.as_chain()
     fitted = formed.within(*exact_limits(backend)) if config.exact else formed

@@ -1,4 +1,4 @@
-"""The probe: a backend runs a small tree, and its logits are compared with the model's own."""
+"""The probe: compares a backend's logits of a small tree with the model's own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def probe(backend: Backend, lengths: Collection[int] | None = None) -> None:
     """Run a small tree on the backend and compare its logits with the model's own on each path.
 
     A model that ignores the mask, the positions or the cache gives other logits, and is refused. The prefix has 3
-    tokens. Node 1 is a decoy: nodes 2 and 3 see it only if the mask is broken. The model's own logits are taken twice:
-    in one pass over the whole path, and in one pass per token, as `generate` runs them, since a forward hook may depend
-    on the length of a pass. A model with such a hook is also tried on trees of these `lengths`.
+    tokens. Node 1 is a decoy: nodes 2 and 3 see it only if the mask is broken. The model's own logits are computed
+    twice: in one pass over the full path, and in one pass per token, as in `generate`, since a forward hook may depend
+    on the length of a pass. A model with such a hook is also tested on trees of these `lengths`.
     """
     model, patch = backend.model, patch_of(backend.model.modules())
     *prefix, root, decoy, child, grandchild = probe_tokens(model, backend.vocab_size)
@@ -103,8 +103,8 @@ def check_patches(
     """Refuse a model with a forward hook that gives a token other outputs alone than as the first of a longer pass.
 
     In half precision, logits may differ by more between kernels than by what such a hook does. So its module's own
-    outputs are compared, for each of the two `tokens` behind the prefix. A hook that adds the same to both may add
-    little: what kernels round away differs from token to token.
+    outputs are compared, for each of the two `tokens` after the prefix. A hook that adds the same to both may add
+    little: rounding errors of kernels differ from token to token.
     """
     names = dict(patched(model.modules()))
 
@@ -146,7 +146,7 @@ def distance_of(backend: Backend, ours: torch.Tensor, own: torch.Tensor, alone: 
 
 
 def probe_tokens(model: Any, vocab: int) -> list[int]:
-    """Seven tokens from all over the vocabulary, none of which the config names: a picture's placeholder is no text."""
+    """Seven tokens across the vocabulary, none of them named in the config: an image placeholder is not text."""
     named = {value for key, value in _flat(model.config.to_dict()) if key.endswith(("_id", "_ids", "_index"))}
     tokens = []
     for i in range(7):
@@ -206,12 +206,12 @@ model in bf16, modules with hooks that change nothing differed by up to 0.015, a
 
 
 LENGTHS = (2, LookaheadConfig().budget)
-"""The sizes of the trees on which a model with a forward hook is tried: besides the probe's own size the smallest and
-the largest, to see a hook that distinguishes one token, a few and many."""
+"""Sizes of the trees on which a model with a forward hook is tested: besides the probe's own size the smallest and the
+largest, to detect a hook that distinguishes one token, a few and many."""
 
 
 NEAR_INT8 = 1.0
-"""The same between a model in fp32 and what a backend made of it in int8."""
+"""The same between a model in fp32 and its int8 version on a backend."""
 
 
 def _plain_logits(model: Any, ids: list[int], device: torch.device) -> torch.Tensor:
@@ -225,14 +225,14 @@ def _alone(token: int) -> TokenTree:
 
 
 def _only_logits(backend: Backend, prefix: list[int], token: int) -> torch.Tensor:
-    """[V] logits of a tree of one token behind a prefix."""
+    """[V] logits of a tree of one token after a prefix."""
     return _tree_logits(backend, prefix, _alone(token))[0][0]
 
 
 def _tree_logits(backend: Backend, prefix: list[int], first: TokenTree, *others: TokenTree) -> list[torch.Tensor]:
-    """Logits of each tree behind a prefix. The prefix runs in a step before, so that the tree reads it from the cache.
+    """Logits of each tree after a prefix. The prefix runs in a separate step, so that the tree reads it from the cache.
 
-    The other trees get the prefix's K/V without another step.
+    The other trees adopt the prefix's K/V without another step.
     """
     slot = backend.open()
     try:
@@ -274,10 +274,10 @@ def relative(computed: torch.Tensor, expected: torch.Tensor) -> float:
 def _one_by_one(
     model: Any, prefix: list[int], tokens: list[int], device: torch.device
 ) -> tuple[list[torch.Tensor], Any]:
-    """The logits [V] of one pass over the prefix, and behind it of a pass over each token, as `generate` does; and the
-    cache after them."""
+    """The logits [V] of one pass over the prefix, and then of one pass per token, as in `generate`; and the cache after
+    them."""
     output = model(**_inputs(model, prefix, 0, device), use_cache=True)
-    if output.past_key_values is None:  # some models take a cache and make none
+    if output.past_key_values is None:  # some models take a cache but create none
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         output = model(**_inputs(model, prefix, 0, device), past_key_values=cache, use_cache=True)
     logits = [output.logits[0, -1].float()]

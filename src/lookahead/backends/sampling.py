@@ -26,10 +26,10 @@ from lookahead.config import SamplingParams
 def adjusted(
     logits: torch.Tensor, params: SamplingParams, adjustment: Adjustment, paths: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """[R, V] logits -> [R, V] float32 scores: those from which the targets of a tree's R needed nodes are chosen.
+    """[R, V] logits -> [R, V] float32 scores: those from which the targets of a tree's R needed nodes are sampled.
 
-    `paths[r]` are the tokens from below the root to row r's own. They count as output, so that a row is adjusted as it
-    would be if they had been accepted one by one.
+    `paths[r]` are the tokens on the path from the root to row r, without the root. They count as output, so that a row
+    is adjusted as if they had been accepted one by one.
     """
     scores, size = logits.float(), logits.shape[1]
     if params.penalised:
@@ -77,7 +77,7 @@ def allowed_rows(adjustment: Adjustment, depths: Sequence[int], size: int) -> np
 
 
 def _counts(output: Sequence[int], paths: Sequence[Sequence[int]], size: int) -> npt.NDArray[np.int32]:
-    """[R, V]: how often each token is in the output, if row r's output ends with `paths[r]`."""
+    """[R, V]: the count of each token in the output, where row r's output ends with `paths[r]`."""
     counts = np.tile(np.bincount(np.asarray(output, np.int64), minlength=size).astype(np.int32), (len(paths), 1))
     for row, path in enumerate(paths):
         for token in path:
@@ -142,5 +142,5 @@ def top_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
     """
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
     log2 = (values.float() - logits.float().logsumexp(dim=-1, keepdim=True)) / math.log(2)
-    log2 = log2.nan_to_num_(-LEVELS)  # of a row that has nothing but -inf
+    log2 = log2.nan_to_num_(-LEVELS)  # a row of -inf only
     return torch.cat([ids, (-2 * log2).clamp_(0, LEVELS - 1).to(ids.dtype)], dim=1).to(torch.int32)

@@ -1,6 +1,6 @@
-"""Refuse models that cannot be decoded exactly, and find out what K/V the others cache.
+"""Refuses models that cannot be decoded exactly, and finds the K/V shapes of the others.
 
-`probe` then checks a model on a few tokens.
+`probe` then tests a model on a few tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 from lookahead.models.facts import UnsupportedModelError, attention_scale_start, first_line, kind_of
 
 FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError)
-"""What a model's forward pass may raise on inputs that it does not take."""
+"""What a model's forward pass may raise on inputs that it does not support."""
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
@@ -53,7 +53,7 @@ def check_supported(model: Any) -> None:
 
 
 def input_device(model: Any) -> torch.device:
-    """The device of the model's input. An offloaded embedding is on no device between passes, but its hook knows."""
+    """The device of the model's input. An offloaded embedding has no device between passes; its hook knows."""
     embedding = model.get_input_embeddings()
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return embedding.weight.device if device is None else torch.device(device)
