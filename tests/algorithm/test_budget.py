@@ -66,7 +66,7 @@ def test_a_step_of_one_token_suits_every_machine() -> None:
     assert fit_config(plain, CostCurve((1, 2), (1.0, 9.0))) == plain
 
 
-def test_the_curve_decides_how_many_guesses_are_taken() -> None:
+def test_the_curve_decides_how_many_draft_tokens_are_taken() -> None:
     taken = []
     for slope in (0.001, 0.1, 1.0):
         config = fit_config(DEFAULT, CostCurve((1, 101), (1.0, 1.0 + 100 * slope)))
@@ -76,8 +76,8 @@ def test_the_curve_decides_how_many_guesses_are_taken() -> None:
     assert taken[0] == 20 > taken[1] > taken[2] == 0
 
 
-def test_guesses_that_teach_are_worth_a_little_more() -> None:
-    """A step that is nearly flat takes guesses with hardly a chance, if later ones are made from their successors."""
+def test_recycled_draft_tokens_get_a_bonus() -> None:
+    """A nearly flat step takes draft tokens with hardly a chance, if later ones are made from their successors."""
     taken, drafter = [], PythonDrafter()
     for slope in (0.001, 0.1):
         for recycled in (False, True):
@@ -159,8 +159,8 @@ def test_a_text_that_changes() -> None:
     assert all(run(guard, DraftGuard.EVERY, lambda _: (3.0, 1.5))[-DraftGuard.MIN_STEPS :])
 
 
-def test_steps_without_guesses_of_their_own_count_as_plain() -> None:
-    """Where no source had a guess, nothing was lost either."""
+def test_steps_without_draft_tokens_of_their_own_count_as_plain() -> None:
+    """Where no source had a draft token, nothing was lost either."""
     guard = DraftGuard()
     for _ in range(300):
         guard.record(False, 1.0, 1.0)

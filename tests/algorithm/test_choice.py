@@ -1,5 +1,5 @@
-"""The choice across sequences against a brute-force search of all sets of guesses, and what configs, limits and padding
-do."""
+"""The choice across sequences against a brute-force search of all sets of draft tokens, and configs, limits
+and padding."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lookahead.config import LookaheadConfig, StopRules
 
 @dataclass
 class Offered:
-    """A sequence's guesses, best first, none above its parent; `parents` count from 1, and 0 is the root."""
+    """A sequence's draft tokens, best first, none above its parent; `parents` count from 1, and 0 is the root."""
 
     scores: list[float]
     parents: list[int]
 
     def closed(self) -> list[tuple[int, ...]]:
-        """All sets of guesses that hold the parents of their guesses."""
+        """All sets of draft tokens that hold the parents of their draft tokens."""
         sets = []
         for chosen in product((False, True), repeat=len(self.scores)):
             if all(not taken or not parent or chosen[parent - 1] for taken, parent in zip(chosen, self.parents)):  # noqa: B905
@@ -64,8 +64,8 @@ def brute(sequences: list[Offered], weights: list[float], bonuses: list[float], 
         if rows + taken <= len(cost):
             worth = [
                 one.scores[i] * weight + bonus
-                for one, guesses, weight, bonus in zip(sequences, chosen, weights, bonuses, strict=True)
-                for i in guesses
+                for one, taken_nodes, weight, bonus in zip(sequences, chosen, weights, bonuses, strict=True)
+                for i in taken_nodes
             ]
             best = max(best, (len(sequences) + sum(worth)) / cost[rows + taken - 1])
     return best
@@ -110,7 +110,7 @@ def test_a_sure_sequence_takes_what_an_unsure_one_leaves() -> None:
     assert counted([[0.9] * 6, [0.2, 0.1], []], 7) == [6, 1, 0]
 
 
-def test_a_guess_inside_the_padding_is_free() -> None:
+def test_a_draft_token_inside_the_padding_is_free() -> None:
     """Passes of 3 to 4 and of 5 to 8 rows take as long: 0.02 of a token is worth a free row, and 0.3 no dear one."""
     cost = [1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3, 1.3]
     assert counted([[0.3, 0.02], [0.02], [0.02]], cost=cost) == [1, 0, 0]
@@ -193,7 +193,7 @@ def test_without_a_cost_the_largest_budget_is_filled() -> None:
 
 @pytest.mark.parametrize("cost", [None, [1.0] * 200])
 def test_every_config_keeps_its_own_rules(cost: list[float] | None) -> None:
-    """Plain decoding never guesses, and a config without a step cost fills its budget whatever the others do."""
+    """Plain decoding never drafts, and a config without a step cost fills its budget whatever the others do."""
     sequences = warm(LookaheadConfig.autoregressive(), OWN, replace(CONFIG, window=0, step_cost=(1.0,) * 96), CONFIG)
     plain, whole, *weighed = choose_trees(sequences, None, now(cost))
     assert len(plain) == 1
@@ -249,7 +249,7 @@ def test_a_guarded_budget_stops_drafting_where_it_does_not_pay() -> None:
     assert any(len(tree) > 1 for tree in DraftBudget().choose_trees(sequences))
 
 
-def test_a_steep_cost_takes_no_guess() -> None:
+def test_a_steep_cost_takes_no_draft_token() -> None:
     sequences = warm(*[replace(CONFIG, window=0)] * 4)
     assert [len(tree) for tree in choose_trees(sequences, None, PassCost([2.0**k for k in range(60)]))] == [1] * 4
 

@@ -91,7 +91,7 @@ def test_passes_of_one_size_move_the_whole_table() -> None:
     assert times.times_after(0)[63] == pytest.approx(TABLE[63] + 0.002, rel=0.01)
 
 
-def test_a_capture_is_no_reason_to_stop_guessing() -> None:
+def test_a_capture_is_no_reason_to_stop_drafting() -> None:
     rng = random.Random(2)
     usual = [(rows, TABLE[rows - 1]) for rows in rng.choices(range(1, 300), k=200)]
     usual_only, disturbed = noted(usual), noted([*usual, (128, 5.0)])

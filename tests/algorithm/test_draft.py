@@ -1,4 +1,4 @@
-"""The choice of guesses against a brute-force enumeration of every candidate."""
+"""The choice of draft tokens against a brute-force enumeration of every candidate."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def draft_of(
     return candidates
 
 
-def paths_of(guesses: DraftTokens) -> list[Path]:
-    """Every guess as the tokens from below the root down to it."""
+def paths_of(drafted: DraftTokens) -> list[Path]:
+    """Every draft token as the tokens from below the root down to it."""
     paths: list[Path] = [()]
-    for token, parent in zip(guesses.tokens, guesses.parents, strict=True):
+    for token, parent in zip(drafted.tokens, drafted.parents, strict=True):
         paths.append((*paths[parent], token))
     return paths[1:]
 
@@ -133,32 +133,32 @@ def cases(draw: st.DrawFn, successors: bool = True) -> Case:
 @example(DRAFTERS[0], Case([0.5] * 14, []), 10, 3)
 @example(DRAFTERS[-1], Case([0.5] * 14, []), 10, 3)
 def test_the_best_candidates_are_taken(drafter: Drafter, case: Case, room: int, max_depth: int) -> None:
-    guesses = case.search(drafter, Limits(room, max_depth))
-    paths = paths_of(guesses)
+    drafted = case.search(drafter, Limits(room, max_depth))
+    paths = paths_of(drafted)
     everything = case.candidates(max_depth)
 
     # A trie, parents first, within the room and the depth.
     assert len(paths) == min(room, len(everything))
     assert len(set(paths)) == len(paths)
-    assert all(parent <= i for i, parent in enumerate(guesses.parents))
-    assert list(guesses.depths) == [len(path) for path in paths]
-    assert max(guesses.depths, default=0) <= max_depth
+    assert all(parent <= i for i, parent in enumerate(drafted.parents))
+    assert list(drafted.depths) == [len(path) for path in paths]
+    assert max(drafted.depths, default=0) <= max_depth
 
     # Each has the score of the definition, and no candidate left out scores above one that was taken.
-    assert list(guesses.scores) == pytest.approx([everything[path][0] for path in paths])
-    assert [case.rates[origin] for origin in guesses.origins] == pytest.approx([everything[p][1] for p in paths])
+    assert list(drafted.scores) == pytest.approx([everything[path][0] for path in paths])
+    assert [case.rates[origin] for origin in drafted.origins] == pytest.approx([everything[p][1] for p in paths])
     best = sorted((score for score, _ in everything.values()), reverse=True)
-    assert list(guesses.scores) == pytest.approx(best[:room])
+    assert list(drafted.scores) == pytest.approx(best[:room])
     assert all(
-        score <= ([1.0, *guesses.scores][parent]) for score, parent in zip(guesses.scores, guesses.parents, strict=True)
+        score <= ([1.0, *drafted.scores][parent]) for score, parent in zip(drafted.scores, drafted.parents, strict=True)
     )
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(DRAFTERS), cases(successors=False), st.randoms(use_true_random=False))
 def test_scores_of_chains_are_products_of_rates_in_any_order(drafter: Drafter, case: Case, rng: random.Random) -> None:
-    guesses = case.search(drafter, Limits(100, 100))
-    scores = dict(zip(paths_of(guesses), guesses.scores, strict=True))
+    drafted = case.search(drafter, Limits(100, 100))
+    scores = dict(zip(paths_of(drafted), drafted.scores, strict=True))
     for path, score in scores.items():
         along = [
             max(case.rates[o[d]] for t, o in case.chains if tuple(t[: d + 1]) == path[: d + 1])
@@ -173,18 +173,18 @@ def test_scores_of_chains_are_products_of_rates_in_any_order(drafter: Drafter, c
 def test_the_likelier_origin_names_a_shared_node(drafter: Drafter) -> None:
     rates = [0.2, 0.6, 0.4]
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        guesses = drafter.search(draft_of(drafter, rates, [([5], [origin]) for origin in order]), Limits(9, 9))
-        assert [list(x) for x in (guesses.tokens, guesses.origins, guesses.scores)] == [[5], [1], [0.6]]
+        drafted = drafter.search(draft_of(drafter, rates, [([5], [origin]) for origin in order]), Limits(9, 9))
+        assert [list(x) for x in (drafted.tokens, drafted.origins, drafted.scores)] == [[5], [1], [0.6]]
 
 
 def test_a_chain_and_successors_side_by_side(drafter: Drafter) -> None:
     """Tokens 5 and 6 are in both: each takes its better rate, and 7 gets what the two leave over."""
     rates = [0.3, 0.2, *[0.0] * 8, 0.25, 0.4, 0.1]
     candidates = draft_of(drafter, rates, [([5], [0]), ([6], [1])], {(3, 1, 2): (5, 6, 7, 0, 1, 2)})
-    guesses = drafter.search(candidates, Limits(9, 9))
-    assert list(guesses.tokens) == [6, 5, 7]
-    assert list(guesses.origins) == [11, 0, 12]
-    assert list(guesses.scores) == pytest.approx([0.4, 0.3, (1 - 0.7) * 0.1])
+    drafted = drafter.search(candidates, Limits(9, 9))
+    assert list(drafted.tokens) == [6, 5, 7]
+    assert list(drafted.origins) == [11, 0, 12]
+    assert list(drafted.scores) == pytest.approx([0.4, 0.3, (1 - 0.7) * 0.1])
 
 
 def test_chains_leave_successors_something(drafter: Drafter) -> None:
@@ -195,9 +195,9 @@ def test_chains_leave_successors_something(drafter: Drafter) -> None:
 def test_a_level_is_not_a_token(drafter: Drafter) -> None:
     """The second half of successors are levels: that level 1 equals the chain's token 1 means nothing."""
     candidates = draft_of(drafter, [0.2, *[0.0] * 9, 0.9, 0.5], [([1], [0])], {(3, 1, 2): (7, 1)})
-    guesses = drafter.search(candidates, Limits(9, 1))
-    assert (list(guesses.tokens), list(guesses.origins)) == ([7, 1], [11, 0])
-    assert list(guesses.scores) == pytest.approx([0.8 * 0.5, 0.2])
+    drafted = drafter.search(candidates, Limits(9, 1))
+    assert (list(drafted.tokens), list(drafted.origins)) == ([7, 1], [11, 0])
+    assert list(drafted.scores) == pytest.approx([0.8 * 0.5, 0.2])
 
 
 @pytest.mark.parametrize("text", [[3, 1, 2], [1, 2], [2]])
@@ -228,7 +228,7 @@ def test_the_kept_count_gives_most_tokens_per_time(
     taught = 0.0 if case.successors is None else RECYCLE_BONUS
 
     def gain(count: int) -> float:
-        """A step of `branch` tokens and this many guesses; a table that ends stays at its last entry."""
+        """A step of `branch` tokens and this many draft tokens; a table that ends stays at its last entry."""
         return (1 + sum(everything.scores[:count]) + taught * count) / cost[min(branch + count, len(cost)) - 1]
 
     count = len(kept.tokens)
@@ -253,18 +253,18 @@ def test_a_flat_cost_keeps_all_and_a_steep_one_none(drafter: Drafter) -> None:
 
 
 def test_tokens_that_are_in_the_step_anyway_are_counted(drafter: Drafter) -> None:
-    """The fourth token makes the step ten times as dear: it depends on the branch which guess that is."""
+    """The fourth token makes the step ten times as dear: it depends on the branch which draft token that is."""
     cost = [1.0, 1.0, 1.0, 10.0, 10.0, 10.0, 10.0]
     assert [len(fallen(drafter, Limits(9, 9, cost, branch))) for branch in (1, 2, 3, 4, 5)] == [2, 1, 0, 3, 3]
 
 
 @pytest.mark.parametrize("room", [-3, 0])
-def test_no_room_no_guesses(drafter: Drafter, room: int) -> None:
+def test_no_room_no_draft_tokens(drafter: Drafter, room: int) -> None:
     assert fallen(drafter, Limits(room, 9)) == []
     assert fallen(drafter, Limits(room, 9, [1.0])) == []
 
 
-def test_no_depth_no_guesses(drafter: Drafter) -> None:
+def test_no_depth_no_draft_tokens(drafter: Drafter) -> None:
     assert fallen(drafter, Limits(9, 0)) == []
 
 

@@ -159,8 +159,8 @@ def test_the_fast_path_of_the_stop_rules_agrees_with_cut_at_stop(
     assert found.finish_reason == reason
 
 
-def test_the_last_step_guesses_nothing_that_cannot_count() -> None:
-    """With one token left there is nothing to guess, and no window to feed."""
+def test_the_last_step_drafts_nothing_that_cannot_count() -> None:
+    """With one token left there is nothing to draft, and no window to feed."""
     sequence = DecodingSequence(COUNTED, LONG, rules=StopRules(max_tokens=1))
     tree = sequence.propose()
     assert (len(tree), tree.width, list(tree.needed)) == (1, 0, [0])
@@ -229,7 +229,7 @@ def test_every_source_alone_saves_steps_and_is_credited(source: str) -> None:
         LookaheadConfig(window=0, budget=1),
     ],
 )
-def test_no_guesses_is_one_token_a_step(config: LookaheadConfig) -> None:
+def test_no_draft_tokens_is_one_token_a_step(config: LookaheadConfig) -> None:
     sequence = run(CYCLE, [1, 2], config, StopRules(max_tokens=20))
     assert sequence.stats.steps == sequence.stats.generated_tokens == 20
     assert sequence.stats.accepted_by_source == {}
@@ -249,7 +249,7 @@ def test_another_seed_gives_another_text() -> None:
 
 
 def test_uniforms_belong_to_output_positions() -> None:
-    """The root predicts the next position, a guess at depth d the d-th after that; the window draws nothing."""
+    """The root predicts the next position, a draft token at depth d the d-th after that; the window draws nothing."""
     sequence = DecodingSequence([*COUNTED, 0], LONG, SamplingParams(temperature=0.1), StopRules(max_tokens=40))
     tree = sequence.propose()
     uniforms = dict(zip(tree.needed, sequence.uniforms(tree), strict=True))
@@ -364,8 +364,8 @@ def test_a_prior_is_set_once() -> None:
     assert list(calibration.rates) == learned
 
 
-def test_a_guess_is_learned_from_only_if_its_parent_was_accepted() -> None:
-    """The prompt counts 0 1 2 3, the model goes 0 1 9: right, wrong, and of the third guess nothing is known."""
+def test_a_draft_token_is_learned_from_only_if_its_parent_was_accepted() -> None:
+    """The prompt counts 0 1 2 3, the model goes 0 1 9: right, wrong, and of the third draft token nothing is known."""
     after = {5: 0, 0: 1, 1: 9, 9: 9}
     model: Model = lambda tokens: [float(t == after.get(tokens[-1], 7)) for t in range(10)]  # noqa: E731
     memory = SharedMemory()
@@ -382,7 +382,7 @@ def test_a_guess_is_learned_from_only_if_its_parent_was_accepted() -> None:
     assert moved[2] == 0
 
 
-def test_it_goes_on_where_nothing_guesses() -> None:
+def test_it_goes_on_where_nothing_drafts() -> None:
     """Then its next step is its next target; but not after the last token."""
     model = counting_model(9)
     for rules in (StopRules(3), StopRules(9, max_length=5)):

@@ -85,7 +85,7 @@ def test_trees_are_the_same_bit_for_bit(step: dict[str, Any]) -> None:
     assert chosen(OURS, step) == chosen(HELPED, step) == chosen(TWIN, step)
 
 
-def test_many_guesses_are_sorted_as_numpy_does() -> None:
+def test_many_draft_tokens_are_sorted_as_numpy_does() -> None:
     rng = np.random.default_rng(3)
     for count in (1, 2, 3, 7, 64, 256):
         rates = [np.sort(rng.random(rng.integers(0, 30)).round(2))[::-1].tolist() for _ in range(count)]
@@ -173,11 +173,11 @@ def steps_that_ran(draw: st.DrawFn) -> tuple[list[TokenTree], list[list[int]]]:
         count = draw(st.integers(0, 8))
         parents = [draw(st.integers(layout.size - 1, layout.size - 1 + i)) for i in range(count)]
         parents = [0 if parent < layout.size else parent for parent in parents]
-        guesses = DraftTokens(
+        drafted = DraftTokens(
             array("i", [draw(tokens) for _ in range(count)]), array("i", parents), array("i", [0] * count),
             array("i", [0] * count), array("d", [0.0] * count),
         )  # fmt: skip
-        tree = layout.tree([draw(tokens) for _ in range(layout.size)], guesses)
+        tree = layout.tree([draw(tokens) for _ in range(layout.size)], drafted)
         if draw(st.integers(0, 5)) == 0:
             tree = TokenTree([], [], [], [])
         trees.append(tree)

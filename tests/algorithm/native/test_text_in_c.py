@@ -51,7 +51,7 @@ def texts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def proposed(drafter: Drafter, case: dict[str, Any]) -> list[str]:
-    """What is guessed after the prompt and after every block."""
+    """What is drafted after the prompt and after every block."""
     memory, text, seen = SharedMemory(drafter), list(case["prompt"]), []
     sources = build_sources(case["config"], memory)
     for source in sources:
@@ -82,7 +82,7 @@ def test_a_long_text_proposes_the_same() -> None:
     case = {"config": config, "prompt": list(range(500)) * 2, "steps": steps}
     ours = proposed(OURS, case)
     assert ours == proposed(TWIN, case)
-    assert sum("tokens=array('i')" not in guesses for guesses in ours) > 100
+    assert sum("tokens=array('i')" not in drafted for drafted in ours) > 100
 
 
 def test_which_sources_c_takes_over() -> None:

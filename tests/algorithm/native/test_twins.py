@@ -1,4 +1,4 @@
-"""The drafter in C and its twin in Python: the same tables, the same guesses bit for bit, the same generations."""
+"""The drafter in C and its twin in Python: the same tables, the same draft tokens bit for bit, the same generations."""
 
 from __future__ import annotations
 

@@ -90,5 +90,5 @@ def test_where_the_source_goes_on() -> None:
     source.record_output([1, 10, 11, 99, 14, 15, 16, 5], [5])
 
 
-def test_no_guesses_no_prediction() -> None:
+def test_no_draft_tokens_no_prediction() -> None:
     assert run([1, 2, 3], LookaheadConfig.autoregressive()).prediction is None

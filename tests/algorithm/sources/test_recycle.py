@@ -53,7 +53,7 @@ def kind_of(source: RecycleSource, found: tuple[Successors, int] | None) -> int:
 
 
 def absorb(source: RecycleSource, text: list[int], top: Successors) -> None:
-    """A step without guesses: the successors of the text's last token."""
+    """A step without draft tokens: the successors of the text's last token."""
     after = [*text, top[0]]
     source.learn_from(Outcome(after, after[-1:], TokenTree([text[-1]], [-1], [0], [0]), [], [top[0]], top_of(top), []))
 
@@ -125,14 +125,14 @@ def test_the_drafter_asks_in_the_same_order(drafter: Drafter, first: tuple[str, 
     source.propose([1, 2, 3], candidates)
     first_origin = source.tables.first_origin
     candidates.rates[first_origin:] = array("d", [0.5]) * len(candidates.rates[first_origin:])
-    guesses = drafter.search(candidates, Limits(1, 1))
-    assert list(guesses.tokens) == [ANSWER_ORDER.index(first)]
+    drafted = drafter.search(candidates, Limits(1, 1))
+    assert list(drafted.tokens) == [ANSWER_ORDER.index(first)]
     owner, length = first
-    assert guesses.origins[0] == source.tables.first_origin + ((owner == "shared") * 3 + 3 - length) * LEVELS
+    assert drafted.origins[0] == source.tables.first_origin + ((owner == "shared") * 3 + 3 - length) * LEVELS
 
 
 def test_successors_of_a_tree_are_kept_under_their_paths(drafter: Drafter) -> None:
-    """Root 3 after 1 2; guesses 4 -> 5 and 6 below it; the successors come in the order of `tree.needed`."""
+    """Root 3 after 1 2; draft tokens 4 -> 5 and 6 below it; the successors come in the order of `tree.needed`."""
     tree = TokenTree([3, 4, 6, 5], [-1, 0, 0, 1], [0, 1, 1, 2], [0, 1, 2, 3])
     source = source_of(drafter)
     top = top_of(likely(40), likely(41), likely(42), likely(43))

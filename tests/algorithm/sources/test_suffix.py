@@ -93,10 +93,10 @@ def test_a_continuation_is_what_followed_the_match(length: int) -> None:
     source = fed(SuffixSource(calibration, length=length), text)
     candidates = Candidates.after(text, calibration.rates)
     source.propose(text, candidates)
-    guesses = PythonDrafter().search(candidates, Limits(99, 99))
-    assert list(guesses.tokens) == [3, 4, 5, 6, 1, 2][:length]
-    assert [origin - source.origin for origin in guesses.origins] == [2, 3, 4, 5, 6, 7][:length]
-    assert guesses.scores[0] == SuffixSource.PRIORS[2]
+    drafted = PythonDrafter().search(candidates, Limits(99, 99))
+    assert list(drafted.tokens) == [3, 4, 5, 6, 1, 2][:length]
+    assert [origin - source.origin for origin in drafted.origins] == [2, 3, 4, 5, 6, 7][:length]
+    assert drafted.scores[0] == SuffixSource.PRIORS[2]
 
 
 # Prompt lookup.
@@ -120,9 +120,9 @@ def test_oldest_is_the_prompt_lookup_of_transformers(text: list[int], size: tupl
     fed(source, text, data.draw(st.integers(1, len(text))) if data is not None else 1)
     candidates = Candidates.after(text, memory.calibration.rates)
     source.propose(text, candidates)
-    guesses = memory.drafter.search(candidates, Limits(tokens, 99))
-    assert list(guesses.tokens) == lookup(text, tokens, key)
-    assert list(guesses.parents) == list(range(len(guesses.tokens)))
+    drafted = memory.drafter.search(candidates, Limits(tokens, 99))
+    assert list(drafted.tokens) == lookup(text, tokens, key)
+    assert list(drafted.parents) == list(range(len(drafted.tokens)))
 
 
 def test_oldest_and_newest_differ() -> None:
