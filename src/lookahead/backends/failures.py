@@ -1,8 +1,8 @@
-"""What goes wrong with a device or a compiler, as errors of one line.
+"""One-line errors for failures of a device or a compiler.
 
-Three kinds, because each ends differently:
+Three kinds, because each is handled differently:
 
-- *Out of memory* (`DeviceMemoryError`): the request that needed the memory fails, and the others go on.
+- *Out of memory* (`DeviceMemoryError`): the request that needed the memory fails, and the others continue.
 - *A kernel that does not compile* (`CompilerError`): another backend runs the model.
 - *A lost device* (`DeviceError`): after an illegal address, an uncorrectable memory error or a GPU that fell off the
   bus, CUDA answers every further call of the process with the same error. Only a new process can use the device again.
@@ -20,10 +20,10 @@ import torch
 from lookahead.models.facts import UnsupportedModelError
 
 DEVICE_TEXTS = ("CUDA error", "CUDA driver error", "[CUDA]", "HIP error", "cublasLt", "CUBLAS_STATUS")
-"""What the messages of errors contain that a device has raised: those of torch, of Triton and of our own calls."""
+"""Substrings of device errors, as raised by torch, Triton and our own calls."""
 
 LONGEST = 240
-"""Characters of somebody else's message that are shown."""
+"""Maximum length of a quoted message, in characters."""
 
 
 class DeviceError(RuntimeError):
@@ -31,8 +31,8 @@ class DeviceError(RuntimeError):
 
 
 class DeviceMemoryError(torch.OutOfMemoryError):
-    """The device has too little memory for a step, of which nothing has run. `slot` is that of the sequence that needs
-    it; None if it is needed for all sequences of the step."""
+    """The device has too little memory for a step, which has not started. `slot` is that of the sequence that needs it;
+    None if the step as such needs it."""
 
     slot: int | None = None
 
@@ -63,7 +63,7 @@ def brief(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory, as torch's allocator, CUDA or cuBLAS say it.
+    """Whether a device ran out of memory, according to torch's allocator, CUDA or cuBLAS.
 
     A capture that ran out of memory may raise another error at its end, with this one as its context.
     """
@@ -76,7 +76,7 @@ def _says_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_error(error: BaseException, what: str, device: torch.device, slot: int | None = None) -> DeviceMemoryError:
-    """The error of one line for `what`, which a device has no memory for."""
+    """The one-line error for `what`, which does not fit into device memory."""
     tried = [found[1] for one in chain(error) if (found := re.search(r"Tried to allocate ([\d.]+ \wi?B)", str(one)))]
     needs = f"{what} needs {tried[0]} of memory" if tried else f"{what} needs more memory"
     made = DeviceMemoryError(f"{needs}{free_memory(device)}; {ADVICE}")
@@ -88,7 +88,7 @@ ADVICE = "run fewer sequences at once or shorter prompts, lower GraphBackend's k
 
 
 def free_memory(device: torch.device) -> str:
-    """How much of a GPU's memory is free, as the end of a clause. Empty where that cannot be asked."""
+    """The free memory of a GPU, as the end of a clause. Empty where it is not known."""
     if device.type != "cuda":
         return ""
     try:
@@ -102,7 +102,7 @@ def free_memory(device: torch.device) -> str:
 
 
 def compiler_error(error: BaseException) -> CompilerError | None:
-    """The error of one line for a kernel that Triton could not compile; None if `error` is something else."""
+    """The one-line error for a kernel that Triton could not compile; None if `error` is something else."""
     if any(isinstance(one, CompilerError) for one in chain(error)) or out_of_memory(error) or _of_device(error):
         return None
     for one in chain(error):
@@ -142,7 +142,7 @@ def _frames(error: BaseException) -> list[Any]:
 
 @contextmanager
 def named_kernels() -> Iterator[None]:
-    """Raise what goes wrong in Triton's compiler as an error of one line that names the kernel."""
+    """Turn errors of Triton's compiler into one-line errors that name the kernel."""
     try:
         yield
     except Exception as error:
@@ -156,7 +156,7 @@ def named_kernels() -> Iterator[None]:
 
 
 def device_error(error: BaseException, device: Any) -> DeviceError | None:
-    """The error of one line if the device is lost; None if `error` is something else.
+    """The one-line error if the device is lost; None if `error` is something else.
 
     Some errors of a device concern one call only, such as a capture that was not allowed. So the device is asked: a
     lost one answers with an error again. (In a process without GPUs there is no device to ask.)
@@ -189,8 +189,7 @@ def _of_device(error: BaseException) -> BaseException | None:
 
 @contextmanager
 def clear_errors(device: torch.device, what: str | None = None) -> Iterator[None]:
-    """Raise what goes wrong with a device or a compiler as an error of one line. If `what` is given, it names what the
-    device has too little memory for."""
+    """Turn failures of a device or a compiler into one-line errors. `what` names the allocation in memory errors."""
     try:
         yield
     except Exception as error:

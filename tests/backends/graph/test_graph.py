@@ -1523,7 +1523,7 @@ def test_prepare_knows_every_kind(
     assert len(kinds) <= 2 * len(wanted)
 
 
-def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_step_is_the_fallback_until_a_kind_was_needed_often(device: str) -> None:
     """The results are those of the exact kind (on a CPU up to rounding)."""
     model = make("llama", device).to(torch.bfloat16)
     backend, exact = GraphBackend(model, capture_after=3), GraphBackend(model)
@@ -1565,7 +1565,7 @@ def test_larger_steps_stand_in_until_a_kind_was_asked_for_often(device: str, mon
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: str) -> None:
+def test_prepared_fallbacks_are_all_that_usual_steps_need(noise: bool, device: str) -> None:
     backend = GraphBackend(make("llama", device).to(torch.bfloat16), capture_after=LAZY_CAPTURE)
     backend.capture = True  # so that it prepares on a CPU, too
     backend.prepare_fallbacks(noise)
@@ -1579,7 +1579,7 @@ def test_prepared_stand_ins_are_all_that_usual_steps_need(noise: bool, device: s
     assert set(backend.runner.steps.pairs) == kinds
 
 
-def test_nothing_stands_in_where_steps_are_not_invariant() -> None:
+def test_no_fallback_where_steps_are_not_invariant() -> None:
     backend = GraphBackend(make("llama"), capture_after=LAZY_CAPTURE)
     backend.step([StepInput(backend.open(), (), chain([1, 2]), SamplingParams(), ())])
     assert [kind.rows for kind in backend.runner.steps.pairs] == [2]

@@ -1,6 +1,6 @@
-"""Which head computes a run: the screened one, if the argmax and top tokens are enough, else the full one.
+"""Chooses the head of a run: the screened one if the argmax and top tokens are enough, else the full one.
 
-Both give the same argmax (see `screen`), so the choice changes the time of a step and nothing else.
+Both give the same argmax (see `screen`), so the choice affects only the time of a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Heads:
     def __init__(self, matrix: Matrix, products: Products, threads: int, *, screened: bool = True) -> None:
         """`matrix` [V, H] is the head itself; `screened=False` is for products that are not in fp32.
 
-        A head with a bias is not screened: the bound of `screen` is that of a product alone.
+        A head with a bias is not screened: the bound of `screen` is for a product without bias.
         """
         self.full = Head(matrix, products, threads)
         self.screened: ScreenedHead | None = None

@@ -6,28 +6,28 @@ layers (see `groups`, also for their full names): its H query heads have the wid
 heads. A row has A = H + 2 Hkv vectors of width D in such a layer: its queries, its keys and its values.
 
     tokens [R]            the rows' tokens
-    ones [2, B]           ones, by which blocks are added up
+    ones [2, B]           ones, whose product sums blocks
     needed [N]            the rows that a head computes logits of
     keys_i, values_i      layer i's K/V: [L, B, Hkv, BLOCK, D] and [L, B, Hkv, BLOCK, D + 1]
     -----
-    vectors [1, R A]      0 to R A - 1, the lines of the rotary tables
-    cosine, sine [R A, D/2]  the rotary tables at the vectors' positions; 1 and 0 for values, which are not turned
+    vectors [1, R A]      0 to R A - 1, the rows of the rotary inputs
+    cosine, sine [R A, D/2]  the rotary tables at the vectors' positions; 1 and 0 for values, which are not rotated
     query [L, 1, Hkv, G P]   the vector in each column of a sequence; any vector, where it has fewer rows
     key, value [R, Hkv]   which vectors are keys, and which are values
     cells [1, R, Hkv, 4]  sequence, block, K/V head and cell that a key and a value are written to
-    answers [R, H]        where the result of a row's head is among the L 2 Hkv G P ones
+    answers [R, H]        index of a row's head among the L 2 Hkv G P results
     mask [L, B, 1, G P, BLOCK]  0 where a row sees a cell, HIDDEN elsewhere
 
-Outputs: hidden [N, hidden], the needed rows' states behind the last norm, from which a head computes logits (see `head`
+Outputs: hidden [N, hidden], the needed rows' states after the last norm, from which a head computes logits (see `head`
 and `screen`); and each layer's K/V, which must be bound to the memory of the input: then only new rows are written.
 
-A row's numbers must not depend on the other rows of its step, bit for bit. Most operations treat rows alone anyway.
-Softmax's own sum is the exception (it adds in lanes of a vector, so a cell's index matters), and so is a product with
-one row, for which there is another kernel. Hence attention is exp, and a product with [V | 1] per block (see `cells`);
-the blocks are added up by a product with two rows of ones. See `invariance` for the check.
+A row's numbers must not depend on the other rows of its step, bit for bit. Most operations are row-wise anyway.
+Softmax's own sum is the exception (it adds in SIMD lanes, so a cell's index matters), and so is a product with one
+row, for which there is another kernel. Hence attention is exp, and a product with [V | 1] per block (see `cells`);
+a product with two rows of ones sums the blocks. See `invariance` for the check.
 
 A node takes some microseconds, whatever it computes, and there are dozens in each layer. So q, k and v are one product
-and are turned at once, and inputs say where vectors come from, instead of nodes that reshape and transpose.
+and are rotated at once, and index inputs replace nodes that reshape and transpose.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Norm
 
 HIDDEN = -1e30
-"""What the mask adds to a score that does not count."""
+"""What the mask adds to a masked score."""
 LOWEST, NOTHING = -80.0, 1e-34
-"""The lowest argument of an exponential, and how small a result counts as 0. exp(LOWEST) does, so masked cells add
-exact zeros. A lower argument would take 8 times as long: processors are slow at numbers so near to 0."""
+"""The lowest argument of an exponential, and the threshold below which a result is set to 0. exp(LOWEST) is below it,
+so masked cells add exact zeros. A lower argument would take 8 times as long: denormal numbers are slow."""
 
 
 def _silu(made: OnnxModel, x: str) -> str:
@@ -84,7 +84,7 @@ def lower(decoder: Decoder, products: Products) -> tuple[bytes, dict[str, np.nda
     """The ONNX file of a step, and the arrays of the weights that it names."""
     made, groups = OnnxModel(), layer_groups(decoder)
     x = made.add("Gather", made.weight("embedding", array(decoder.embedding)), "tokens")
-    added: str | None = None  # what the block before adds to x; the norm that follows adds it
+    added: str | None = None  # the previous block's output, which the next norm adds to x
     for number, (block, group) in enumerate(zip(decoder.blocks, groups, strict=True)):
         normed, x = _add_norm(made, f"{number}.attention_norm", block.attention_norm, x, added)
         attended = _attention(made, products, block.attention, group, number, normed)

@@ -1,4 +1,4 @@
-"""An ONNX model that is built node by node, and how it multiplies by a matrix."""
+"""An ONNX model built node by node, and its matrix products."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OnnxModel:
         self.nodes[-1].output[0] = name
 
     def constant(self, value: Any, dtype: Any = np.int64) -> str:
-        """A small constant, kept in the file."""
+        """A small constant, stored in the file."""
         array = np.asarray(value, dtype=dtype)
         key = str(array.dtype), array.shape, array.tobytes()
         if key not in self._constants:
@@ -63,7 +63,7 @@ class OnnxModel:
         return self._constants[key]
 
     def once(self, name: str, make: Callable[[], str]) -> str:
-        """The value of this name, which is made when it is asked for the first time."""
+        """The value of this name, created by `make` on first use."""
         if name not in self._shared:
             self._shared[name] = make()
         return self._shared[name]
@@ -91,7 +91,7 @@ class OnnxModel:
 
 
 class Products:
-    """How rows are multiplied by a matrix: here as it is, in fp32."""
+    """Products of rows with a matrix in fp32."""
 
     def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix) -> str:
         """Rows [R, in] -> [R, out]. A matrix of one part is read in place; one of several is a copy."""

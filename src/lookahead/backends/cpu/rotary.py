@@ -1,4 +1,4 @@
-"""The inputs that turn a step's queries and keys by their positions."""
+"""The rotary inputs of a step: cosines and sines at the positions of its rows."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class RotaryTables:
     def inputs(self, positions: Integers, groups: Sequence[Group]) -> dict[str, Any]:
         """The inputs `vectors`, `cosine` and `sine` of these groups (see `lower`), for rows at positions [R].
 
-        Queries and keys are turned, values are not.
+        Queries and keys are rotated, values are not.
         """
         made: dict[str, Any] = {}
         for group in groups:
             if group.rope is None or group.input("cosine") in made:
                 continue
-            tables = self._reaching(group.rope, int(positions.max()) + 1)
-            for kind, table, still in zip(("cosine", "sine"), tables, (1, 0), strict=True):
-                lines = np.full((len(positions), group.vectors, table.shape[1]), still, np.float32)
-                lines[:, : group.heads + group.kv_heads] = table[positions][:, None]
-                made[group.input(kind)] = lines.reshape(-1, table.shape[1])
+            tables = self._tables_to(group.rope, int(positions.max()) + 1)
+            for kind, table, neutral in zip(("cosine", "sine"), tables, (1, 0), strict=True):
+                factors = np.full((len(positions), group.vectors, table.shape[1]), neutral, np.float32)
+                factors[:, : group.heads + group.kv_heads] = table[positions][:, None]
+                made[group.input(kind)] = factors.reshape(-1, table.shape[1])
             made[group.input("vectors")] = np.arange(len(positions) * group.vectors)[None]
         return made
 
-    def _reaching(self, rope: int, positions: int) -> tuple[Array, Array]:
+    def _tables_to(self, rope: int, positions: int) -> tuple[Array, Array]:
         """The tables of a rope, for at least this many positions."""
         if positions > len(self._tables[rope][0]):
             self._tables[rope] = _tables(self._ropes[rope], -(-positions // (8 * BLOCK)) * 8 * BLOCK)
