@@ -679,7 +679,7 @@ def test_penalties_and_log_probabilities_by_every_way(
 
 def test_mistakes_in_new_settings_are_named(lm: LookaheadModel) -> None:
     for settings, message in (
-        ({"logit_bias": {10**6: 1.0}}, "logit_bias names token 1000000; the model has 0 to"),
+        ({"logit_bias": {10**6: 1.0}}, "logit_bias has token 1000000; the vocabulary is 0 to"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 must be at most max_tokens=8"),
         ({"logprobs": 21}, "logprobs=21 must be at most 20"),
         ({"repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),

@@ -226,7 +226,7 @@ def test_one_sequence_is_weighed_by_what_a_pass_costs_now(slope: float) -> None:
     (sequence,), (other,) = warm(gentle), warm(gentle)
     cost = PassCost(gentle.step_cost or ())
     cost.slope, cost.constant = slope, 1.0 - slope
-    other.weighed = tuple(cost.times_after(0).tolist())
+    other.weighing_times = tuple(cost.times_after(0).tolist())
     assert choose_trees([sequence], None, cost) == [other.propose()]
     assert (len(other.propose()) < len(sequence.propose())) == (slope > 1)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lookahead.algorithm.cost import MOST_SLOPE, SURPRISE, CostCurve, PassCost, stairs
+from lookahead.algorithm.cost import MOST_SLOPE, SURPRISE, CostCurve, PassCost, table_for_sizes
 from lookahead.config import LookaheadConfig
 
 # The curve.
@@ -49,8 +49,8 @@ def test_a_table_never_falls(sizes: list[int], seconds: list[float], budget: int
 
 
 def test_padding_makes_stairs() -> None:
-    assert stairs([1.0, 2.0, 3.0, 4.0, 5.0], (1, 4)) == (1.0, 4.0, 4.0, 4.0, 5.0)
-    assert stairs([1.0, 2.0, 3.0], (4,)) == (3.0, 3.0, 3.0)
+    assert table_for_sizes([1.0, 2.0, 3.0, 4.0, 5.0], (1, 4)) == (1.0, 4.0, 4.0, 4.0, 5.0)
+    assert table_for_sizes([1.0, 2.0, 3.0], (4,)) == (3.0, 3.0, 3.0)
 
 
 # What a pass costs now.

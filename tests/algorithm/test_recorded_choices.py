@@ -16,7 +16,7 @@ from replay import Replay, words_of
 
 from lookahead.algorithm.budget import fit_config
 from lookahead.algorithm.choice import choose_trees
-from lookahead.algorithm.cost import CostCurve, PassCost, stairs
+from lookahead.algorithm.cost import CostCurve, PassCost, table_for_sizes
 from lookahead.algorithm.draft import Drafter
 from lookahead.algorithm.native import choose_drafter
 from lookahead.algorithm.search import PythonDrafter
@@ -41,7 +41,7 @@ def test_the_same_trees_are_chosen(case: str, drafter: Drafter) -> None:
     name, number = case.split()
     count, curve = int(number), CURVES[name]
     config = fit_config(LookaheadConfig(), CostCurve(curve.sizes[:8], curve.seconds[:8]))
-    table = curve.table(512) if name != "gpu" else stairs(curve.table(512), CAPTURED)
+    table = curve.table(512) if name != "gpu" else table_for_sizes(curve.table(512), CAPTURED)
     model, cost, memory = (
         Replay(words_of(Path(__file__).parents[2] / "LICENSE")),
         PassCost(table),

@@ -284,7 +284,7 @@ def test_a_mask_that_cannot_be_used_ends_its_request_alone(device: str) -> None:
 
 def test_requests_that_cannot_be_right_are_refused() -> None:
     engine = Engine(EagerBackend(model()))
-    with pytest.raises(ValueError, match="logit_bias names token 61; the model has 0 to 60"):
+    with pytest.raises(ValueError, match="logit_bias has token 61; the vocabulary is 0 to 60"):
         engine.submit(request([1], CONFIGS[0], SamplingParams(logit_bias={61: 1.0})))
     both = request([1], CONFIGS[0], SamplingParams(), masked=True)
     both.verifier = lambda results: []

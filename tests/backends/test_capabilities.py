@@ -119,7 +119,7 @@ def test_chains_keep_to_the_other_limits_too() -> None:
 
 def test_noise_needs_a_backend_that_draws_with_it() -> None:
     request = Request(DecodingSequence([1, 2], LookaheadConfig.autoregressive()), noise=object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="toy backend does not draw with given noise"):
+    with pytest.raises(ValueError, match="toy backend cannot sample with a request's own noise"):
         Engine(ToyBackend()).submit(request)
     draws = ToyBackend()
     draws.capabilities = Capabilities("toy", draws_noise=True)

@@ -246,7 +246,7 @@ def test_a_request_without_room_is_tried_again_only_when_that_may_help(monkeypat
 
 def test_a_request_that_can_never_run_is_refused() -> None:
     engine = Engine(PagedToy(pages=8, page_size=4))
-    with pytest.raises(ValueError, match=r"need room for 46 tokens, and the backend holds 32; lower max_tokens"):
+    with pytest.raises(ValueError, match=r"need K/V for 46 tokens, and the backend has room for 32; lower max_tokens"):
         engine.submit(Request(sequence_of(((1, 2, 3, 4, 5, 6), 24, 2, 0))))
     assert engine.running == []
 

@@ -1,4 +1,4 @@
-"""How many draft tokens a step takes. Only this module decides it.
+"""How many draft tokens a step takes: all rules and constants of this decision.
 
 A step of n sequences gives at least n tokens. A draft token adds its *score*, the estimated probability that it is
 accepted, and one row to the forward pass, which costs time. The best step maximises the expected tokens per second:
@@ -7,12 +7,16 @@ accepted, and one row to the forward pass, which costs time. The best step maxim
 
 `cost` knows t, and `search` finds every sequence's draft tokens, best first. A child never scores above its parent, so
 for every number of draft tokens the best set is the top of one list, merged over all sequences, and the top of that
-list always contains the parents of its tokens (`best_counts`; `best_count` for one sequence). What else matters:
+list always contains the parents of its tokens (`best_counts`; `best_count` for one sequence). `choice.choose_trees`
+applies the rules to the sequences of a step, and `DecodingSequence.propose` to a single one. What else matters:
 
 - *The config.* With a `step_cost` the draft tokens are weighed, and `budget` is the most that one sequence gets. A
   config without one was written by hand: every sequence fills its budget, regardless of cost.
 - *Nearly free.* If t(budget) was measured as at most FLAT times t(1), one sequence fills its budget: scores are
   estimates, and the sources learn even from a draft token that is refused. On a GPU this is the usual case.
+- *Other values.* With several sequences a score is first multiplied by `trust`, the ratio of accepted to expected draft
+  tokens in the last steps (`sources.calibration`). With the source `recycle` every draft token is worth RECYCLE_BONUS
+  more, because its successors serve later drafts.
 - *The window* of the lookahead branch costs rows, too. It stays if its rows make a step of one sequence at most FREE
   times as long (`fit_config`), and is left out of steps where it would fill more than half of an equal share.
 - *Many sequences.* The merged list is cut by the time of the whole pass. A sequence drafts no more than it would take
@@ -40,9 +44,9 @@ FLAT = 1.4
 """If a step of the whole budget costs at most this many times a step of one token, every step takes the whole budget.
 In simulations that was best at a ratio of 1.3, and weighing each draft token against its cost best at 1.6."""
 FREE = 1.1
-"""Rows are nearly free that make a pass at most this many times as long. For equal shares, weighing each tree against
-t(n x its size) gave 4% fewer tokens per second than this limit in simulations of 4 sequences: the longest tree of a
-step is longer than most."""
+"""Rows are nearly free if they make a pass at most this many times as long. For equal shares, weighing each tree
+against t(n x its size) gave 4% fewer tokens per second than this limit in simulations of 4 sequences: the longest tree
+of a step is longer than most."""
 
 
 def fit_config(config: LookaheadConfig, curve: CostCurve) -> LookaheadConfig:
@@ -61,7 +65,8 @@ def fit_config(config: LookaheadConfig, curve: CostCurve) -> LookaheadConfig:
 
 
 def without_cost(config: LookaheadConfig) -> LookaheadConfig:
-    """The config with a flat cost up to its budget, which the sequences of a batch share."""
+    """The config for a machine whose times are unknown: with a flat cost, so that one sequence fills its budget, and
+    the sequences of a batch share it."""
     return replace(config, step_cost=(1.0,) * config.budget)
 
 
@@ -74,10 +79,10 @@ def weighing_curve(config: LookaheadConfig) -> tuple[float, ...] | None:
 
 
 def equal_share(config: LookaheadConfig, sequences: int, *, pads: bool) -> int:
-    """The most tokens of a tree if all sequences get the same: an equal part of the budget, but no more than is nearly
-    free, if a pass `pads` or the whole budget is not nearly free.
+    """The most tokens of a tree if all sequences get equal shares of the budget. If a pass `pads`, or if one sequence
+    would not fill its budget, a share is also limited to what is nearly free.
 
-    A config without a step cost does not share its budget.
+    A config without a step cost gives every sequence the whole budget.
     """
     times = config.step_cost
     if times is None:
@@ -91,7 +96,7 @@ def equal_share(config: LookaheadConfig, sequences: int, *, pads: bool) -> int:
 
 def best_count(scores: Sequence[float], cost: Sequence[float], branch: int, bonus: float) -> int:
     """How many of the `scores` (the root's 1.0, then the draft tokens', best first) give most tokens per second,
-    counting the root. `branch` rows are always in the step. A draft token has a value of its score plus `bonus`."""
+    including the root. `branch` rows are always in the step. A draft token has a value of its score plus `bonus`."""
     last, expected = len(cost) - 1, enumerate(accumulate(scores))
     gains = [(tokens + bonus * k) / cost[min(branch - 1 + k, last)] for k, tokens in expected]
     return gains.index(max(gains)) + 1

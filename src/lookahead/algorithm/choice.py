@@ -1,4 +1,4 @@
-"""The trees of one step of several sequences, with as many draft tokens as pay by `budget`."""
+"""Chooses the trees of a step by the rules of `budget`, and by the times that an engine's own passes took."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def choose_trees(
     sequences: Sequence[DecodingSequence],
     limit: int | None = None,
     cost: PassCost | None = None,
-    beside: int = 0,
+    chunk_tokens: int = 0,
     *,
     pads: bool = False,
 ) -> list[TokenTree]:
     """One tree per sequence, for one step of all of them.
 
     `limit` is the most tokens of all trees together; the roots are always in. `cost` is the current cost of a pass,
-    which also has `beside` rows of prompts; without it, the curves of the sequences' configs are used. Draft tokens end
-    where the table does. With `pads` a pass is padded to its longest tree.
+    which also has `chunk_tokens` rows of prompts; without it, the curves of the sequences' configs are used. A pass
+    never has more draft tokens than these times cover. With `pads` a pass is padded to its longest tree.
     """
     if len(sequences) == 1:
         return [sequences[0].propose(limit, cost)]
@@ -56,11 +56,11 @@ def choose_trees(
             drafts.append(sequence.draft(layout, sequence.share(together, pads), None, sequence.trust, True))
             continue
         draft = sequence.cached_draft if layout is sequence.root_alone else None
-        drafts.append(draft or sequence.draft(layout, config.budget, sequence.weighed, sequence.trust, False))
+        drafts.append(draft or sequence.draft(layout, config.budget, sequence.weighing_times, sequence.trust, False))
         if len(config.step_cost) > len(table):
             table = config.step_cost
     # 3. The step takes the best draft tokens of all sequences.
-    times = table if cost is None or not len(table) else cost.times_after(beside)
+    times = table if cost is None or not len(table) else cost.times_after(chunk_tokens)
     floor = SLACK * max([sequence.best_refused for sequence in sequences])
     limits = StepLimits(times if len(times) else None, None, None if limit is None else limit - rows, floor)
     trees, refused = sequences[0].drafter.draft_trees(drafts, limits)
@@ -71,12 +71,12 @@ def choose_trees(
 
 
 class DraftBudget:
-    """Decides the draft tokens of an engine's steps and learns from their times. The engine records the times of passes
+    """Decides how many draft tokens an engine's steps take, and corrects this by their times, which the engine records
     in `cost`.
 
-    Without a `cost` only the sequences' configs decide, and no clock: ranks that run one model together must choose the
-    same trees. A `guarded` budget compares steps with and without draft tokens, for each batch size. It may outlive an
-    engine.
+    Without a `cost` the decision depends on the sequences' configs alone, not on a clock: ranks that run one model
+    together must choose the same trees. A `guarded` budget compares steps with and without draft tokens, for each batch
+    size. It may outlive an engine.
     """
 
     def __init__(self, cost: PassCost | None = None, *, guarded: bool = False) -> None:
@@ -84,12 +84,17 @@ class DraftBudget:
         self._guards: dict[int, DraftGuard] = {}
 
     def choose_trees(
-        self, sequences: Sequence[DecodingSequence], limit: int | None = None, beside: int = 0, *, pads: bool = False
+        self,
+        sequences: Sequence[DecodingSequence],
+        limit: int | None = None,
+        chunk_tokens: int = 0,
+        *,
+        pads: bool = False,
     ) -> list[TokenTree]:
         """One tree per sequence (see `choose_trees`); only roots while drafting does not pay."""
         if self.guarded and not self._guard(len(sequences)).drafts:
             return [sequence.bare_root() for sequence in sequences]
-        return choose_trees(sequences, limit, self.cost, beside, pads=pads)
+        return choose_trees(sequences, limit, self.cost, chunk_tokens, pads=pads)
 
     def record_step(self, sequences: int, drafted: bool, tokens: float, seconds: float) -> None:
         """Record a step without prompts that gave each sequence this many tokens, for a guarded budget."""

@@ -83,8 +83,9 @@ class CostCurve:
         return CostCurve(tuple(1 + (size - 1) * ranks for size in self.sizes), self.seconds)
 
 
-def stairs(table: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
-    """The table of a backend that pads a pass to the next of these sizes: rows up to that size are free."""
+def table_for_sizes(table: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
+    """The table of a backend that captures passes of these sizes only: a pass takes the time of the next larger size,
+    so rows up to that size are free."""
     ends = [next((size for size in sizes if size >= rows), rows) for rows in range(1, len(table) + 1)]
     return tuple(table[min(end, len(table)) - 1] for end in ends)
 

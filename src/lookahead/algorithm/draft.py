@@ -25,8 +25,8 @@ MAX_DRAFT_TOKENS = 1 << 16
 """The most draft tokens of a step: a bound on the memory that the C drafter allocates in advance."""
 
 RECYCLE_BONUS = 0.008
-"""The value of a draft token besides its acceptance, in tokens, with the source `recycle`: accepted or not, the step
-computes its successors, from which later drafts are made."""
+"""What a draft token is worth, in tokens, besides its chance to be accepted, with the source `recycle`: accepted or
+not, the step computes its successors, from which later drafts are made."""
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class Drafter(Protocol):
         ...
 
     def draft_trees(
-        self, drafts: Sequence[Draft], share: StepLimits = NO_LIMITS
+        self, drafts: Sequence[Draft], limits: StepLimits = NO_LIMITS
     ) -> tuple[list[TokenTree], float | None]:
         """The trees of a step, and the weighted score of the best draft token that it refuses, or None if it takes
         all. No two drafts share candidates."""

@@ -31,10 +31,11 @@ class Drafting:
         self._running: tuple[Drafter, Verification] | None = None
 
     def propose(
-        self, sequences: Sequence[DecodingSequence], limit: int | None = None, beside: int = 0
+        self, sequences: Sequence[DecodingSequence], limit: int | None = None, chunk_tokens: int = 0
     ) -> list[TokenTree]:
-        """One tree per sequence, at most `limit` tokens in total, for a pass that also has `beside` rows of prompts."""
-        trees = self.budget.choose_trees(sequences, limit, beside, pads=self._pads)
+        """One tree per sequence, at most `limit` tokens in total, for a pass that also has `chunk_tokens` prompt
+        tokens."""
+        trees = self.budget.choose_trees(sequences, limit, chunk_tokens, pads=self._pads)
         # Enforce the limit again: a pass must never have more rows than the backend supports.
         excess = 0 if limit is None else sum([tree.size for tree in trees]) - limit
         largest_last = sorted(range(len(trees)), key=lambda index: trees[index].size) if excess > 0 else []
@@ -47,11 +48,11 @@ class Drafting:
     def learn(
         self, sequences: Sequence[DecodingSequence], trees: Sequence[TokenTree], verified_elsewhere: Sequence[bool]
     ) -> dict[int, Exception]:
-        """Learn from the last pass what could wait, and prepare the verification of the pass that is running.
+        """Do the deferred part of learning from the last pass, and prepare the verification of the running one.
 
-        `trees` are those of the running pass, which may differ from the proposed ones: a prompt chunk has none. For a
-        sequence that is `verified_elsewhere` the accepted tokens are not known here, so nothing is learned from its
-        targets. Returns the exceptions of failed sequences by their index.
+        `trees` are those of the running pass, which may differ from the proposed ones: a prompt chunk has none. A
+        sequence that is `verified_elsewhere`, by its request's verifier, may accept other tokens than its targets, so
+        nothing is learned from these. Returns the exceptions of failed sequences by their index.
         """
         failed = dict[int, Exception]()
         for index, sequence in enumerate(sequences):

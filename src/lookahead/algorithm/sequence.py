@@ -91,7 +91,7 @@ class DecodingSequence:
             if output:
                 self.prediction.record_output(self.tokens, output)
         self._learns_early = all(source.learns_early for source in self._sources)
-        self.weighed = weighing_curve(self.config)
+        self.weighing_times = weighing_curve(self.config)
         self._shares: dict[tuple[int, bool], int] = {}
         self._deepest = self.config.deepest
         # The smallest share of the budget of which a window fills at most half.
@@ -130,7 +130,7 @@ class DecodingSequence:
 
     @property
     def trust(self) -> float:
-        """The factor of scores before they are weighed against time."""
+        """The factor by which scores are corrected before they are weighed against time (see `calibration.Trust`)."""
         return self._trust.ratio
 
     def share(self, sequences: int, pads: bool) -> int:
@@ -144,7 +144,7 @@ class DecodingSequence:
         """The tree of a step of this sequence alone, of at most `limit` tokens. `cost` is the current cost of a pass;
         without it, the config's curve is used."""
         most = self.config.budget
-        weighed: Sequence[float] | None = self.weighed
+        weighed: Sequence[float] | None = self.weighing_times
         if weighed is not None and cost is not None:
             weighed = cost.times_up_to(most) or weighed
         layout = self.layout(most)
@@ -187,7 +187,7 @@ class DecodingSequence:
         if config.step_cost is None or config.budget < 2 or self._proposing or candidates.text is None:
             return None
         cached = CachedInputs(self._trust.cell, min(self.prompt_tokens + self.room, MAX_TEXT))
-        layout, most, cost = self.root_alone, config.budget - 1, self.weighed
+        layout, most, cost = self.root_alone, config.budget - 1, self.weighing_times
         return Draft(
             layout, (), candidates, most, self._deepest, cost, bonus=self._bonus, all_taken=False, cached=cached
         )

@@ -1,4 +1,4 @@
-"""One answer: the text of a request as it is read from the engine's events, whole or piece by piece."""
+"""One answer: a request's events from the engine, turned into text, as a whole or piece by piece."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Answer:
         return self.request.sequence
 
     def read(self, tokens: Sequence[int], finish_reason: str | None) -> None:
-        """Add the next tokens and the finish reason. An EOS is no text."""
+        """Add the next tokens and the finish reason. An EOS token adds no text."""
         self.tokens += tokens
         self.finish_reason = finish_reason
         for token in tokens[:-1] if finish_reason == "eos" else tokens:
@@ -93,7 +93,7 @@ class Answer:
 class Stream(Iterator[Piece]):
     """The text of one answer, piece by piece as steps accept tokens. After the last one, read `completion`.
 
-    The answer goes on while nobody reads. A stream that is closed or dropped ends it.
+    Generation continues even if the stream is not read. It ends when the stream is closed or garbage-collected.
     """
 
     def __init__(self, client: EngineClient, answer: Answer) -> None:

@@ -18,8 +18,8 @@ new_decoder = codecs.getincrementaldecoder("utf-8")
 
 @lru_cache(1)
 def byte_of_mark() -> dict[str, int]:
-    """The characters by which byte-level vocabularies spell bytes: printable ones stand for themselves, and the others
-    for characters from U+0100 on, in order."""
+    """Character -> byte, as byte-level vocabularies spell bytes: a printable byte is its own character, and the n-th of
+    the others is U+0100 + n."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
@@ -45,9 +45,9 @@ class TokenBytes(dict[int, bytes]):
 
 
 def token_bytes(inner: Any) -> TokenBytes | None:
-    """The bytes of a `tokenizers.Tokenizer`'s tokens, or None where its texts are not just these.
+    """The bytes of a `tokenizers.Tokenizer`'s tokens, or None if its decoder does more than join them.
 
-    Random tokens must give the text that the tokenizer gives.
+    That is tested on random tokens.
     """
     if type(inner.decoder).__name__ != "ByteLevel":
         return None

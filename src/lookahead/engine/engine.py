@@ -1,4 +1,5 @@
-"""The engine runs many requests on one backend. A step: schedule, propose, launch, learn, collect, verify, commit."""
+"""The engine runs many requests on one backend. A step: schedule, propose, launch, learn, collect, verify, accept,
+commit."""
 
 from __future__ import annotations
 
@@ -58,19 +59,21 @@ class Engine:
         """Raise ValueError if the request could not run to its end, even alone."""
         for token, _ in request.sequence.sampling.bias[-1:]:
             if token >= self.backend.vocab_size:
-                raise ValueError(f"logit_bias names token {token}; the model has 0 to {self.backend.vocab_size - 1}")
+                raise ValueError(f"logit_bias has token {token}; the vocabulary is 0 to {self.backend.vocab_size - 1}")
         check_exact(request.sequence.config, self.backend)
         if request.mask is not None and (request.verifier is not None or request.noise is not None):
             raise ValueError("a request with a mask cannot have a verifier or noise; leave one of them out")
         capabilities = self.backend.capabilities
         if request.noise is not None and not capabilities.draws_noise:
-            raise ValueError(f"the {capabilities.name} backend does not draw with given noise; give the request none")
+            raise ValueError(
+                f"the {capabilities.name} backend cannot sample with a request's own noise; leave `noise` out"
+            )
         sequence, holds = request.sequence, self.backend.holds()
         longest = sequence.prompt_tokens + sequence.room + sequence.config.budget
         if holds is not None and longest > holds:
             raise ValueError(
-                f"a prompt of {sequence.prompt_tokens} tokens, {sequence.room} more and a step of "
-                f"{sequence.config.budget} need room for {longest} tokens, and the backend holds {holds}; lower "
+                f"a prompt of {sequence.prompt_tokens} tokens, an output of up to {sequence.room} and a step of "
+                f"{sequence.config.budget} need K/V for {longest} tokens, and the backend has room for {holds}; lower "
                 "max_tokens or shorten the prompt"
             )
 
@@ -155,15 +158,15 @@ class Engine:
         self._running_step = RunningStep(batches, begin, captures, first)
 
     def finish(self) -> FinishedStep:
-        """Learn, collect, verify and commit the running step. The next step can begin before the events of this one are
-        sent."""
+        """Learn, collect, verify, accept and commit: the rest of the running step. The next step can begin before the
+        events of this one are sent."""
         step, self._running_step = self._running_step, NO_STEP
         results = list[StepResult]()
         for index, batch in enumerate(step.batches):
             launched = self._launch(batch, only_batch=False) if index else step.first
             if launched is not None:
                 results += self._collect(launched)
-        finished = self.verify_and_commit(results)
+        finished = self.accept_and_commit(results)
         seconds = finished.time - step.time
         if self.backend.captures != step.captures:
             return finished  # the time of a capture says nothing about the next step
@@ -275,8 +278,9 @@ class Engine:
         batch.requests = requests
         return inputs
 
-    def verify_and_commit(self, results: Sequence[StepResult], *, commit: bool = True) -> FinishedStep:
-        """Verify and commit a step that has run. Requests that have finished or failed are removed.
+    def accept_and_commit(self, results: Sequence[StepResult], *, commit: bool = True) -> FinishedStep:
+        """Accept and commit the results of a step. The targets have already verified them, unless their request has a
+        verifier, which is called here. Requests that have finished or failed are removed.
 
         `commit=False` is for a step that ran outside the backend, which got its K/V by `Backend.adopt`
         (a prompt given as embeddings, in `transformers_hook.run`).
@@ -287,14 +291,14 @@ class Engine:
         if self._failed:
             failed_ids = {request.id for request, _ in self._failed}
             results = [result for result in results if result.request.id not in failed_ids]
-        for result, given in zip(results, verdicts_of(results), strict=True):
+        for result, verified in zip(results, verdicts_of(results), strict=True):
             request = result.request
             try:
-                if isinstance(given, Exception):
-                    raise given
-                if given is not None and request.verifier is None:
-                    given = request.sequence.apply_stop_rules(given)
-                verdict = request.sequence.accept_step(result.input.tree, result.output, given)
+                if isinstance(verified, Exception):
+                    raise verified
+                if verified is not None and request.verifier is None:
+                    verified = request.sequence.apply_stop_rules(verified)
+                verdict = request.sequence.accept_step(result.input.tree, result.output, verified)
                 accepted.append((result, verdict))
                 if request.mask is not None:
                     request.mask.accept(verdict.tokens)

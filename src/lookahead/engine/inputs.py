@@ -28,7 +28,7 @@ def make_input(scheduled: ScheduledRequest, only_batch: bool, backend: Backend) 
     if request.verifier is not None:
         return StepInput(request.slot, scheduled.chunk, tree, GREEDY, (), top, logits=True)
     if (noise := request.noise) is not None:
-        return StepInput(request.slot, scheduled.chunk, tree, noise.sampling, (), top, noise=noise.lines(tree))
+        return StepInput(request.slot, scheduled.chunk, tree, noise.sampling, (), top, noise=noise.rows(tree))
     step_input = StepInput(request.slot, scheduled.chunk, tree, sequence.sampling, sequence.uniforms(tree), top)
     if only_batch and sequence.continues_alone:
         step_input.continues_alone, step_input.next_uniforms = True, sequence.next_uniforms(MOST_AHEAD)

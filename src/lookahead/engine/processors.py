@@ -4,9 +4,9 @@ that must be made in order.
 `verify.accept` follows targets that the backend has picked for all needed nodes at once. That works only if a target
 depends on its node alone. A repetition penalty, a grammar or a stopping criterion depends on the text before the node,
 and may keep a state. So `PathVerifier` goes down the tree from the root, one output token at a time: it processes the
-node's logits with the text so far, chooses the token, asks whether to stop, and goes on to the guess that equals the
-token. Every processor and criterion gets the same calls, in the same order, as with one token per step. They are never
-called for a rejected guess.
+node's logits with the text so far, chooses the token, checks whether to stop, and continues with the draft token that
+equals it. Every processor and criterion gets the same calls, in the same order, as with one token per step. They are
+never called for a rejected draft token.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PathVerifier:
             self._append(tokens)
             # 2. Does a sequence end here?
             ended = self._ended()
-            guesses: dict[int, tuple[StepResult, int | None]] = {}
+            children: dict[int, tuple[StepResult, int | None]] = {}
             for index, (result, node) in reached.items():
                 verdict, sequence = verdicts[index], result.request.sequence
                 verdict.tokens.append(tokens[index])
@@ -95,10 +95,10 @@ class PathVerifier:
                 )
                 verdict.finish_reason = reason or ("stop" if ended[index] else None)
                 if verdict.finish_reason is None:
-                    guesses[index] = result, result.input.tree.draft_child(node, tokens[index])
-            # 3. Go on to the guesses that equal them. If a sequence has no such guess, all stop here.
-            reached = {index: (result, node) for index, (result, node) in guesses.items() if node is not None}
-            if len(reached) < len(guesses):
+                    children[index] = result, result.input.tree.draft_child(node, tokens[index])
+            # 3. Continue with the draft tokens that equal them. If a running sequence has none, all stop here.
+            reached = {index: (result, node) for index, (result, node) in children.items() if node is not None}
+            if len(reached) < len(children):
                 break
             for index, (_, node) in reached.items():
                 verdicts[index].path.append(node)
@@ -143,7 +143,7 @@ class PathVerifier:
 
 
 def with_adjustment(processors: Processors, sequence: DecodingSequence) -> Processors:
-    """The processors, and after them what the sequence's own settings change about scores (`sampling.adjusted`)."""
+    """The processors, followed by the sequence's own penalties, bias and minimum length (`sampling.adjusted`)."""
     if sequence.adjustment() is None:
         return processors
 

@@ -1,4 +1,4 @@
-"""A prompt on its way to token ids: text, chat messages or ids, one of them or several."""
+"""Encodes prompts, one or a batch: text, chat messages or token ids."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_plain(prompt: Any) -> Any:
 
 
 def _all(prompt: Any, kind: type) -> bool:
-    """True for a sequence whose items all are of this type; an empty sequence counts."""
+    """Whether this is a sequence whose items are all of this type; an empty one is."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         return False
     return all(issubclass(found, kind) for found in set(map(type, prompt)))

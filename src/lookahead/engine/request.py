@@ -55,8 +55,8 @@ class Request:
 class StepResult:
     """A request's result of a forward pass: its input, its output, and the time of each stage.
 
-    `accepted` is what its targets confirm, before stop rules are applied, or the error of that; None if it has not been
-    verified.
+    `accepted` is what its targets confirm, before stop rules are applied, or the exception that verifying raised; None
+    if it has not been verified.
     """
 
     request: Request
@@ -73,8 +73,8 @@ class Noise(Protocol):
 
     sampling: SamplingParams
 
-    def lines(self, tree: TokenTree) -> Sequence[int]:
-        """The indices of the noise lines for the tree's needed nodes, after filling them; -1 for the argmax."""
+    def rows(self, tree: TokenTree) -> Sequence[int]:
+        """The row of the backend's noise for each needed node of the tree, filled before; -1 for the argmax."""
         ...
 
     def draw_ahead(self) -> None:

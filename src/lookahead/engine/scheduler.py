@@ -91,7 +91,8 @@ class Scheduler:
         most = self.backend.most_rows
         if len(self.running) >= most:
             raise ValueError(
-                f"{len(self.running) + 1} sequences at once, and a pass has {most} rows; use a smaller batch"
+                f"{len(self.running) + 1} sequences at once need one row each, and a pass has {most}; use a "
+                "smaller batch"
             )
         request.keeps_slot = True
         self.running[request.id] = request
@@ -264,7 +265,7 @@ class Scheduler:
         preemptible = [request for request in self.running.values() if not request.keeps_slot]
         if not preemptible or len(self.running) == 1:
             raise MemoryError(
-                f"the backend has no room for the K/V of {len(self.running)} sequences, and they cannot wait for each "
-                "other; use a smaller batch or fewer tokens"
+                f"the backend has no room for the K/V of {len(self.running)} sequences, and none of them can be "
+                "preempted; use a smaller batch or fewer tokens"
             )
         return preemptible[-1]

@@ -1,4 +1,4 @@
-"""What a caller may set for one answer: one field per keyword of `generate` and `stream`, with the same default."""
+"""The settings of one request: one field per keyword of `generate` and `stream`, with the same default."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class RequestSettings:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> RequestSettings:
-        """From the parameters by name (the `locals()`) of a function that has one for each field, and `unknown` for
-        the keywords that are none: they raise a TypeError that names the nearest field."""
+        """The settings in `parameters`, the `locals()` of `generate` or `stream`. Its entry `unknown` has the keywords
+        that are not settings; the first raises a TypeError that suggests the nearest setting."""
         names = [field.name for field in fields(cls)]
         reject_unknown(parameters["unknown"], names)
         return cls(**{name: parameters[name] for name in names})
 
     def sampling(self, repetition_penalty: float) -> SamplingParams:
-        """How tokens are drawn: with this repetition penalty if none was given, and a random seed likewise."""
+        """The sampling parameters, with this repetition penalty if none was given, and a random seed if none was."""
         return SamplingParams(
             self.temperature,
             self.top_k,

@@ -25,7 +25,7 @@ class LaunchedPass:
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step that has begun: its batches, when it began, and the backend's `captures` then. Its first pass runs."""
+    """A step that has begun: its first pass is running. `time` and the backend's `captures` are those at its begin."""
 
     batches: list[ScheduledBatch]
     time: float = 0.0

@@ -28,11 +28,10 @@ class TokenizerLike(Protocol):
 
 
 class SharedTokenizer:
-    """A tokenizer for many texts, which share what they find out about its tokens.
+    """A tokenizer for many texts, which caches what is learned about its tokens.
 
-    A transformers tokenizer prepares every `decode` for far more than ids. Where the `tokenizers` object inside gives
-    the same text, which is tried on a sample, that one decodes: in a third of the time. `token_bytes` are there if its
-    tokens are bytes.
+    Decoding with the `tokenizers` object inside a transformers tokenizer takes a third of the time. It is used if it
+    decodes a sample to the same text. `token_bytes` is set if its tokens are bytes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -278,8 +277,8 @@ class TextStream:
 
 
 def _detokenizer(tokenizer: TokenizerLike, searched: bool) -> Detokenizer | ByteDetokenizer:
-    """The fastest for the tokenizer. A text that is searched for stop strings has the general one everywhere: the two
-    show text at different tokens where bytes make no character."""
+    """The fastest detokenizer for this tokenizer. A text that is searched for stop strings always gets the general one:
+    the two release invalid bytes at different tokens."""
     known = tokenizer.token_bytes if isinstance(tokenizer, SharedTokenizer) else None
     return Detokenizer(tokenizer) if searched or known is None else ByteDetokenizer(known)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lookahead.algorithm.budget import weighing_curve
-from lookahead.algorithm.cost import CostCurve, PassCost, stairs
+from lookahead.algorithm.cost import CostCurve, PassCost, table_for_sizes
 from lookahead.backends.base import Backend
 from lookahead.backends.exact import default_within, exact_config
 from lookahead.cache import cache_dir
@@ -44,4 +44,4 @@ def batch_cost(backend: Backend, config: LookaheadConfig, log: Callable[[str], N
     if backend.device.type == "cpu":
         return None
     table = pass_cost(backend, cache_dir(), log)
-    return None if table is None else PassCost(stairs(table, sizes))
+    return None if table is None else PassCost(table_for_sizes(table, sizes))

@@ -164,7 +164,7 @@ class StepNoise:
         self._states: list[torch.Tensor] = []  # the generator's, before each position's draw
         self._first = 0  # output position of the last tree's root
 
-    def lines(self, tree: TokenTree) -> list[int]:
+    def rows(self, tree: TokenTree) -> list[int]:
         first, count, guesses = self.sequence.stats.generated_tokens, len(self._noise), tree.depths[tree.branch :]
         self._first = first
         self._draw_to(first + max(guesses, default=0))

@@ -204,7 +204,7 @@ class Run:
             for batch_index, request in enumerate(requests):
                 self._submit(batch_index, request, engine)
             if first is not None:
-                finished = engine.verify_and_commit(self._roots(requests, first), commit=False)
+                finished = engine.accept_and_commit(self._roots(requests, first), commit=False)
                 self._stream(streamer, raise_errors(finished.events()), rules)
             # 2. Step until all have ended.
             while engine.running:

@@ -380,13 +380,13 @@ def test_every_step_of_the_graph_backend_is_the_same(
             sequence = DecodingSequence(prompt, config, sampling, rules, memory=memory)
             stood.append(sequence.cached_draft is not None)
             engine.submit(Request(sequence))
-        verify_and_commit = engine.verify_and_commit
+        accept_and_commit = engine.accept_and_commit
 
         def seen_in(results: Any) -> Any:
             seen.extend((one.input.tree, one.output.targets, np.asarray(one.output.top).tolist()) for one in results)
-            return verify_and_commit(results)
+            return accept_and_commit(results)
 
-        engine.verify_and_commit = seen_in  # type: ignore[method-assign]
+        engine.accept_and_commit = seen_in  # type: ignore[method-assign]
         while engine.running:
             seen += [event.tokens for event in engine.step()]
         return [*seen, list(memory.successors.items()), memory.calibration.rates]

@@ -1,6 +1,7 @@
 """What a source of draft tokens is, and how to add one:
 
-1. Write a class with the four methods of `Source` in a file of this folder. `Calibration.set_prior` gives it origins.
+1. Write a class with the two flags and four methods of `Source` in a file of this folder. `Calibration.set_prior` gives
+   it origins, the numbers under which `calibration` records how often its draft tokens are right.
 2. Add a row to `table.TABLE`: its name, how it is created, and whether it needs the top tokens of every step.
 3. Add its name to `config.SOURCES`, which also adds it to the default config, or to `config.OTHER_SOURCES`. The config
    does not import sources, so the names are checked against the table when that is imported.
@@ -28,7 +29,7 @@ class Outcome:
 
     `text` is prompt and output, including this step's `accepted` tokens. `path` are the nodes of the accepted draft
     tokens. `targets` and `top` align with `tree.needed`; `top` is None if no source needs it. `ngrams` come from the
-    window. `learned`: the drafter has already learned what the next draft needs, which may have been made (see
+    window. `learned`: the drafter has already learned what the next draft needs, and may have made that draft (see
     `Source.learns_early`).
     """
 

@@ -16,7 +16,8 @@ from lookahead.algorithm.sources.suffix import SuffixSource
 
 
 class TextSource:
-    """Replaces the sources that search the text. `windowed`: `jacobi`, the window's n-grams, is among them."""
+    """Replaces the sources that search the text. `windowed`: the source `jacobi` is one of them, so the window's
+    n-grams are added."""
 
     proposes_once, learns_early = True, True
 

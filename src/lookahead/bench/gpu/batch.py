@@ -15,7 +15,7 @@ from typing import Any
 
 from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.choice import DraftBudget
-from lookahead.algorithm.cost import PassCost, stairs
+from lookahead.algorithm.cost import PassCost, table_for_sizes
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.sources import SharedMemory
 from lookahead.backends.graph.sizes import ROW_SIZES
@@ -87,7 +87,7 @@ def batch(bench: GpuBench) -> None:
     prompts = [prompt_ids(lm, prompt) for pair in pairs for prompt in pair]
     rules, call = StopRules(tokens, lm.stop_ids), lm.client.call
     backend: Any = lm.backend
-    cost = stairs(call(partial(measure_passes, backend)).table(512), ROW_SIZES)
+    cost = table_for_sizes(call(partial(measure_passes, backend)).table(512), ROW_SIZES)
     bandwidth = call(copy_bandwidth) if backend.device.type == "cuda" else math.nan
     for label, sampling in SAMPLINGS.items():
         plain: dict[int, list[int]] = {}
