@@ -33,22 +33,22 @@ from lookahead.models.facts import UnsupportedModelError
 from lookahead.stats import Stats
 
 KNOWN_CONFIGS = 64
-"""Configs that a model remembers to have fitted, so that each is mentioned in the log once."""
+"""The size of the cache of fitted configs. What was changed about a config is logged once while it is cached."""
 
 LONGEST = 1 << 20
-"""Tokens of a prompt, where a model names no limit."""
+"""The longest prompt to prepare for, in tokens, if the model has no limit."""
 
 logger = logging.getLogger("lookahead")
 
 PROMPT_OF_RANK_0: Any = None
-"""No prompt: only ranks of a `parallel.ParallelModel` may leave it out, and take rank 0's request. Others need one."""
+"""The default prompt: none. Only the ranks of a `parallel.ParallelModel` accept it; they take rank 0's request."""
 
 
 class LookaheadModel:
     """A causal LM with its tokenizer, its backend, and an engine that lives as long as the model.
 
-    Threads may use it at the same time: one thread of its own runs all their requests, together.
-    `default_config` is used where a call names no config.
+    It is thread-safe: requests from all threads run in one batch, in the model's own thread. `default_config` is the
+    config of calls without one.
     """
 
     def __init__(
@@ -78,11 +78,10 @@ class LookaheadModel:
         return self.client
 
     def prepare(self, sequences: int = 1, log: Callable[[str], None] | None = None) -> float:
-        """Compile and capture in advance all that up to `sequences` sequences at once may need, so that no request
+        """Compile and capture in advance all that up to `sequences` concurrent sequences may need, so that no request
         waits for it: prompts and steps of every size, greedy or sampled, with penalties, masks and log-probabilities.
 
-        Returns the seconds that it took. Where steps are not captured there is nothing to do. What is captured already
-        is not captured again.
+        Returns the seconds that it took. Steps that were captured before, and backends that capture none, take no time.
         """
         begin, before, backend = perf_counter(), self.backend.captures, self.backend
         budget = max(self.default_config.budget, default_within(backend).budget)
@@ -99,7 +98,7 @@ class LookaheadModel:
         return seconds
 
     def remember_fits(self, log: Callable[[str], None]) -> None:
-        """Log what `exact_config` changes about a config, once for each config."""
+        """Cache the results of `exact_config`, so that what it changes about a config is logged once."""
         fit = partial(exact_config, backend=self.backend, log=log)
         self._exact: Callable[[LookaheadConfig], LookaheadConfig] = lru_cache(KNOWN_CONFIGS)(fit)
 
@@ -140,13 +139,13 @@ class LookaheadModel:
 
         A prompt is text, chat messages or token ids. Text becomes a user message of the chat template, unless `raw`.
 
-        - `max_tokens`, `min_tokens`: the most tokens of the answer; how many come before it may end.
+        - `max_tokens`, `min_tokens`: the maximum and minimum number of tokens of the answer.
         - `temperature`: 0 is greedy. `top_k` (0: all), `top_p` and `min_p` narrow the tokens that are drawn from.
-        - `seed`: the same seed draws the same text. None: every answer gets a random one, which it names.
-        - `repetition_penalty`: None is the one of the model's generation config, or 1.
-        - `presence_penalty`, `frequency_penalty`, `logit_bias`: taken from or added to tokens' logits.
-        - `logprobs`: log-probabilities of the chosen token (0), and of the n likeliest (n); None: none.
-        - `stop`: one text or several before which the answer ends.
+        - `seed`: the same seed gives the same text. None: a random one, which is in the `Completion`.
+        - `repetition_penalty`: None takes it from the model's generation config, or is 1.
+        - `presence_penalty`, `frequency_penalty` are subtracted from tokens' logits, and `logit_bias` is added.
+        - `logprobs`: 0 returns the log-probability of every chosen token, n also those of the n likeliest.
+        - `stop`: one or several stop strings. The text ends before the first.
         - `method`: 'lookahead', 'autoregressive', 'jacobi' or 'prompt-lookup'.
         - `config`: for the method 'lookahead' only. None is the model's `default_config`.
         """
@@ -187,9 +186,9 @@ class LookaheadModel:
         return Stream(self.client, answer)
 
     def steps(self, prompt: Prompt, settings: RequestSettings) -> Iterator[Stats]:
-        """Generate one answer, and yield its counters after every step. It is the same object each time.
+        """Generate one answer, and yield its statistics after every step: the same object each time, updated.
 
-        Its steps are of this answer alone, and each waits for its caller, so that they can be timed.
+        No other request shares its steps, and each begins when the caller asks for it, so that they can be timed.
         """
         engine, request = Engine(self.backend), self._answer(as_plain(prompt), settings).request
         try:
@@ -210,7 +209,7 @@ class LookaheadModel:
     def verifier(self, sequence: DecodingSequence) -> PathVerifier | None:
         """The verifier for the logits processors of the model's generation config, or None if there are none.
 
-        A repetition penalty needs none: it is one of the settings that steps apply by themselves.
+        A repetition penalty needs no verifier: the backend applies it (`SamplingParams`).
         """
         made = logits_processors(self.model, sequence.prompt_tokens, sequence.rules.max_tokens, self.stop_ids)
         if made is None:
@@ -223,7 +222,7 @@ class LookaheadModel:
         return PathVerifier([sequence], torch.tensor([sequence.tokens], device=self.device), rule)
 
     def _answers(self, prompt: Any, parameters: Mapping[str, Any], single: bool = False) -> tuple[bool, list[Answer]]:
-        """Whether there are several prompts, and their answers, for the parameters of `generate` or `stream`."""
+        """Whether this is a batch of prompts, and an answer for each, from the parameters of `generate` or `stream`."""
         settings, prompt = RequestSettings.of(parameters), as_plain(prompt)
         many = check_batch(prompt, single)
         return many, [self._answer(single_prompt, settings) for single_prompt in (prompt if many else [prompt])]

@@ -1,4 +1,13 @@
-"""The backend interface of the engine: slots that hold K/V, a forward pass over trees, and a commit."""
+"""The backend interface of the engine: slots that hold K/V, a forward pass over trees, and a commit.
+
+To add a backend:
+
+1. Write a class with the attributes and methods of `Backend` in a folder of its own. `eager.backend` is the simplest;
+   one with pages can keep them in `kv.slots`. State in its `Capabilities` what it can do: nothing else is assumed.
+2. Add its name to `config.BACKENDS` and a branch to `choose.make_backend`, which also decides whether 'auto' takes it.
+3. Compare its logits with `models.reference` or the eager backend's, and its text with autoregressive decoding, for the
+   rows of tests/helpers/model_table.py.
+"""
 
 from __future__ import annotations
 
