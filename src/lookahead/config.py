@@ -42,13 +42,14 @@ def new_seed() -> int:
 class LookaheadConfig:
     """How a step is filled with tokens. No setting can change the output, only the number of steps; but see `exact`.
 
-    `sources` names what may propose guesses; the extra name `fixed-point` (Jacobi decoding, Algorithm 1) cannot be
-    combined with others. No guess is deeper in the tree than `max_depth`, if it is given. `step_cost[k]` is the time of
-    a step of k + 1 tokens: with it, a step takes the guesses that are expected to pay for their time, and sequences
-    that run at once share it (`algorithm.budget` says how); without it, every sequence fills its whole budget. `shared`
-    is deprecated: it gives a config without a step cost one of steps that all cost the same. A config that is `exact`
-    is fitted to the trees that a backend runs exactly (see `within`); with `exact=False` a half-precision text may
-    differ from the autoregressive one by rounding.
+    `window`, `ngram` and `guesses` are the paper's W, N and G; `budget` is the maximum number of tokens of one sequence
+    in a step. `sources` are the names of the sources of draft tokens; the extra source `fixed-point` (Jacobi decoding,
+    Algorithm 1) cannot be combined with others. `max_depth` limits the depth of draft tokens in the tree.
+    `step_cost[k]` is the time of a step of k + 1 tokens: with it, a step takes the draft tokens that are expected to
+    pay for their time, and sequences that run at once share it (see `algorithm.budget`); without it, every sequence
+    fills its whole budget. `shared` is deprecated: it gives a config without a step cost a flat one. A config that is
+    `exact` is fitted to the trees that a backend runs exactly (see `within`); with `exact=False` a half-precision text
+    may differ from the autoregressive one by rounding.
     """
 
     window: int = 5
@@ -81,7 +82,9 @@ class LookaheadConfig:
         if unknown:
             raise ValueError(f"unknown source {unknown[0]!r}; choose from {', '.join(SOURCES)}")
         if "fixed-point" in self.sources and len(self.sources) > 1:
-            raise ValueError(f"source 'fixed-point' stands alone; drop it, or {', '.join(self.sources)} without it")
+            raise ValueError(
+                f"source 'fixed-point' cannot be combined with others, as in sources={list(self.sources)}; use it alone"
+            )
         if len(set(self.sources)) != len(self.sources):
             raise ValueError(f"sources name {_repeated(self.sources)!r} twice; name each once")
         if self.recycle_scope not in SCOPES:
@@ -122,18 +125,19 @@ class LookaheadConfig:
 
     @property
     def deepest(self) -> int:
-        """The largest depth of a guess. The default, 16, is also how deep half-precision steps on a GPU are exact."""
+        """The maximum depth of a draft token. The default, 16, is also the depth to which half-precision steps on a GPU
+        are exact."""
         deepest = self.budget - 1
         if "fixed-point" not in self.sources:
             deepest = min(deepest, max(self.suffix_length, self.ngram - 1))
         return deepest if self.max_depth is None else min(deepest, self.max_depth)
 
     def is_within(self, nodes: int | None, depth: int | None) -> bool:
-        """Whether trees have at most `nodes` nodes, and guesses at most this depth; None: any."""
+        """Whether trees have at most `nodes` nodes, and draft tokens at most this depth; None for no limit."""
         return (nodes is None or self.budget <= nodes) and (depth is None or self.deepest <= depth)
 
     def within(self, nodes: int | None, depth: int | None) -> LookaheadConfig:
-        """This config for trees of at most `nodes` nodes, whose guesses are at most `depth` deep; None: any.
+        """This config for trees of at most `nodes` nodes, with draft tokens at most `depth` deep; None for no limit.
 
         Window nodes may be deeper, since they only make n-grams. ValueError if the window alone has more nodes.
         """
@@ -144,7 +148,7 @@ class LookaheadConfig:
                 "rounding to change the text"
             )
         config = self
-        if depth is not None and "fixed-point" in self.sources:  # its one guess fills the whole budget
+        if depth is not None and "fixed-point" in self.sources:  # its one chain fills the whole budget
             nodes = depth + 1 if nodes is None else min(nodes, depth + 1)
         if nodes is not None and config.budget > nodes:
             config = replace(config, budget=nodes)
@@ -160,7 +164,7 @@ class LookaheadConfig:
         return self.budget == 1 or self.active_sources in ((), ("fixed-point",))
 
     def as_chain(self) -> LookaheadConfig:
-        """This config for a backend whose trees cannot branch: the guess of the best suffix match alone."""
+        """This config for a backend whose trees cannot branch: the continuation of the best suffix match alone."""
         return self if self.is_chain else replace(self, window=0, guesses=0, sources=("suffix",), suffix_branches=1)
 
     @classmethod
@@ -176,7 +180,7 @@ class LookaheadConfig:
 
     @classmethod
     def autoregressive(cls) -> LookaheadConfig:
-        """No window and no guesses: one token per step."""
+        """No window and no draft tokens: one token per step."""
         return cls(window=0, guesses=0, budget=1, sources=())
 
     @classmethod
@@ -186,7 +190,7 @@ class LookaheadConfig:
 
     @classmethod
     def prompt_lookup(cls, tokens: int = 10, key: int = 2) -> LookaheadConfig:
-        """Prompt lookup as transformers does it: one guess, taken from the oldest match of at most `key` tokens."""
+        """Prompt lookup as in transformers: the continuation of the oldest match of at most `key` tokens."""
         return cls(
             window=0,
             guesses=0,
@@ -364,7 +368,7 @@ def given_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reject_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for a keyword argument that no parameter takes, and name the nearest one that there is."""
+    """Raise TypeError for an unknown keyword argument, and suggest the known one with the most similar name."""
     for name in unknown:
         near = get_close_matches(name, list(known), n=1, cutoff=0.5)
         raise TypeError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -113,7 +113,7 @@ def test_chains_keep_to_the_other_limits_too() -> None:
     assert (fitted.is_chain, fitted.budget) == (True, 8)
     assert len(lines) == 1
     assert "cannot branch" in lines[0]
-    assert "budget=128 to 8 tokens" in lines[0]
+    assert "the budget from 128 to 8 tokens" in lines[0]
     assert default_within(backend).is_chain  # type: ignore[arg-type]
 
 

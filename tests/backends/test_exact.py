@@ -50,15 +50,25 @@ def test_the_limits_of_a_backend(half: GraphBackend) -> None:
     ("config", "budget", "deepest", "said"),
     [
         (LookaheadConfig(), 128, 16, None),
-        (LookaheadConfig(suffix_length=32), 128, 16, "guesses of 32 tokens to 16"),
-        (LookaheadConfig(suffix_length=64), 128, 16, "guesses of 64 tokens to 16"),
-        (LookaheadConfig(budget=256), 128, 16, "budget=256 to 128 tokens"),
-        (LookaheadConfig(budget=200, suffix_length=40), 128, 16, "budget=200 to 128 tokens and guesses of 40"),
+        (LookaheadConfig(suffix_length=32), 128, 16, "the depth of draft tokens from 32 to 16"),
+        (LookaheadConfig(suffix_length=64), 128, 16, "the depth of draft tokens from 64 to 16"),
+        (LookaheadConfig(budget=256), 128, 16, "the budget from 256 to 128 tokens"),
+        (
+            LookaheadConfig(budget=200, suffix_length=40),
+            128,
+            16,
+            "the budget from 200 to 128 tokens and the depth of draft tokens from 40",
+        ),
         (LookaheadConfig.paper(15, 5, 15), 121, 16, None),  # its window is deeper than 16, its guesses are not
-        (LookaheadConfig.paper(15, 5, 30), 128, 16, "budget=181 to 128"),
-        (LookaheadConfig.paper(5, 20, 2), 128, 16, "guesses of 19 tokens to 16"),
+        (LookaheadConfig.paper(15, 5, 30), 128, 16, "the budget from 181 to 128"),
+        (LookaheadConfig.paper(5, 20, 2), 128, 16, "the depth of draft tokens from 19 to 16"),
         (LookaheadConfig.jacobi(16), 17, 16, None),
-        (LookaheadConfig.jacobi(40), 17, 16, "budget=41 to 17 tokens and guesses of 40 tokens to 16"),
+        (
+            LookaheadConfig.jacobi(40),
+            17,
+            16,
+            "the budget from 41 to 17 tokens and the depth of draft tokens from 40 to 16",
+        ),
         (LookaheadConfig(budget=256, exact=False), 256, 16, None),
     ],
 )
@@ -121,8 +131,8 @@ def test_generate_keeps_to_the_limits(
     assert max(nodes for step in sizes for nodes, _ in step) <= 128
     assert max(depth for step in sizes for _, depth in step) == 16
     assert [record.message for record in caplog.records] == [
-        "note: budget=200 to 128 tokens and guesses of 64 tokens to 16: more is not exact in bfloat16 on this backend "
-        "(exact=False allows it)"
+        "note: lowered the budget from 200 to 128 tokens and the depth of draft tokens from 64 to 16: "
+        "more is not exact in bfloat16 on this backend (exact=False allows it)"
     ]
     sizes.clear()
     lm.run([lm._answer(REPEATED, RequestSettings(config=replace(config, exact=False), max_tokens=30))])
@@ -192,7 +202,7 @@ def test_the_hook_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             deep = lookahead.decoding(suffix_length=64, backend="graph")
             model.generate(ids, custom_generate=deep, **options)
-    assert [("guesses of 64 tokens to 16" in record.message) for record in caplog.records] == [True]
+    assert [("the depth of draft tokens from 64 to 16" in record.message) for record in caplog.records] == [True]
     with pytest.raises(ValueError, match="window=18"):
         model.generate(ids, custom_generate=lookahead.decoding(PAPER, backend="graph"), **options)
     loose = lookahead.decoding(PAPER, exact=False, backend="graph")

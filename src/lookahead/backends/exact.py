@@ -24,8 +24,8 @@ def exact_limits(backend: Backend) -> tuple[int | None, int | None]:
 def exact_config(
     config: LookaheadConfig, backend: Backend, log: Callable[[str], None] | None = None
 ) -> LookaheadConfig:
-    """The config with its budget and depth lowered to what is exact on this backend, and reduced to one guess on a
-    backend whose trees cannot branch; `log` receives one line about it.
+    """The config with its budget and depth lowered to what is exact on this backend, and reduced to one chain of draft
+    tokens on a backend whose trees cannot branch; `log` receives one line about it.
 
     Raises ValueError if its window alone is too large. With `exact=False` budget and depth are unchanged.
     """
@@ -34,15 +34,15 @@ def exact_config(
     if fitted is not config and log is not None:
         notes, smaller = [], []
         if formed is not config:
-            notes.append("one guess per step, since trees cannot branch on this backend")
+            notes.append("one chain of draft tokens per step, since trees cannot branch on this backend")
         if fitted.budget < formed.budget:
-            smaller.append(f"budget={formed.budget} to {fitted.budget} tokens")
+            smaller.append(f"the budget from {formed.budget} to {fitted.budget} tokens")
         if fitted.deepest < formed.deepest:
-            smaller.append(f"guesses of {formed.deepest} tokens to {fitted.deepest}")
+            smaller.append(f"the depth of draft tokens from {formed.deepest} to {fitted.deepest}")
         if smaller:
             dtype = str(backend.dtype).removeprefix("torch.")
             why = f"more is not exact in {dtype} on this backend (exact=False allows it)"
-            notes.append(f"{' and '.join(smaller)}: {why}")
+            notes.append(f"lowered {' and '.join(smaller)}: {why}")
         log(f"note: {'; '.join(notes)}")
     return fitted
 
@@ -63,7 +63,7 @@ def check_exact(config: LookaheadConfig, backend: Backend) -> None:
         nodes, depth = exact_limits(backend)
         if not config.is_within(nodes, depth):
             raise ValueError(
-                f"steps of {config.budget} tokens with guesses of {config.deepest} are not exact on this backend, "
-                f"which is exact up to {nodes} tokens and a depth of {depth}; fit the config with `exact_config`, or "
-                "say exact=False"
+                f"steps of {config.budget} tokens with draft tokens {config.deepest} deep are not exact on this "
+                f"backend, which is exact up to {nodes} tokens and a depth of {depth}; fit the config with "
+                "`exact_config`, or set exact=False"
             )

@@ -32,9 +32,10 @@ class Slots:
     """All open slots (`by_number`), and the pages that they share.
 
     The device's page tables are int32 [groups, most_slots, longest]: `longest` is the most pages of a sequence.
-    `free_indices` are those of no slot. `pending` are the commits whose K/V have not moved yet: per sequence and
-    attention group, source and target cells. A *cell* is one token's K/V in all pages of a group: the page times the
-    page size, plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no sequence.
+    `free_indices` are the table indices that no slot has. `pending` are the commits whose K/V have not moved yet: per
+    sequence and attention group, source and target cells. A *cell* is one token's K/V in all pages of a group: the page
+    times the page size, plus the offset in the page. The device counts pages from 1, because its page 0 belongs to no
+    sequence.
     """
 
     def __init__(self, pool: PagePools, longest: int, most_slots: int) -> None:
@@ -84,9 +85,8 @@ class Slots:
         return self.longest * self.page_size
 
     def has_pages(self, slot: Slot, tokens: int) -> bool:
-        """Reserve pages for this many tokens if the sequence has too few, and say whether that worked. For a longer
-        prompt, a group with a window gets only the pages that the next pass reads or writes. Pages behind a window are
-        freed first."""
+        """Reserve pages for this many tokens of the sequence. False if there are too few. For a long prompt, a group
+        with a window gets only the pages that the next pass reads or writes. Pages behind a window are freed first."""
         if slot.room >= tokens and self.pool.free:
             return True
         self.pool.drop_behind(slot.tables, slot.length)
@@ -108,12 +108,12 @@ class Slots:
         return self.pool.reserve(slot.tables, tokens, slot.length)
 
     def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
-        """Take pages for this many tokens of each sequence, or raise MemoryError. Where there are plenty, take pages
+        """Reserve pages for this many tokens of each sequence, or raise MemoryError. If enough are free, reserve pages
         for `ahead` further tokens, too."""
         free = self.pool.free
         for slot, count in zip(slots, tokens, strict=True):
             if free and slot.room >= count + ahead:
-                continue  # as `has_pages` would say, in a third of the time
+                continue  # the usual case: `has_pages` would take three times as long
             if not self.has_pages(slot, count):
                 raise MemoryError(
                     f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.pool.pages} pages are in "
@@ -124,8 +124,8 @@ class Slots:
             free = self.pool.free
 
     def forget_pages(self, slot: Slot, length: int) -> None:
-        """Free all pages of a sequence if others may share some of them. Its next pages are its own, and hold the last
-        of `length` tokens that its layers read."""
+        """Free all pages of a sequence if others may share some of them, so that its K/V can be overwritten. Its next
+        pages are not shared, and hold those of its first `length` tokens that its layers still read."""
         if any(table.digests or table.dropped for table in slot.tables):
             self.pool.shrink(slot.tables, 0)
             self._note_pages(slot)
