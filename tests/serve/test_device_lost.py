@@ -136,19 +136,6 @@ def test_a_request_without_memory_is_refused_in_one_line_and_the_others_go_on(
     assert not any(record.exc_info for record in caplog.records)
 
 
-def test_the_health_check_of_a_replica_fails(server: Running, doomed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray replaces a replica whose health check fails."""
-    replica = pytest.importorskip("lookahead.serve.ray.replica", reason="needs ray")
-    this = SimpleNamespace(service=server.service)
-    asyncio.run(replica.Replica.check_health(this))
-    lose(doomed, monkeypatch)
-    with pytest.raises(DeviceError):
-        doomed.generate("the fox", max_tokens=4)
-    for _ in range(2):
-        with pytest.raises(ApiError, match="illegal memory access"):
-            asyncio.run(replica.Replica.check_health(this))
-
-
 SCRIPT = """
 import os, sys
 import torch

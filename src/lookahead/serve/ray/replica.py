@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -18,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 import lookahead
 from lookahead.engine.request import Event, Request
 from lookahead.generate import LookaheadModel
-from lookahead.serve.errors import ApiError, bad_request, failed, unavailable
+from lookahead.serve.errors import bad_request, failed, unavailable
 from lookahead.serve.life import SWITCH_SECONDS
 from lookahead.serve.memory import folder_of
 from lookahead.serve.ranks import LeadingService
@@ -37,6 +39,10 @@ since the last, and fewer if several replicas share an ingress: beside an H200 o
 second, and further ones piled up. On two busy cores a chunk takes 2 ms of proxy, ingress and replica together."""
 TOKEN_BYTES = 4
 """Bytes per prompt token, to decide by size which thread prepares a request."""
+DEVICE_LOST = 70
+"""The exit code of a replica whose device is lost, as of `lookahead serve`."""
+
+log = logging.getLogger("ray.serve")
 
 
 @dataclass
@@ -69,6 +75,8 @@ class Replica:
     """The engine's deployment. Every call of `decode` is one sequence."""
 
     _chunk_seconds = CHUNK_SECONDS
+    _ranks: asyncio.Task[None] | None = None
+    _reporting: asyncio.Task[None] | None = None  # None until the service has started
 
     async def __init__(  # type: ignore[misc]
         self, settings: RaySettings, reports: DeploymentHandle[Any]
@@ -126,9 +134,8 @@ class Replica:
                         at += sum(len(event.tokens) for event in piece.events)
                     if (others := len(self.service.replies) - 1) > 0:
                         await asyncio.sleep(self._chunk_seconds * others)
-        except ApiError as error:
-            yield Chunk(at, [], error=as_fields(error))
         except Exception as error:
+            self._exit_if_lost()
             yield Chunk(at, [], error=as_fields(failed(error)))
 
     async def listen(self, ingress: str, replica: str) -> AsyncIterator[list[Numbered]]:
@@ -161,7 +168,15 @@ class Replica:
 
     async def check_health(self) -> None:
         """Polled by Ray, which replaces a replica after several failures."""
+        self._exit_if_lost()
         self.service.check_ready()
+
+    def _exit_if_lost(self) -> None:
+        """Exit this process if its device is lost, so that its sequences are resumed elsewhere and Ray replaces it. As
+        long as it lived, the router would prefer it: it has nothing to do."""
+        if self.service.lost is not None:
+            log.error("%s; the replica exits", self.service.lost)
+            os._exit(DEVICE_LOST)
 
     async def _report_periodically(self) -> None:
         service = self.service
@@ -173,9 +188,9 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Ray when the replica has drained."""
-        if hasattr(self, "_ranks"):
+        if self._ranks is not None:
             self._ranks.cancel()
-        if hasattr(self, "_posting"):
+        if self._reporting is not None:
             self._reporting.cancel()
             await self.service.close()
 
