@@ -25,7 +25,9 @@ from lookahead.backends.failures import (
 )
 from lookahead.backends.graph.backend import GraphBackend
 from lookahead.backends.graph.ops import Ops
+from lookahead.loading.embedded import ModelError
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.parallel import RankError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOST = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' ...\n"
@@ -113,6 +115,16 @@ def test_a_lost_device_is_one_line_and_a_plain_error_is_none() -> None:
     assert device_error(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), CPU) is not None
     for other in (RuntimeError("a rule of its own"), ZeroDivisionError("x"), torch.OutOfMemoryError(FULL)):
         assert device_error(other, CPU) is None
+
+
+def test_an_error_that_quotes_a_lost_device_is_another_error() -> None:
+    """A message may contain a client's schema, or what another rank has reported."""
+    reported = RankError(f"rank 1 failed after step 3: AcceleratorError: {LOST}")
+    for other in (ValueError(LOST), KeyError("CUDA error"), ModelError("no model '[CUDA]'"), reported):
+        assert device_error(other, CPU) is None
+    wrapped = ValueError("its forward pass fails")
+    wrapped.__cause__ = RuntimeError(LOST)
+    assert device_error(wrapped, CPU) is not None
 
 
 def test_the_device_is_asked_whether_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,23 @@ def test_the_device_of_one_requests_own_rule_is_the_device_of_all() -> None:
             stream.wait()
 
 
+def test_a_requests_own_error_may_quote_a_lost_device() -> None:
+    """A grammar that fails names a part of the client's schema: no schema may end a server."""
+    client = EngineClient(Engine(ToyBackend()))
+    one = ((1, 2, 3), 200, 0, 1)
+    other, request = client.submit(Request(sequence_of(one))), long_request()
+
+    def ends(token: int) -> bool:
+        raise ValueError(f"the schema cannot be followed: 'CUDA error' after token {token}")
+
+    request.sequence.ends = ends
+    with pytest.raises(ValueError, match="the schema cannot be followed"):
+        client.submit(request).wait()
+    other.wait()
+    assert other.request.sequence.output == alone(one[0], one[1], one[3])[0]
+    assert client.failure is None
+
+
 def test_a_call_between_steps_may_find_the_device_lost() -> None:
     client = EngineClient(Engine(ToyBackend()))
     running = client.submit(long_request())

@@ -177,9 +177,14 @@ def device_error(error: BaseException, device: Any) -> DeviceError | None:
 
 
 def _of_device(error: BaseException) -> BaseException | None:
-    """The error among its causes that a device has raised."""
+    """The error among its causes that a device has raised.
+
+    Only torch's and Triton's errors and plain RuntimeErrors are recognised by their text: others may quote anything,
+    such as a client's schema or what another rank has reported.
+    """
     for one in chain(error):
-        if isinstance(one, torch.AcceleratorError) or any(text in str(one) for text in DEVICE_TEXTS):
+        named = type(one) is RuntimeError or type(one).__module__.partition(".")[0] in ("torch", "triton")
+        if isinstance(one, torch.AcceleratorError) or (named and any(text in str(one) for text in DEVICE_TEXTS)):
             return one
     return None
 
