@@ -38,6 +38,8 @@ test-oldest: $(OLDEST)/.installed-dev ## loading, engine, server and hook with t
 # Without .venv: a machine with a GPU may have its own torch and no package index.
 GPU_PYTHON ?= python3
 test-gpu: ## on a GPU: tests, identity, soak, figures against the baseline; ARGS="--only soak --model FILE"
+	@$(GPU_PYTHON) -c "import torch, transformers" 2>/dev/null \
+	  || { echo "test-gpu: $(GPU_PYTHON) has no torch or no transformers; set GPU_PYTHON=/path/to/python3" >&2; exit 2; }
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 browser: ## install Chromium for the tests of the web page, if there is none and this is root on Debian
