@@ -387,12 +387,14 @@ def test_trees_that_fit_into_no_pass(device: str) -> None:
     backend = GraphBackend(make("llama", device, max_position_embeddings=1024), most_rows=32)
     slots = [backend.open(), backend.open()]
     items = [greedy(slot, [1, 2, 3], random_tree(17, 0), logits=True) for slot in slots]
-    with pytest.raises(ValueError, match="trees of 34 tokens in a pass of 32"):
+    with pytest.raises(ValueError, match="trees of 34 tokens do not fit into a pass of 32 rows"):
         backend.step(items)
     large = GraphBackend(backend.model)
-    with pytest.raises(ValueError, match=f"a tree of 600 tokens; at most {MOST_NEEDED} are captured"):
+    with pytest.raises(
+        ValueError, match=f"a tree of 600 tokens is too large; a captured step has at most {MOST_NEEDED}"
+    ):
         large.step([greedy(large.open(), (), random_tree(600, 0, 3))])
-    with pytest.raises(ValueError, match="a step of 33 rows in a pass of 32; run long prompts with"):
+    with pytest.raises(ValueError, match="a step of 33 rows does not fit into a pass of 32; run long prompts with"):
         backend.step([greedy(slots[0], [1] * 32, root(1))])
     assert [backend.length(slot) for slot in slots] == [0, 0]
     assert backend.runner.steps.pairs == large.runner.steps.pairs == {}

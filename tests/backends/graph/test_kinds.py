@@ -9,7 +9,7 @@ from chains import chain
 
 from lookahead.backends.base import NO_TREE, StepInput
 from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, tiles_for
-from lookahead.backends.graph.kinds import Device, ForwardKind, fallback_kind, forward_kind, step_kind
+from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, fallback_kind, forward_kind, step_kind
 from lookahead.backends.graph.preparing import every_forward_kind, forward_kinds_ahead
 from lookahead.config import SamplingParams
 
@@ -18,11 +18,11 @@ PROCESSORS = 132
 MOST_ROWS = 1024
 
 
-def device(*shapes: HeadShape, invariant: bool = True) -> Device:
-    return Device(shapes, PROCESSORS, invariant)
+def device(*shapes: HeadShape, invariant: bool = True) -> DeviceTraits:
+    return DeviceTraits(shapes, PROCESSORS, invariant)
 
 
-def kind(on: Device, chunk: int, nodes: int, needed: int) -> ForwardKind:
+def kind(on: DeviceTraits, chunk: int, nodes: int, needed: int) -> ForwardKind:
     tree = chain([0] * nodes, needed) if nodes else NO_TREE
     item = StepInput(0, [0] * chunk, tree, SamplingParams(), ())
     return step_kind([item], [0], on).forward

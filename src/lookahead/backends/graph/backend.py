@@ -111,7 +111,7 @@ class GraphBackend:
         self.slots = Slots(new_pools(self.kv, self.most_rows), self.kv.longest, MOST_SEQUENCES)
         rules = Rules(self.vocab_size, self.runner.reserve_table_slots, pinned=self.device.type == "cuda")
         self.planner = Planner(
-            self.slots, rules, self.runner, self.runner.kinds, most_rows=self.most_rows, capture_after=capture_after
+            self.slots, rules, self.runner, self.runner.traits, most_rows=self.most_rows, capture_after=capture_after
         )
         self._ahead = StepAhead(self.runner.order_after)
 
@@ -163,7 +163,8 @@ class GraphBackend:
         return self.slots.has_pages(self.slots.by_number[slot], tokens)
 
     def holds(self) -> int | None:
-        """The tokens that fit into a sequence's page table: no more than its pages hold."""
+        """Maximum tokens of a single sequence: as many as its page table has room for, which is never more than all
+        pages hold."""
         return self.slots.most_tokens
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:

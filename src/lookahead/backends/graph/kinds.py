@@ -76,7 +76,7 @@ class StepKind(NamedTuple):
         return self.forward.needed
 
 
-class Device(NamedTuple):
+class DeviceTraits(NamedTuple):
     """What the kind of a step depends on besides its inputs: the distinct head shapes of the model's layers, the number
     of multiprocessors, and whether steps should be invariant where possible."""
 
@@ -85,7 +85,7 @@ class Device(NamedTuple):
     invariant: bool
 
 
-def step_kind(inputs: Sequence[StepInput], lengths: Sequence[int], device: Device) -> StepKind:
+def step_kind(inputs: Sequence[StepInput], lengths: Sequence[int], device: DeviceTraits) -> StepKind:
     """The kind of a step of these inputs, whose sequences have `lengths` cached tokens."""
     trees, chunks = [sequence.tree.size for sequence in inputs], [len(sequence.chunk) for sequence in inputs]
     needed, sampler, plain = 0, Sampler.GREEDY, True
@@ -106,7 +106,7 @@ def step_kind(inputs: Sequence[StepInput], lengths: Sequence[int], device: Devic
 
 
 def forward_kind(
-    trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[int], needed: int, device: Device
+    trees: Sequence[int], chunks: Sequence[int], lengths: Sequence[int], needed: int, device: DeviceTraits
 ) -> ForwardKind:
     """The kind of a forward pass over trees and prompt chunks of these sizes, with `needed` rows of logits."""
     largest, any_chunk = max(trees), any(chunks)

@@ -1,6 +1,7 @@
 """The host half of the graph backend: chooses the captured step for the inputs, and writes its packet.
 
-It knows slots and inputs, and of the device only the numbers that the kind of a step depends on.
+It knows the slots and the inputs of a step. Of the device it knows only what determines the kind of a step
+(`DeviceTraits`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from operator import add
 from typing import NamedTuple, Protocol
 
 from lookahead.backends.base import StepInput
-from lookahead.backends.graph.kinds import Device, ForwardKind, Sampler, StepKind, fallback_kind, step_kind
+from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, Sampler, StepKind, fallback_kind, step_kind
 from lookahead.backends.graph.rules import Rules
 from lookahead.backends.graph.sizes import MOST_NEEDED, PAGE
 from lookahead.backends.graph.targets_packet import StepPacket
@@ -52,7 +53,7 @@ class Planner:
     """
 
     def __init__(
-        self, slots: Slots, rules: Rules, packets: Packets, device: Device, *, most_rows: int, capture_after: int
+        self, slots: Slots, rules: Rules, packets: Packets, device: DeviceTraits, *, most_rows: int, capture_after: int
     ) -> None:
         self.rules, self.device, self.capture_after = rules, device, capture_after
         self._slots, self._packets, self._most_rows = slots, packets, most_rows
@@ -115,10 +116,11 @@ class Planner:
     def _check_rows(self, sizes: Sequence[int], rows: int) -> None:
         """Raise ValueError for a step that does not fit into a pass."""
         if sum(sizes) > self._most_rows:
-            raise ValueError(f"trees of {sum(sizes)} tokens in a pass of {self._most_rows}")
+            raise ValueError(f"trees of {sum(sizes)} tokens do not fit into a pass of {self._most_rows} rows")
         if max(sizes) > MOST_NEEDED:
-            raise ValueError(f"a tree of {max(sizes)} tokens; at most {MOST_NEEDED} are captured")
+            raise ValueError(f"a tree of {max(sizes)} tokens is too large; a captured step has at most {MOST_NEEDED}")
         if rows > self._most_rows:
             raise ValueError(
-                f"a step of {rows} rows in a pass of {self._most_rows}; run long prompts with `backends.prompts`"
+                f"a step of {rows} rows does not fit into a pass of {self._most_rows}; run long prompts with "
+                "`backends.prompts`"
             )

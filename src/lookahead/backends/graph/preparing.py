@@ -9,7 +9,7 @@ from lookahead.backends.graph.kernels.tiles import Grid, HeadShape, TileSize, Ti
 from lookahead.backends.graph.kinds import (
     FALLBACK_ROWS,
     SHORT_PROMPT,
-    Device,
+    DeviceTraits,
     ForwardKind,
     Sampler,
     TargetsKind,
@@ -20,7 +20,9 @@ from lookahead.backends.graph.kinds import (
 from lookahead.backends.graph.sizes import FEW_NEEDED, INVARIANT_ROWS, needed_bucket, sizes_to
 
 
-def every_forward_kind(device: Device, sequences: int, tokens: int, budget: int, most: int) -> Iterator[ForwardKind]:
+def every_forward_kind(
+    device: DeviceTraits, sequences: int, tokens: int, budget: int, most: int
+) -> Iterator[ForwardKind]:
     """The kinds of all passes of up to `sequences` sequences, with prompts of up to `tokens` tokens and trees of up to
     `budget` nodes each. A pass has at most `most` rows. The largest passes come first: they need the most memory.
 
@@ -60,7 +62,7 @@ def _tilings(shape: HeadShape, processors: int, fewest_rows: int, rows: int, seq
     return tilings
 
 
-def forward_kinds_ahead(device: Device, sequences: int) -> list[ForwardKind]:
+def forward_kinds_ahead(device: DeviceTraits, sequences: int) -> list[ForwardKind]:
     """The kinds of passes with one token per sequence, which may run ahead."""
     numbers = range(1, sequences + 1)
     return list(dict.fromkeys(forward_kind([1] * n, [0] * n, [0] * n, n, device) for n in numbers))
@@ -73,7 +75,7 @@ def every_targets_kind(needed: int) -> Iterator[TargetsKind]:
         yield TargetsKind(needed, sampler, adjusted=adjusted, logprobs=logprobs)
 
 
-def usual_fallbacks(device: Device, most: int) -> Iterator[ForwardKind]:
+def usual_fallbacks(device: DeviceTraits, most: int) -> Iterator[ForwardKind]:
     """The fallback kinds that most requests of a single sequence need."""
     few = min(few_rows(shape.group) for shape in device.shapes)
     for chunk, nodes in ((0, min(few, FALLBACK_ROWS[0])), (0, 32), (0, 128), (128, 128), (384, 128)):

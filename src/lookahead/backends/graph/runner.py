@@ -1,7 +1,8 @@
 """The device half of the graph backend: runs the steps that packets describe.
 
-It owns the weights, the K/V and all captured steps. Everything a step needs comes with its packet: tokens, page-table
-updates, moves of accepted K/V, uniforms, penalties and masks. Results come back in pinned memory.
+It owns the weights, the K/V, the page tables and all captured steps, but no record of sequences. Everything a step
+needs comes with its packet: tokens, the rows and cached length of each sequence and its index in the page tables,
+page-table updates, moves of accepted K/V, uniforms, penalties and masks. Results come back in pinned memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from lookahead.backends.base import Layers
 from lookahead.backends.failures import DeviceMemoryError
-from lookahead.backends.graph.kinds import Device, ForwardKind, Sampler, StepKind, TargetsKind
+from lookahead.backends.graph.kinds import DeviceTraits, ForwardKind, Sampler, StepKind, TargetsKind
 from lookahead.backends.graph.kv import PagedKV, default_tokens, group_pages, longest_text, new_kv
 from lookahead.backends.graph.matrices.products import products_of
 from lookahead.backends.graph.memory import with_room
@@ -73,7 +74,7 @@ class Runner:
         self.steps = CapturedSteps(self.state)
         self._prepared: set[Sampler] = set()
         exact = invariant and like.dtype in (torch.float16, torch.bfloat16)
-        self.kinds = Device(model.shapes, self._ops.processors, exact)
+        self.traits = DeviceTraits(model.shapes, self._ops.processors, exact)
 
     @property
     def kv(self) -> PagedKV:
@@ -146,14 +147,14 @@ class Runner:
         nodes, and the one-token steps that run ahead."""
         most = self.most_prepared
         forwards = list(
-            every_forward_kind(self.kinds, sequences, min(tokens, most), min(budget, MOST_NEEDED, most), most)
+            every_forward_kind(self.traits, sequences, min(tokens, most), min(budget, MOST_NEEDED, most), most)
         )
         for kind in forwards:
             self.steps.forward_for(kind)
         for needed in sorted({kind.needed for kind in forwards}, reverse=True):
             for targets in every_targets_kind(needed):
                 self.steps.targets_for(targets)
-        for kind in forward_kinds_ahead(self.kinds, sequences) if self.state.capture else ():
+        for kind in forward_kinds_ahead(self.traits, sequences) if self.state.capture else ():
             for sampler in (Sampler.GREEDY, Sampler.INVERSE_CDF):
                 self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler))).capture_ahead()
 
@@ -161,7 +162,7 @@ class Runner:
         """Capture, once, the fallback steps with this sampler."""
         if sampler not in self._prepared:
             self._prepared.add(sampler)
-            for kind in usual_fallbacks(self.kinds, self.most_prepared):
+            for kind in usual_fallbacks(self.traits, self.most_prepared):
                 self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler)))
 
     # K/V.

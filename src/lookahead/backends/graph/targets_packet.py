@@ -20,7 +20,7 @@ NO_RULES = (1.0, 0.0, 0.0, 0.0)
 NOT_DRAWN = (0.0, 0.0, 1.0, 0.0)
 """The sampling parameters of a greedy row."""
 
-OF_PACKET = ("tokens", "sequence_of", "parents", "sequences", "needed")
+STEP_FIELDS = ("tokens", "sequence_of", "parents", "sequences", "needed")
 """The fields of the step's `Packet` that are sent again with adjusted logits."""
 
 
@@ -125,10 +125,7 @@ class TargetsPacket(Fields):
             (fields["mask_of"], self._mask_of),
             (fields["counted"][0], slots),
             (fields["counted"][1], counted),
-            *(
-                (fields[name], packet.fields[name])
-                for name in ("tokens", "sequence_of", "parents", "sequences", "needed")
-            ),
+            *((fields[name], packet.fields[name]) for name in STEP_FIELDS),
         ]
         for field, numbers in written:
             field[: len(numbers)] = numbers
