@@ -29,7 +29,7 @@ class Verdict:
 
 
 NO_VERDICT = Verdict([], [])
-"""For a prompt chunk, which has no tree."""
+"""The verdict of a prompt chunk without a tree."""
 
 
 def accept(tree: TokenTree, targets: Sequence[int]) -> tuple[list[int], list[int]]:

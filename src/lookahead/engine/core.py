@@ -24,7 +24,7 @@ class EngineCore:
         self.failure: BaseException | None = None  # of the last step
         self.dead = False  # the device is lost, or the thread ended with an error that it could not handle
         self._callbacks: dict[StepCallback, list[RequestStream]] = {}  # to call after this step
-        # Where the device runs beside the host, the next step begins before the events of the last one are sent.
+        # If the device runs asynchronously, the next step begins before the events of the last one are sent.
         self.begins_early = engine.backend.capabilities.overlaps
 
     @property

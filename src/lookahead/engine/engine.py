@@ -20,7 +20,7 @@ from lookahead.engine.step import NO_STEP, FinishedStep, LaunchedPass, RunningSt
 
 MAX_SEQUENCES = 256
 MAX_MIXED_ROWS = 512
-"""The most rows of a pass in which prompt chunks run beside decoding requests, which wait for all of it. On an H200 a
+"""Maximum rows of a pass that mixes prompt chunks with decoding requests, which wait for the whole pass. On an H200 a
 7B model takes 13 ms for such a pass, and twice as long with 1,024 rows, which prefills no more tokens per second."""
 
 
@@ -143,7 +143,7 @@ class Engine:
         return self.finish().events()
 
     def begin(self) -> None:
-        """Start a step. On a device that runs beside the host, it may still be running on return."""
+        """Start a step. On a device that runs asynchronously, it may still be running on return."""
         begin, captures = perf_counter(), self.backend.captures
         # 1. Schedule: which requests run, and with how many tokens that are not cached yet.
         batches = self._scheduler.schedule()

@@ -64,7 +64,7 @@ class ScheduledBatch:
 class Scheduler:
     """The requests of an engine, waiting or running, and their slots in the backend.
 
-    `max_mixed_rows` is the most rows of a pass in which prompt chunks run beside decoding requests.
+    `max_mixed_rows` is the maximum number of rows of a pass that mixes prompt chunks with decoding requests.
     """
 
     def __init__(self, backend: Backend, max_sequences: int, max_mixed_rows: int) -> None:

@@ -1,4 +1,5 @@
-"""The allocation of K/V pages to sequences, and the prefix cache. Only page numbers: the K/V are the device's.
+"""The allocation of K/V pages to sequences, and the prefix cache. It handles page numbers only:
+the K/V themselves are on the device.
 
 A page holds the K/V of `page_size` tokens. A sequence has a `PageTable` in the pool of every attention group. Full
 pages are cached under a hash of all tokens up to their end, so that a sequence with the same prefix shares them. A
