@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from test_identity import alone, sequence_of
 from toys import ToyBackend
 
 import lookahead
+from lookahead.algorithm.choice import DraftBudget
+from lookahead.algorithm.cost import PassCost
 from lookahead.backends.base import StepInput
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.failures import DeviceError, DeviceMemoryError
@@ -162,6 +165,73 @@ def test_without_memory_the_largest_request_fails_and_the_others_go_on() -> None
     assert client.failure is None
     assert backend.slots == {}
     assert backend.pool.used == 0
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_a_step_in_which_nothing_ran_says_nothing_about_the_cost_of_a_pass(pads: bool) -> None:
+    class Full(PagedToy):
+        def launch(self, inputs: Sequence[StepInput]) -> Any:
+            raise DeviceMemoryError("a step of 3 tokens needs 2.00 GiB of memory; lower kv_tokens")
+
+    cost = PassCost([1.0 + rows for rows in range(64)])
+    engine = Engine(Full(pages=1000, pads=pads), DraftBudget(cost, guarded=True))
+    engine.submit(long_request())
+    (event,) = engine.step()
+    assert isinstance(event.error, DeviceMemoryError)
+    assert engine.running == []
+    assert (cost.constant, cost.slope) == (0.0, 1.0)
+
+
+def test_ranks_do_not_go_on_without_a_request_that_only_one_of_them_has_no_memory_for() -> None:
+    """The other ranks would wait for the passes of the whole batch."""
+
+    class Small(PagedToy):
+        def launch(self, inputs: Sequence[StepInput]) -> Any:
+            if len(inputs) > 1:
+                raise DeviceMemoryError("a step of 16 tokens needs 2.00 GiB of memory; lower kv_tokens")
+            return super().launch(inputs)
+
+    backend = Small(pages=1000)
+    backend.capabilities = replace(backend.capabilities, ranks=2)
+    engine = Engine(backend)
+    for _ in range(2):
+        engine.submit(long_request())
+    with pytest.raises(DeviceMemoryError):
+        engine.step()
+    engine.abort()
+    assert backend.slots == {}
+
+
+def test_a_request_waits_for_the_memory_of_another_sequence(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager backend's K/V buffer grows by a sequence when one is opened."""
+    backend = EagerBackend(make_model())
+    engine, grow = Engine(backend), torch.Tensor.new_zeros
+    asked = [((number, 1, 2), 10, 0, 0) for number in range(3)]
+    expected = []
+    for one in asked:
+        engine.submit(request := Request(sequence_of(one)))
+        while engine.running:
+            engine.step()
+        expected.append(request.sequence.output)
+
+    def limited(tensor: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        if len(shape) == 5 and shape[1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return grow(tensor, *shape, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", limited)
+    requests = [Request(sequence_of(one)) for one in asked]
+    for request in requests:
+        engine.submit(request)
+    while engine.running:
+        assert all(event.error is None for event in engine.step())
+        assert engine.waiting + 1 >= len(engine.running)
+    assert [request.sequence.output for request in requests] == expected
+    first = backend.open()
+    with pytest.raises(DeviceMemoryError, match=r"^the K/V of one more sequence needs 2.00 GiB"):
+        backend.open()
+    backend.close(first)
+    assert backend._index == {}
 
 
 def test_the_eager_backend_without_memory(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,13 @@ from toys import VOCABULARY, ToyBackend, decode, on_ranks
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.output import StepOutput
+from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
-from lookahead.config import SamplingParams
+from lookahead.backends.failures import DeviceMemoryError
+from lookahead.config import SamplingParams, StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
 from lookahead.parallel.backend import ParallelBackend
 from lookahead.parallel.results import HEADER, ROWS
 from lookahead.parallel.watchdog import RankError
@@ -99,6 +103,31 @@ def test_log_probabilities_are_refused_on_ranks() -> None:
     request = ([[1, 2]], LookaheadConfig(), SamplingParams(logprobs=1))
     with pytest.raises(ValueError, match="ranks exchange tokens, not log-probabilities; request them on one rank"):
         on_ranks(2, lambda group: decode(ParallelBackend(ToyBackend(), group), *request))
+
+
+def test_without_memory_for_a_request_it_is_that_one_which_fails() -> None:
+    """The inner backend has other numbers for its slots."""
+
+    class Small(PagedToy):
+        def launch(self, inputs: Any) -> Any:
+            for item in inputs:
+                if len(item.chunk) == 4:
+                    error = DeviceMemoryError("a table of penalties and biases needs 2.00 GiB of memory")
+                    error.slot = item.slot
+                    raise error
+            return super().launch(inputs)
+
+    def work(group: Any) -> tuple[list[Any], int]:
+        inner = Small(pages=200, most_rows=256)
+        inner.close(inner.open())
+        backend = ParallelBackend(inner, group)
+        engine = Engine(backend)
+        for length in (7, 5, 9):
+            engine.submit(Request(DecodingSequence([1] * length, rules=StopRules(4))))
+        failed = [event for event in engine.step() if event.error is not None]
+        return [len(event.request.sequence.tokens) for event in failed], backend.passes
+
+    assert on_ranks(1, work) == [([5], 1)]
 
 
 def test_counters() -> None:

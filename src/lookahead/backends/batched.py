@@ -39,10 +39,10 @@ class BatchedSlots(Generic[BufferT]):
 
     @torch.inference_mode()
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        self._buffer.reserve(len(self._index) + 1, 1)  # first: without memory for it, there is no slot
         slot = self._next_slot
         self._next_slot += 1
         self._index[slot], self._length[slot] = len(self._index), 0
-        self._buffer.reserve(len(self._index), 1)
         return slot
 
     @torch.inference_mode()

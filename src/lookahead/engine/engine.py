@@ -168,8 +168,8 @@ class Engine:
                 results += self._collect(launched)
         finished = self.accept_and_commit(results)
         seconds = finished.time - step.time
-        if self.backend.captures != step.captures:
-            return finished  # the time of a capture says nothing about the next step
+        if step.first is None or self.backend.captures != step.captures:
+            return finished  # nothing has run, or the time of a capture, which says nothing about the next step
         if self.budget.cost is not None and len(step.batches) == 1:
             self.budget.cost.record_pass(step.batches[0].rows_run(pads=self.backend.capabilities.pads), seconds)
         if self.budget.guarded and finished and not step.has_chunks:
@@ -210,13 +210,15 @@ class Engine:
 
     def _launch(self, batch: ScheduledBatch, only_batch: bool) -> LaunchedPass | None:
         """Launch a batch, unless it is empty. If the device has too little memory for it, its largest request fails,
-        and the batch is launched without it."""
+        and the batch is launched without it. With several ranks the error is raised: the others run the whole batch."""
         inputs = self._inputs(batch, only_batch)
         begin = perf_counter()
         while inputs:
             try:
                 return LaunchedPass(batch, inputs, begin, self.backend.launch(inputs))
             except DeviceMemoryError as error:
+                if self.backend.capabilities.ranks > 1:
+                    raise
                 index = largest_input(inputs, error.slot)
                 self._failed.append((batch.requests.pop(index).request, error))
                 del inputs[index]

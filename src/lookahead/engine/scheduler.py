@@ -14,6 +14,7 @@ from time import perf_counter
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import NO_TREE, Backend
 from lookahead.backends.exact import exact_limits
+from lookahead.backends.failures import DeviceMemoryError
 from lookahead.backends.prompts import prompt_chunk
 from lookahead.engine.request import Request, Verifier
 
@@ -165,7 +166,13 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_sequences and not (self._retry_in and self.running):
             request = self.waiting[0]
             tokens = request.sequence.tokens
-            request.slot = self.backend.open(tokens, request.salt)
+            try:
+                request.slot = self.backend.open(tokens, request.salt)
+            except DeviceMemoryError:
+                if not self.running or self.backend.capabilities.ranks > 1:
+                    raise
+                self._retry_in = RETRY_STEPS
+                return
             if not self.backend.reserve(request.slot, len(tokens) + request.sequence.config.budget) and self.running:
                 self.backend.close(request.slot)
                 request.slot, self._retry_in = -1, RETRY_STEPS

@@ -13,7 +13,8 @@ communication, and adds one or two tokens to a pass of dozens (`Counters.caught_
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from lookahead.algorithm.output import StepOutput
 from lookahead.backends.base import Backend, CacheUse, Layers, StepInput
+from lookahead.backends.failures import DeviceMemoryError
 from lookahead.parallel.group import Group, Numbers
 from lookahead.parallel.partition import Share, partition_tree
 from lookahead.parallel.results import HEADER, SharedStep, len_top, pack, unpack
@@ -136,10 +138,10 @@ class ParallelBackend:
         if self.group.check:
             self._compare(inputs)
         shares = [self._partition(step_input) for step_input in inputs]
-        self._count(inputs, shares)
         own = [self._own(step_input, share[self.group.share]) for step_input, share in zip(inputs, shares, strict=True)]
-        with self.group.guarded():
+        with self.group.guarded(), self._own_slots():
             inner = self.inner.launch(own)
+        self._count(inputs, shares)
         for step_input, share in zip(inputs, shares, strict=True):
             if len(step_input.tree):
                 self._last[step_input.slot] = step_input, share
@@ -220,6 +222,15 @@ class ParallelBackend:
         own = StepInput(state.inner, chunk, share.tree(step_input.tree), step_input.sampling, uniforms, step_input.top)
         own.adjustment = adjustment
         return own
+
+    @contextmanager
+    def _own_slots(self) -> Iterator[None]:
+        """Let a DeviceMemoryError of the inner backend name the slot of this one."""
+        try:
+            yield
+        except DeviceMemoryError as error:
+            error.slot = next((slot for slot, state in self._slots.items() if state.inner == error.slot), None)
+            raise
 
     def _count(self, inputs: Sequence[StepInput], shares: Sequence[Sequence[Share]]) -> None:
         counters = self.counters

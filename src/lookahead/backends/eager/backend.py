@@ -108,6 +108,12 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         self._offset.pop(slot, None)
         self._last.pop(slot, None)
 
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        try:
+            return super().open(tokens, salt)
+        except torch.OutOfMemoryError as error:
+            raise memory_error(error, "the K/V of one more sequence", self.device) from error
+
     @torch.inference_mode()
     def launch(self, inputs: Sequence[StepInput]) -> Launched:
         trees = [sequence for sequence in inputs if sequence.tree.size]
