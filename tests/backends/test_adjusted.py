@@ -318,3 +318,26 @@ def test_only_adjusted_steps_send_more(device: str) -> None:
     assert all(not step.targets.packet.fields and step.logprobs is None for step in backend.runner.steps.pairs.values())
     finish(backend, [request(PROMPTS[0], CONFIGS[1], SamplingParams(presence_penalty=1.0, logprobs=2))])
     assert any(kind.targets.adjusted and kind.targets.logprobs for kind in backend.runner.steps.pairs)
+
+
+def test_the_mode_of_the_first_caller_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made in inference mode may not be changed outside of it, unless the backend takes care."""
+    monkeypatch.setattr(packet, "SPARE_MOVES", 0)
+    sampling, rules = SamplingParams(repetition_penalty=1.4), StopRules(TOKENS)
+
+    def texts() -> list[list[int]]:
+        engine = Engine(backend)
+        requests = [
+            Request(DecodingSequence(prompt, CONFIGS[1], sampling, rules), mask=Alternating(VOCABULARY))
+            for prompt in PROMPTS
+        ]
+        for request in requests:
+            engine.submit(request)
+        while engine.running:
+            assert all(event.error is None for event in engine.step())
+        return [request.sequence.output for request in requests]
+
+    with torch.inference_mode():
+        backend = GraphBackend(model())
+        expected = texts()
+    assert texts() == expected

@@ -100,3 +100,14 @@ def test_the_last_slot() -> None:
         slots.open([], "")
     slots.close(numbers[2])
     assert slots[slots.open([], "")].table_index == 2
+
+
+def test_pages_ahead_are_taken_when_all_sequences_have_what_they_need() -> None:
+    slots = slots_of(10)
+    first, second = (slots[slots.open([], "")] for _ in range(2))
+    slots.need_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
+    assert (first.room, second.room) == (SIZE, 9 * SIZE)
+    slots = slots_of(14)
+    first, second = (slots[slots.open([], "")] for _ in range(2))
+    slots.need_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
+    assert (first.room, second.room) == (2 * SIZE, 10 * SIZE)

@@ -110,7 +110,7 @@ class Slots:
     def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
         """Reserve pages for this many tokens of each sequence, or raise MemoryError. If enough are free, reserve pages
         for `ahead` further tokens, too."""
-        free = self.pool.free
+        free, may_grow = self.pool.free, list[tuple[Slot, int]]()
         for slot, count in zip(slots, tokens, strict=True):
             if free and slot.room >= count + ahead:
                 continue  # the usual case: `has_pages` would take three times as long
@@ -119,9 +119,11 @@ class Slots:
                     f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.pool.pages} pages are in "
                     f"use, and a sequence may have {self.longest} of them"
                 )
-            if self.pool.free > len(self):
-                self.has_pages(slot, count + ahead)
+            may_grow.append((slot, count + ahead))
             free = self.pool.free
+        for slot, count in may_grow:  # only now, when all have what they need
+            if self.pool.free > len(self):
+                self.has_pages(slot, count)
 
     def forget_pages(self, slot: Slot, length: int) -> None:
         """Free all pages of a sequence if others may share some of them, so that its K/V can be overwritten. Its next

@@ -112,6 +112,34 @@ def test_a_step_ahead_that_cannot_be_captured_has_run(
     assert [record.name for record in caplog.records].count("lookahead") == 1
 
 
+def test_work_that_is_not_captured_has_read_its_packet_before_the_next_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that compiles its kernels runs on a packet of padding, and the device may still be busy with others."""
+    backend, waits = GraphBackend(tiny("Llama")), list[str]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("waited"))
+    state = backend.runner.state
+    state.capture = state.full = True
+    backend.runner.prepare(8, 1, 1)
+    compiled = len(backend.runner.steps.forwards) + len(backend.runner.steps.targets)
+    assert len(waits) == state.captures == compiled
+
+
+def test_memory_for_targets_does_not_drop_the_pass_that_they_belong_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, made, tries = GraphBackend(tiny("Llama")), steps.CapturedTargets, 0
+
+    def once_full(state: Any, kind: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        return full() if tries == 1 else made(state, kind)
+
+    monkeypatch.setattr(steps, "CapturedTargets", once_full)
+    outputs(backend, PROMPTS[:1], LookaheadConfig.autoregressive())
+    captured = backend.runner.steps
+    assert tries > 1
+    assert {kind.forward: step.forward for kind, step in captured.pairs.items()} == captured.forwards
+
+
 def test_a_step_that_does_not_fit_is_the_loss_of_the_largest_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt needs a size of step that there is no memory for. Those who decode go on, and later ones run."""
     backend = GraphBackend(tiny("Llama"))
@@ -159,6 +187,21 @@ def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytes
     while engine.running:
         engine.step()
     assert len(again.sequence.output) == 8
+
+
+def test_the_first_table_is_the_loss_of_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = GraphBackend(tiny("Llama"))
+    engine = Engine(backend)
+    monkeypatch.setattr(Adjusting, "__init__", full)
+    long, bad = request(list(range(40))), request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
+    for one in (long, bad):
+        engine.submit(one)
+    errors = []
+    while engine.running:
+        errors += [event for event in engine.step() if event.error is not None]
+    assert [event.request for event in errors] == [bad]
+    assert "a table of penalties and biases needs 2.00 GiB" in str(errors[0].error)
+    assert len(long.sequence.output) == 8
 
 
 def test_pages_that_cannot_grow_leave_those_that_were_there(

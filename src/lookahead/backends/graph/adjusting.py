@@ -46,6 +46,7 @@ class Adjusting:
         grown = [torch.cat([table, table.new_zeros(shape)]) for table in (self.counts, self.bias)]
         self.counts, self.bias = grown
 
+    @torch.inference_mode()
     def receive(self, packet: TargetsPacket) -> None:
         """Write a packet's attachments to the tables, before its step runs."""
         for slot, counts, bias in packet.table_rows:

@@ -98,10 +98,10 @@ class Runner:
     def reserve_table_slots(self, count: int, slot: int | None = None) -> int:
         """Make sure that the tables of `adjusting` have at least `count` slots, and return their number. Raises
         DeviceMemoryError, for the sequence in `slot` or for all, if there is too little memory."""
-        adjusting = self.state.buffers.adjusting
+        what, buffers = "a table of penalties and biases", self.state.buffers
+        adjusting = with_room(lambda: buffers.adjusting, self.steps.drop_unused, what, self.device, slot)
         if adjusting.slots < count:  # captured steps read the old tables
             self.steps.drop_adjusted()
-            what = "a table of penalties and biases"
             with_room(lambda: adjusting.grow(count), self.steps.drop_unused, what, self.device, slot)
         return adjusting.slots
 
@@ -114,7 +114,7 @@ class Runner:
             self.move(overflow.commits, overflow.moves)
         if overflow.changes:
             self.kv.write_tables(overflow.changes)
-        if kind.targets.adjusted:
+        if kind.targets.adjusted and (packet.targets.table_rows or packet.targets.masks is not None):
             self.state.buffers.adjusting.receive(packet.targets)
         step.run()
         return RunningStep(step, 0, stream_of(self.device))
@@ -167,6 +167,7 @@ class Runner:
 
     # K/V.
 
+    @torch.inference_mode()
     def move(self, commits: Sequence[int], moves: Sequence[Sequence[int]]) -> None:
         """Move accepted K/V now, without a step. The numbers have the layout of a packet's fields."""
         numbers = torch.tensor(commits, dtype=torch.int32, device=self.device).view(-1, 2)

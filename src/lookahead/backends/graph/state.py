@@ -64,9 +64,11 @@ class DeviceState:
         """Capture what `work` launches, without running it. It must have run once before: kernels cannot be compiled
         during a capture. None where steps run uncaptured."""
         self.captures += 1
-        if not self.capture or self.full:
+        if not self.capture:
             return None
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # also if nothing is captured: `work` may still read a packet that is written next
+        if self.full:
+            return None
         with _no_collection(), room_for_a_capture(self.stream):
             graph = torch.cuda.CUDAGraph()
             # `thread_local`: other threads may use the GPU during the capture.
@@ -76,6 +78,8 @@ class DeviceState:
 
     def captured_ahead(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """As `captured`, for work that already ran in a step: a lack of memory must not fail the step."""
+        if self.full:
+            return None
         try:
             return self.captured(work)
         except RuntimeError as error:

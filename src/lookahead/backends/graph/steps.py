@@ -56,7 +56,9 @@ class CapturedSteps:
         """The captured step of this kind."""
         step = self.pairs.get(kind)
         if step is None:
-            step = self.pairs[kind] = CapturedStep(kind, self.forward_for(kind.forward), self.targets_for(kind.targets))
+            forward, targets = self.forward_for(kind.forward), self.targets_for(kind.targets)
+            self.forwards[kind.forward] = forward  # again: room for `targets` may have been made by dropping it
+            step = self.pairs[kind] = CapturedStep(kind, forward, targets)
         return step
 
     def forward_for(self, kind: ForwardKind) -> CapturedForward:
