@@ -21,7 +21,7 @@ from lookahead.backends import choose
 from lookahead.backends.eager.backend import EagerBackend
 from lookahead.backends.graph import kv
 from lookahead.backends.graph.backend import GraphBackend
-from lookahead.backends.graph.kinds import Targets
+from lookahead.backends.graph.kinds import Sampler
 from lookahead.models.facts import UnsupportedModelError
 from lookahead.transformers_hook import facts, run
 
@@ -65,7 +65,7 @@ def test_sampling(both: Both, model: Any, inputs: dict[str, Any]) -> None:
 def test_draws_inside_the_step(both: Both, model: Any, prompt: dict[str, Any], settings: dict[str, Any]) -> None:
     """The tokens, and where the generator stands after them, are those of `generate`."""
     pair = both(model, prompt, max_new_tokens=50, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph.runner.steps.pairs)  # type: ignore[union-attr]
+    assert any(kind.targets.sampler is Sampler.MULTINOMIAL for kind in facts.known[model].graph.runner.steps.pairs)  # type: ignore[union-attr]
     assert len(set(pair.ours[0].tolist()[-50:])) > 4
     after = []
     for hook in (None, graph()):
@@ -81,7 +81,7 @@ def test_draws_that_the_step_does_not_know(
     both: Both, model: Any, inputs: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     both(model, inputs, max_new_tokens=MANY, do_sample=True, seed=5, hook=graph(), **settings).same()
-    assert not any(kind.targets.targets is Targets.MULTINOMIAL for kind in facts.known[model].graph.runner.steps.pairs)  # type: ignore[union-attr]
+    assert not any(kind.targets.sampler is Sampler.MULTINOMIAL for kind in facts.known[model].graph.runner.steps.pairs)  # type: ignore[union-attr]
 
 
 def test_processors_and_what_comes_with_the_tokens(both: Both, model: Any, inputs: dict[str, Any]) -> None:
