@@ -51,7 +51,7 @@ def test_the_device_has_every_page_after_the_changes(window: int | None, seed: i
             if action == "close":
                 slots.close(number)
                 numbers.remove(number)
-            elif action == "grow" and slots.has_pages(slot, slot.length + rng.randrange(1, 9)):
+            elif action == "grow" and slots.reserve_pages(slot, slot.length + rng.randrange(1, 9)):
                 slot.length = min(slot.length + rng.randrange(3), slot.room - 1)
             elif action == "remember":
                 slots.pool.remember(slot.tables, [1] * slot.length)
@@ -65,13 +65,13 @@ def test_the_device_has_every_page_after_the_changes(window: int | None, seed: i
 def test_pages_ahead_only_where_there_are_plenty() -> None:
     slots = slots_of(4)
     first, second = (slots[slots.open([], "")] for _ in range(2))
-    slots.need_pages([first], [3], ahead=2)
+    slots.require_pages([first], [3], ahead=2)
     assert first.room == 8
-    slots.need_pages([second], [3], ahead=2)
+    slots.require_pages([second], [3], ahead=2)
     assert second.room == 4, "one page is left, and there are two sequences"
-    slots.need_pages([second], [5], ahead=9)
+    slots.require_pages([second], [5], ahead=9)
     with pytest.raises(MemoryError, match="no pages for a sequence of 9 tokens"):
-        slots.need_pages([second], [9])
+        slots.require_pages([second], [9])
 
 
 def test_accepted_nodes_move_behind_their_prefix() -> None:
@@ -79,7 +79,7 @@ def test_accepted_nodes_move_behind_their_prefix() -> None:
     slots = slots_of()
     number = slots.open([], "")
     slot = slots[number]
-    slots.need_pages([slot], [10])
+    slots.require_pages([slot], [10])
     slot.length = 3
     slots.commit([(number, [2, 4])])
     assert slot.length == 6
@@ -105,9 +105,9 @@ def test_the_last_slot() -> None:
 def test_pages_ahead_are_taken_when_all_sequences_have_what_they_need() -> None:
     slots = slots_of(10)
     first, second = (slots[slots.open([], "")] for _ in range(2))
-    slots.need_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
+    slots.require_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
     assert (first.room, second.room) == (SIZE, 9 * SIZE)
     slots = slots_of(14)
     first, second = (slots[slots.open([], "")] for _ in range(2))
-    slots.need_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
+    slots.require_pages([first, second], [SIZE, 9 * SIZE], ahead=1)
     assert (first.room, second.room) == (2 * SIZE, 10 * SIZE)

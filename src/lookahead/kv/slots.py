@@ -84,7 +84,7 @@ class Slots:
         """The most tokens that a sequence may have."""
         return self.longest * self.page_size
 
-    def has_pages(self, slot: Slot, tokens: int) -> bool:
+    def reserve_pages(self, slot: Slot, tokens: int) -> bool:
         """Reserve pages for this many tokens of the sequence. False if there are too few. For a long prompt, a group
         with a window gets only the pages that the next pass reads or writes. Pages behind a window are freed first."""
         if slot.room >= tokens and self.pool.free:
@@ -107,14 +107,14 @@ class Slots:
             self.pool.drop_behind(other.tables, other.length)
         return self.pool.reserve(slot.tables, tokens, slot.length)
 
-    def need_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
+    def require_pages(self, slots: Sequence[Slot], tokens: Sequence[int], ahead: int = 0) -> None:
         """Reserve pages for this many tokens of each sequence, or raise MemoryError. If enough are free, reserve pages
         for `ahead` further tokens, too."""
         free, may_grow = self.pool.free, list[tuple[Slot, int]]()
         for slot, count in zip(slots, tokens, strict=True):
             if free and slot.room >= count + ahead:
-                continue  # the usual case: `has_pages` would take three times as long
-            if not self.has_pages(slot, count):
+                continue  # the usual case: `reserve_pages` would take three times as long
+            if not self.reserve_pages(slot, count):
                 raise MemoryError(
                     f"no pages for a sequence of {count} tokens: {self.pool.used} of {self.pool.pages} pages are in "
                     f"use, and a sequence may have {self.longest} of them"
@@ -123,7 +123,7 @@ class Slots:
             free = self.pool.free
         for slot, count in may_grow:  # only now, when all have what they need
             if self.pool.free > len(self):
-                self.has_pages(slot, count)
+                self.reserve_pages(slot, count)
 
     def forget_pages(self, slot: Slot, length: int) -> None:
         """Free all pages of a sequence if others may share some of them, so that its K/V can be overwritten. Its next

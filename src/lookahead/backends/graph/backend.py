@@ -160,7 +160,7 @@ class GraphBackend:
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Reserve pages for `tokens` tokens of the sequence. False if there are too few."""
-        return self.slots.has_pages(self.slots.by_number[slot], tokens)
+        return self.slots.reserve_pages(self.slots.by_number[slot], tokens)
 
     def holds(self) -> int | None:
         """Maximum tokens of a single sequence: as many as its page table has room for, which is never more than all
@@ -262,7 +262,7 @@ class GraphBackend:
         self.slots.forget_pages(state, length)
         before, state.length = state.length, length
         try:
-            self.slots.need_pages([state], [length])
+            self.slots.require_pages([state], [length])
         except MemoryError:
             state.length = before
             raise

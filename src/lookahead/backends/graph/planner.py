@@ -70,7 +70,7 @@ class Planner:
         if has_chunks := any(chunks):
             needs = [need + len(chunk) for need, chunk in zip(needs, chunks, strict=True)]
         self._check_rows(sizes, sum(needs) - sum(lengths))
-        self._slots.need_pages(slots, needs, PAGE // 2)
+        self._slots.require_pages(slots, needs, PAGE // 2)
         # 2. Choose the kind of the step. All steps of a kind share one packet.
         for sequence in inputs:
             if sequence.adjustment is not None:
@@ -109,7 +109,7 @@ class Planner:
         """Reserve pages for the token after the next one of every sequence. False if there are too few."""
         for sequence in inputs:
             slot = self._slots.by_number[sequence.slot]
-            if slot.sent_room < slot.length + 2 and not self._slots.has_pages(slot, slot.length + 2):
+            if slot.sent_room < slot.length + 2 and not self._slots.reserve_pages(slot, slot.length + 2):
                 return False
         return True
 
