@@ -153,8 +153,8 @@ def shaped_load(shape: str, load: Callable[..., Any] = lookahead.load) -> Callab
     """`lookahead.load`, but the model comes in this shape."""
 
     def loaded(name: str | None = None, *, backend: str = "auto", config: Any = None, **options: Any) -> Any:
-        # The small model answers nothing: it needs no graphs, and no config that suits it.
-        small = load(name, backend="eager", config=LookaheadConfig(), **options)
+        # The small model answers nothing: it needs no graphs, no config that suits it, and no notes on its backend.
+        small = load(name, backend="eager", config=LookaheadConfig(), **{**options, "log": None})
         large = inflate(small.model, MODEL_SHAPES[shape], dtype=small.dtype)
         return fitted(large, small.tokenizer, f"{small.name} in {shape} shape", backend, options.get("log"), config)
 
