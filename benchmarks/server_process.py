@@ -76,7 +76,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def connect(args: argparse.Namespace) -> AbstractContextManager[Served]:
     """The server at `--url`, or one that is started with `options`."""
     if args.url is None:
-        return server(args.options, args.patience, args.inflate)
+        return server(args.options, args.patience, args.inflate, args.key)
     given = Served(args.url.rstrip("/"), args.pid, args.key)
     if given.get("/health")[0] != 200:
         raise SystemExit(f"--url {args.url}: {given.get('/health')[1][:200]}")
@@ -84,13 +84,13 @@ def connect(args: argparse.Namespace) -> AbstractContextManager[Served]:
 
 
 @contextmanager
-def server(options: list[str], patience: float, shape: str | None = None) -> Iterator[Served]:
+def server(options: list[str], patience: float, shape: str | None = None, key: str | None = None) -> Iterator[Served]:
     """`lookahead serve` with these options, until the end of the context."""
     inflate = str(Path(__file__).with_name("inflate.py"))
     program = ["-m", "lookahead"] if shape is None else [inflate, shape]
     command = [sys.executable, *program, "serve", "--port", "0", "--no-memory", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    found = Served("", process.pid)
+    found = Served("", process.pid, key)
 
     def read() -> None:
         for line in process.stderr or ():

@@ -63,12 +63,12 @@ class Found:
 async def one(connection: Connection, asked: Asked, timeout: float) -> Outcome:
     try:
         return await asyncio.wait_for(ask(connection, asked), timeout)
+    except asyncio.TimeoutError:  # before OSError, of which it is a kind from Python 3.11 on
+        connection.close()
+        return Outcome("failed", f"no end within {timeout:g} s")
     except (OSError, EOFError, ValueError, LookupError) as error:  # a reply that is not as it must be
         connection.close()
         return Outcome("failed", f"{type(error).__name__}: {error}"[:300])
-    except TimeoutError:
-        connection.close()
-        return Outcome("failed", f"no end within {timeout:g} s")
 
 
 async def soak(served: Served, args: argparse.Namespace) -> Found:

@@ -7,10 +7,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import serve_load
+import server_process
 from http_server import running
 from load import Reply, steady, summary
-from server_process import Served
+from server_process import Served, connect
 
 import lookahead
 
@@ -69,3 +71,15 @@ def test_a_short_load(model: Any, tokenizer: Any, settings: Any, tmp_path: Path)
     assert found["about"]["dtype"] == "float32"
     assert json.loads((tmp_path / "serve-load.json").read_text()) == found
     assert [row[0] for row in serve_load.page(found).rows] == ["1 streams", "2 streams", "20 a second"]
+
+
+def test_a_server_that_is_started_may_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import sys, time; print('serving x at http://127.0.0.1:9/v1', file=sys.stderr, flush=True); time.sleep(60)"
+    )
+    start = server_process.subprocess.Popen
+    fake = lambda command, **options: start([*command[:1], "-c", script], **options)  # noqa: E731
+    monkeypatch.setattr(server_process.subprocess, "Popen", fake)
+    order = Namespace(url=None, options=["--api-key-file", "keys"], patience=30.0, inflate=None, key="secret")
+    with connect(order) as served:
+        assert (served.url, served.key) == ("http://127.0.0.1:9", "secret")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from argparse import Namespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import soak
 from http_server import Running, soon
-from mixed_requests import WRONGS
+from mixed_requests import WRONGS, make
 
 ORDER: dict[str, Any] = {"clients": 4, "seconds": 2.0, "tokens": 10, "again": 6, "seed": 3, "timeout": 60.0}
 
@@ -58,6 +59,18 @@ def test_every_wrong_request_is_refused(json_server: Running) -> None:
         return [await soak.one(line, one, 30.0) for one in asked]
 
     assert [outcome.what for outcome in soak.asyncio.run(ask_all())] == ["refused"] * len(WRONGS)
+
+
+def test_a_request_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout is an OSError, too, and has no text of its own."""
+
+    async def never(*args: Any) -> Any:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(soak, "ask", never)
+    asked = make(random.Random(0), 8)
+    outcome = asyncio.run(soak.one(soak.Connection("http://127.0.0.1:9"), asked, 0.01))
+    assert (outcome.what, outcome.why) == ("failed", "no end within 0.01 s")
 
 
 def test_the_mix() -> None:
