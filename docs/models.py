@@ -188,7 +188,7 @@ def decoded(model: Any, cases: Iterable[str], inputs: dict[str, Any] | None = No
     if wrong:
         return f"{WRONG}: {', '.join(wrong)}"
     if not saved:
-        return f"{WRONG}: no guess was accepted, so nothing was shown"
+        return f"{WRONG}: no draft token was accepted, so nothing was shown"
     return f"{EXACT} one prompt at a time; a batch is refused: {refused}" if refused else EXACT
 
 
@@ -281,7 +281,7 @@ classes that cannot generate have none. Every class is given text alone, also wh
 
 **exact**: a tiny model of the class (fp32, CPU, wide random weights, one layer of every kind that its default config
 has) was decoded by `model.generate`, as it is and with `custom_generate=lookahead.decoding(...)`: greedy and sampled,
-one prompt and a left-padded batch of {len(PROMPTS)}, {NEW_TOKENS} new tokens, with guesses accepted on the way. All
+one prompt and a left-padded batch of {len(PROMPTS)}, {NEW_TOKENS} new tokens, with draft tokens accepted. All
 tokens were equal, and the greedy ones' logits, too, within {TOLERANCE:.4f} of their norm. Sliding windows were switched
 on wherever the config knows them, {WINDOW} tokens wide, and the longest prompt has {len(LONG)}. Vision towers of the
 timm package, which text does not use, are left out.

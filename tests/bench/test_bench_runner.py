@@ -242,7 +242,7 @@ def test_lines_take_medians_and_compare_with_greedy() -> None:
     ("name", "error"),
     [
         ("lookahed", "unknown method 'lookahed': did you mean 'lookahead'"),
-        ("papr:1,2,3", "before the colon stands paper"),
+        ("papr:1,2,3", "unknown method .papr:1,2,3.: write paper, .* or config before the colon"),
         ("paper:1,2", "three whole numbers"),
         ("config:windw=3", "'windw=3' is no FIELD=VALUE"),
         ("config:window=x", "window='x' must be a whole number"),

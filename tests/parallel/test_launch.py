@@ -179,5 +179,5 @@ def test_the_wrong_number_of_ranks(folder: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "error: 2 ranks are asked for and 3 ranks were started; make the two numbers equal"
+        "error: 2 ranks were requested and 3 ranks were started; make the two numbers equal"
     )

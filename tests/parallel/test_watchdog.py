@@ -206,11 +206,11 @@ def test_torchruns_variables() -> None:
 def test_what_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in RUN:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="4 ranks are asked for and one process was started; make the two"):
+    with pytest.raises(ValueError, match="4 ranks were requested and one process was started; make the two"):
         join(ranks=4)
     for name, value in RUN.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="4 ranks are asked for and 2 ranks were started; make the two"):
+    with pytest.raises(ValueError, match="4 ranks were requested and 2 ranks were started; make the two"):
         join(ranks=4)
     with pytest.raises(ValueError, match=r"a rank timeout of 0.5 s is too short; give at least 2 s"):
         join(timeout=0.5)

@@ -270,7 +270,7 @@ def test_the_tree_of_a_step(browser: Any, served: Running) -> None:
         page.focus(".node.root")
         page.keyboard.press("ArrowRight")
         said = page.locator("#inside-sees").text_content()
-        assert "at p+1: a guess from " in said
+        assert "at p+1: a draft token from " in said
         assert "accepted. It sees the text so far, “" in said
         seen = page.locator("g.node[data-node]:not(.unseen)").count()
         assert seen == 2  # the root and itself
@@ -319,7 +319,7 @@ def test_the_status_shows_sums_and_no_text(page: Any, served: Running) -> None:
     page.click("nav >> text=Status")
     page.wait_for_selector(".card")
     shown = page.locator("#status-cards").inner_text()
-    for words in (served.service.name, "cpu", "float32", "waiting", "Cache in use", "guesses accepted"):
+    for words in (served.service.name, "cpu", "float32", "waiting", "Cache in use", "draft tokens accepted"):
         assert words in shown
     assert FRANCE not in page.content()
 

@@ -40,7 +40,7 @@ class Settings:
         "lookahead"
     )
     window: Annotated[
-        int | None, _option("Method", "--window", help="W: future positions guessed at once; 0 for none.")
+        int | None, _option("Method", "--window", help="W: future positions in the window; 0 for no window.")
     ] = None
     ngram: Annotated[int | None, _option("Method", "--ngram", help="N: length of the n-grams.")] = None
     guesses: Annotated[

@@ -58,7 +58,7 @@ def join(
     size = rank_info.size if rank_info else 1
     if ranks is not None and ranks != size:
         started = f"{size} ranks were started" if rank_info else "one process was started"
-        raise ValueError(f"{ranks} ranks are asked for and {started}; make the two numbers equal")
+        raise ValueError(f"{ranks} ranks were requested and {started}; make the two numbers equal")
     if not timeout >= 4 * BEAT:
         raise ValueError(f"a rank timeout of {timeout} s is too short; give at least {4 * BEAT:.0f} s")
     if meeting_timeout is not None and not meeting_timeout > 0:

@@ -289,7 +289,7 @@ class Run:
         if limit.hard and longest + room - 1 > most:
             raise ValueError(
                 f"model type {self.model.config.model_type!r} can be decoded exactly up to {most} "
-                f"positions ({limit.reason}), and {longest + room - 1} are asked for; lower max_new_tokens"
+                f"positions ({limit.reason}), and {longest + room - 1} are requested; lower max_new_tokens"
             )
         if longest > most:
             raise ValueError(

@@ -68,7 +68,7 @@ def named(name: str, label: str | None = None, **where: Any) -> Method:
             raise ValueError(f"unknown method {name!r}: {hint}choose from {names}, paper:W,N,G, config:...")
         return Method(label or name, name, **where)
     if kind not in ("paper", "paper+prompt", "config"):
-        raise ValueError(f"unknown method {name!r}: before the colon stands paper, paper+prompt or config")
+        raise ValueError(f"unknown method {name!r}: write paper, paper+prompt or config before the colon")
     config = _fields(rest, name) if kind == "config" else _paper(rest, name, prompt=kind == "paper+prompt")
     return Method(label or name, "lookahead", config, **where)
 

@@ -92,7 +92,7 @@ function choose(number) {
   byId("inside-sees").textContent = HINT;
   byId("inside-about").textContent = about(step, steps.list[shown.chosen - 1]);
   shown.nodes = step.tree ? nodesOf(step.tree) : [];
-  const none = "The server shows no tree of so late a step.";
+  const none = "The server shows no tree for a step this late.";
   const picture = step.tree ? drawTree(shown.nodes, step.tree.target, point) : none;
   for (const node of shown.nodes) node.element.setAttribute("aria-label", described(node));
   byId("inside-tree").replaceChildren(picture);
@@ -123,7 +123,7 @@ function described(node) {
   const kinds = {
     root: "the last accepted token",
     window: `in row ${node.row + 1} of the window`,
-    guess: `a guess from ${node.source}`,
+    guess: `a draft token from ${node.source}`,
   };
   const above = seenBy(shown.nodes, node).slice(0, -1).map((one) => `“${spelled(one.token)}”`);
   const sees = above.length ? `${above.join(", ")} and itself` : "itself";

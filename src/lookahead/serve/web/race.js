@@ -6,7 +6,7 @@ import { byId, count, say, wantsCalm } from "./dom.js";
 import { fixed, seconds, Steps } from "./steps.js";
 
 const PROMPT = "Write an HTML table with the planets of the solar system and their distance from the sun.";
-const PLAIN = { sources: [] }; // nothing guesses: one token per step
+const PLAIN = { sources: [] }; // no draft tokens: one token per step
 const SEED = 7; // for temperatures above 0: with the same seed both ways draw the same tokens
 
 let running = null;

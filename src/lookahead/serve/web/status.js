@@ -1,4 +1,4 @@
-// The server's status, from /metrics: what is served, how busy it is, and how well the guesses do.
+// The server's status, from /metrics: what is served, how busy it is, and how many draft tokens are accepted.
 
 import { request } from "./api.js";
 import { byId, el } from "./dom.js";
@@ -63,7 +63,7 @@ function show(metrics) {
       ["prompt tokens found in it", percent(one("prefix_cache_hits_total"), one("prefix_cache_queries_total"))],
     ]),
     card("S, tokens per step", fixed(one("compression"), 2), [
-      ["guesses accepted", percent(accepted, tried)],
+      ["draft tokens accepted", percent(accepted, tried)],
       ["tokens generated", tokens.toLocaleString("en")],
       ["steps", one("steps_total").toLocaleString("en")],
     ]),
@@ -71,13 +71,13 @@ function show(metrics) {
       ["between tokens", seconds(mean("inter_token_latency_seconds"))],
       ["in the queue", seconds(mean("request_queue_time_seconds"))],
     ]),
-    bars("Accepted guesses by source", metrics.get("accepted_tokens_by_source_total"), "source"),
-    bars("Accepted guesses by depth", depths(metrics.get("spec_decode_num_accepted_tokens_per_pos_total")), "position"),
+    bars("Accepted draft tokens by source", metrics.get("accepted_tokens_by_source_total"), "source"),
+    bars("Accepted draft tokens by depth", depths(metrics.get("spec_decode_num_accepted_tokens_per_pos_total")), "position"),
     bars("Requests by their end", metrics.get("request_success_total"), "finished_reason"),
   );
 }
 
-/** Depths count from 1 here: how far below the root a guess stood. */
+/** Depths count from 1 here: how far below the root a draft token was. */
 function depths(samples = []) {
   const numbered = samples.map(({ labels, value }) => ({ labels: { position: Number(labels.position) + 1 }, value }));
   return numbered.sort((one, other) => one.labels.position - other.labels.position).slice(0, 8);

@@ -82,10 +82,9 @@ export function tint(tokens) {
 /** The lines that describe a step. */
 export function describeStep(step) {
   const lines = [`Step ${step.number}: ${count(step.tokens, "token")}${step.tokens > 1 ? " at once" : ""}`];
-  const guesses = step.tried === 1 ? "guess" : "guesses";
-  if (step.tried) lines.push(`${step.tried} ${guesses} tried, ${step.accepted} accepted`);
-  else lines.push("no guess was tried");
-  if (step.sources.length) lines.push(`guessed by ${tally(step.sources)}`);
+  if (step.tried) lines.push(`${count(step.tried, "draft token")} tried, ${step.accepted} accepted`);
+  else lines.push("no draft tokens tried");
+  if (step.sources.length) lines.push(`drafted by ${tally(step.sources)}`);
   return lines;
 }
 
