@@ -26,7 +26,7 @@ from torch import nn
 from lookahead import LookaheadConfig
 from lookahead.algorithm.budget import without_cost
 from lookahead.algorithm.output import StepOutput
-from lookahead.algorithm.sampling import NO_DRAW
+from lookahead.algorithm.sampling import NO_DRAW, Adjustment
 from lookahead.algorithm.sequence import DecodingSequence
 from lookahead.algorithm.tree import TokenTree
 from lookahead.algorithm.verify import accept
@@ -692,6 +692,28 @@ def test_what_does_not_fit_changes_nothing(device: str) -> None:
         one.commit([(slot, ()) for slot in own])
     for own in zip(*slots.values(), strict=True):
         assert_close(backend.cached(own[0]), eager.cached(own[1]))
+
+
+def test_a_step_that_cannot_be_planned_takes_nothing_from_other_sequences() -> None:
+    """Their accepted K/V and new pages go with the next step."""
+    backend = GraphBackend(tiny("Llama"))
+    tree = TokenTree([5, 6, 7, 8], [-1, 0, 0, 2], [0, 1, 1, 2], [0, 1, 2, 3])
+    found = []
+    for fails in (False, True):
+        slot, other = backend.open(), backend.open()
+        backend.step([greedy(slot, range(2, 60), tree)])
+        backend.commit([(slot, [2, 3])])
+        assert backend.reserve(slot, 3 * PAGE)
+        if fails:
+            item = greedy(other, (), root(3))
+            item.adjustment = Adjustment([3], 1, mask=np.ones((2, 9), np.uint32))
+            with pytest.raises(ValueError, match="zip"):
+                backend.step([item])
+        (output,) = backend.step([greedy(slot, range(7, 57), root(4), logits=True)])
+        found.append(output.logits)
+        for each in (slot, other):
+            backend.close(each)
+    assert torch.equal(*found)
 
 
 def test_a_commit_that_waits_while_pages_run_out(device: str) -> None:

@@ -80,13 +80,14 @@ class Planner:
         # 3. The packet of the forward pass.
         packet.begin()
         starts = packet.write_rows([slot.table_index for slot in slots], lengths, chunks, trees, queries)
-        packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
         # 4. The packet of the targets graph.
         if kind.targets.sampler is not Sampler.GREEDY:
             targets.write_draws(inputs)
         if kind.targets.adjusted:
             self.rules.write(targets, inputs)
             targets.write_rules(packet)
+        # 5. Moves and new pages, also those of other sequences: last, since they are lost if something above fails.
+        packet.write_commits(*self._slots.take_pending(), self._slots.take_changes())
         if has_chunks:
             for slot, chunk in zip(slots, chunks, strict=True):
                 slot.length += len(chunk)  # now it is the root's position, where `commit` starts
