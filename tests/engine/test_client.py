@@ -180,7 +180,7 @@ def test_the_death_of_the_engine_reaches_every_stream() -> None:
 
 def test_what_can_never_run_is_refused_by_submit() -> None:
     client = EngineClient(Engine(PagedToy(pages=8)))
-    with pytest.raises(ValueError, match="the backend holds 32"):
+    with pytest.raises(ValueError, match="the backend has room for 32"):
         client.submit(endless())
 
 

@@ -1419,7 +1419,7 @@ def test_trees_are_made_ready_while_the_device_runs(temperature: float, monkeypa
     launch, collect, told = backend.launch, backend.collect, list[tuple[str, bool]]()
 
     def note(when: str, inputs: Any) -> None:
-        told.extend((when, (item.tree._packed or item.tree._below) is not None) for item in inputs)
+        told.extend((when, (item.tree._packed or item.tree._draft_children) is not None) for item in inputs)
 
     def noted_launch(inputs: Any) -> Any:
         note("launch", inputs)
