@@ -108,7 +108,7 @@ def predict(
             start = trial.first_seconds
         else:
             basis, guess = ("law" if kin else "prior"), laws.estimate(one, table, kin)
-            # What steps of this kind and size took more than the curve says, as far as some were run.
+            # By how much measured steps of this kind and size exceeded the curve.
             factors = {other.step_tokens: other.factor for other in kin or trials.values()}
             factor = follow(lambda _: 1.0, factors)(max(guess.step_tokens, 1.0))
             step = scale * factor * at(table, guess.step_tokens)

@@ -26,9 +26,9 @@ ANCHORS = ("prompt lookup", *PAPER_ANCHORS, "default K=16", "default K=128")
 HOPELESS = 0.6
 """A candidate that the prior gives less than this is not run: no acceptance that was seen would lift it above 1."""
 PROMISING = 0.9
-"""After the first runs, candidates within this of the best are run, too,"""
+"""After the first runs, candidates within this factor of the best are run, too."""
 SECOND_LOOKS = 2
-"""but no more than so many."""
+"""The most candidates that are run in that second round."""
 PAYS = 1.03
 """A smaller predicted speedup is within the noise: plain decoding is recommended."""
 WARM_UP_TOKENS = 8

@@ -165,6 +165,19 @@ def test_a_step_that_does_not_fit_is_the_loss_of_the_largest_request(monkeypatch
     assert outputs(backend, PROMPTS[:2], LookaheadConfig.autoregressive(), 8) == expected
 
 
+def check_only_penalties_fail(engine: Engine) -> None:
+    """Run a request without and one with penalties: only the second fails, for want of memory for its table."""
+    plain, penalised = request(list(range(40))), request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
+    for submitted in (plain, penalised):
+        engine.submit(submitted)
+    errors = []
+    while engine.running:
+        errors += [event for event in engine.step() if event.error is not None]
+    assert [event.request for event in errors] == [penalised]
+    assert "a table of penalties and biases needs 2.00 GiB" in str(errors[0].error)
+    assert len(plain.sequence.output) == 8
+
+
 def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
@@ -172,15 +185,7 @@ def test_a_table_that_cannot_grow_is_the_loss_of_who_needs_it(monkeypatch: pytes
     rules.reserve(FIRST_TABLE_SLOTS)
     free, rules.free_table_slots = rules.free_table_slots, []
     monkeypatch.setattr(Adjusting, "grow", full)
-    long, bad = request(list(range(40))), request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
-    for one in (long, bad):
-        engine.submit(one)
-    errors = []
-    while engine.running:
-        errors += [event for event in engine.step() if event.error is not None]
-    assert [event.request for event in errors] == [bad]
-    assert "a table of penalties and biases needs 2.00 GiB" in str(errors[0].error)
-    assert len(long.sequence.output) == 8
+    check_only_penalties_fail(engine)
     rules.free_table_slots = free
     again = request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
     engine.submit(again)
@@ -193,15 +198,7 @@ def test_the_first_table_is_the_loss_of_who_needs_it(monkeypatch: pytest.MonkeyP
     backend = GraphBackend(tiny("Llama"))
     engine = Engine(backend)
     monkeypatch.setattr(Adjusting, "__init__", full)
-    long, bad = request(list(range(40))), request([1, 2], sampling=SamplingParams(presence_penalty=1.0))
-    for one in (long, bad):
-        engine.submit(one)
-    errors = []
-    while engine.running:
-        errors += [event for event in engine.step() if event.error is not None]
-    assert [event.request for event in errors] == [bad]
-    assert "a table of penalties and biases needs 2.00 GiB" in str(errors[0].error)
-    assert len(long.sequence.output) == 8
+    check_only_penalties_fail(engine)
 
 
 def test_pages_that_cannot_grow_leave_those_that_were_there(
