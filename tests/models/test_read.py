@@ -47,7 +47,7 @@ def broken(reason: str) -> Any:
     if reason == "class":
         return tiny("GPT2")
     if reason == "activation":
-        return build("llama", hidden_act="gelu")
+        return build("llama", hidden_act="mish")
     if reason == "partial rotation":
         return tiny(
             "Phi3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -80,7 +80,7 @@ def broken(reason: str) -> Any:
     [
         ("class", "it knows LlamaForCausalLM, .*Qwen3ForCausalLM.*, and not GPT2LMHeadModel"),
         ("remote code", "its LlamaForCausalLM is one of transformers_modules.some.modeling, not of transformers"),
-        ("activation", "its activation is 'gelu'"),
+        ("activation", "its activation is 'mish'"),
         ("partial rotation", "only a part of each head is rotated"),
         ("adapter", "a Lora is no plain matrix"),
         ("adapted embedding", r"its Adapted is one of .*test_read, not of transformers"),

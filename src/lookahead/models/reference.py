@@ -6,14 +6,22 @@ where the modules of transformers round, so in half precision it is as close to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
 
-ACTIVATIONS = {Activation.SILU: F.silu}
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    Activation.RELU: F.relu,
+    Activation.RELU2: lambda x: F.relu(x).square(),
+}
+"""All but XIELU, which has constants."""
 
 
 @torch.no_grad()
@@ -39,7 +47,8 @@ def forward_tree(model: Decoder, prefix: Sequence[int], tokens: Sequence[int], p
         visible[row] = visible[above] if above >= 0 else False
         visible[row, row] = True
     x = run_blocks(model, ids, positions.to(ids.device), visible.to(ids.device))
-    return matrix(model.head, norm(model.norm, x[start:]))
+    logits = matrix(model.head, norm(model.norm, x[start:])) * model.logit_scale
+    return softcap(logits, model.logit_softcap)
 
 
 def run_blocks(model: Decoder, ids: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
@@ -48,62 +57,136 @@ def run_blocks(model: Decoder, ids: torch.Tensor, positions: torch.Tensor, visib
     ids and positions [rows]; visible [rows, rows]: whether the token of a row sees the token of a column, before the
     layers' windows.
     """
-    x = model.embedding[ids]
-    for each in model.blocks:
-        x = block(each, x, positions, visible)
+    x = model.embedding[ids] * model.embedding_scale
+    if model.position_embedding is not None:
+        x = x + model.position_embedding[positions]
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for number, each in enumerate(model.blocks):
+        x = block(each, x, positions, visible, shared, number)
     return x
 
 
-def block(spec: Block, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """x [rows, hidden] -> [rows, hidden]."""
-    x = x + attention(spec.attention, norm(spec.attention_norm, x), positions, visible)
-    return x + feed_forward(spec.feed_forward, norm(spec.feed_forward_norm, x))
+KeysValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Layer -> its keys and values [rows, kv_heads, head_dim], for later layers that read them."""
 
 
-def attention(spec: Attention, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def block(
+    spec: Block, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, shared: KeysValues, number: int
+) -> torch.Tensor:
+    """x [rows, hidden] -> [rows, hidden], by block `number`."""
+    attended = attention(spec.attention, norm(spec.attention_norm, x), positions, visible, shared, number)
+    attended = norm(spec.attention_out_norm, attended) * spec.residual_scale
+    between = x if spec.parallel else x + attended
+    fed = feed_forward(spec.feed_forward, norm(spec.feed_forward_norm, between))
+    fed = norm(spec.feed_forward_out_norm, fed) * spec.residual_scale
+    x = x + attended + fed if spec.parallel else between + fed
+    return x if spec.output_scale is None else x * spec.output_scale
+
+
+def attention(
+    spec: Attention,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    visible: torch.Tensor,
+    shared: KeysValues,
+    number: int,
+) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden]; positions [rows], visible [rows, rows]."""
     # 1. Queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim].
     heads = matrix(spec.qkv, x).view(len(x), -1, spec.head_dim)
-    q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-    if spec.q_norm is not None:
-        q = norm(spec.q_norm, q)
-    if spec.k_norm is not None:
-        k = norm(spec.k_norm, k)
-    if spec.rope is not None:
-        q, k = rotate(spec.rope, q, positions), rotate(spec.rope, k, positions)
+    if spec.head_order is not None:
+        heads = heads[:, list(spec.head_order)]
+    if spec.clip is not None:
+        heads = heads.clamp(-spec.clip, spec.clip)
+    if spec.kv_layer is None:
+        q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        k, v = place_heads(spec, spec.k_norm, k, positions), head_norm(spec.v_norm, v, whole=False)
+        shared[number] = k, v
+    else:
+        q, (k, v) = heads, shared[spec.kv_layer]
+    q = place_heads(spec, spec.q_norm, q, positions)
+    if spec.query_scale is not None:
+        q = q * spec.query_scale(positions).to(q.dtype)[:, None, None]
     # 2. A group of query heads shares a K/V head.
     group = spec.heads // spec.kv_heads
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     # 3. Scores [heads, rows, rows]; the softmax is in fp32.
     if spec.window is not None:
         visible = visible & (positions[None, :] > positions[:, None] - spec.window)
-    scores = torch.einsum("ihd,jhd->hij", q, k) * spec.scale
+    if spec.chunk is not None:
+        visible = visible & (positions[None, :] // spec.chunk == positions[:, None] // spec.chunk)
+    scores = softcap(torch.einsum("ihd,jhd->hij", q, k) * spec.scale, spec.softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(x.dtype)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks[:, None, None].expand(-1, len(x), 1)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(x.dtype)[..., : len(x)]
     # 4. Concatenate the heads' outputs.
     return matrix(spec.out, torch.einsum("hij,jhd->ihd", weights, v).flatten(1))
 
 
+def place_heads(spec: Attention, own: Norm | None, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Queries or keys x [rows, heads, head_dim] after their norm and rotation."""
+    if spec.rope is not None and spec.norms_after_rope:
+        return head_norm(own, rotate(spec.rope, x, positions), spec.whole_norms)
+    x = head_norm(own, x, spec.whole_norms)
+    return x if spec.rope is None else rotate(spec.rope, x, positions)
+
+
+def head_norm(spec: Norm | None, x: torch.Tensor, whole: bool) -> torch.Tensor:
+    """The norm of each head of x [rows, heads, head_dim], or of all heads as one vector."""
+    return norm(spec, x.flatten(1)).view_as(x) if whole else norm(spec, x)
+
+
 def rotate(spec: Rope, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs of columns of x [rows, heads, dim] by the angles of positions [rows], in x's dtype."""
+    """Turn the pairs of columns of x [rows, heads, head_dim] by the angles of positions [rows], in x's dtype."""
     cosine, sine = (
         table[positions, None].to(x.dtype) for table in spec.tables(int(positions.max()) + 1, positions.device)
     )
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    turned, rest = x[..., : spec.dim], x[..., spec.dim :]
+    first, second = (turned[..., ::2], turned[..., 1::2]) if spec.interleaved else turned.chunk(2, dim=-1)
+    pairs = first * cosine - second * sine, second * cosine + first * sine
+    turned = torch.stack(pairs, dim=-1).flatten(-2) if spec.interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((turned, rest), dim=-1)
 
 
 def feed_forward(spec: FeedForward, x: torch.Tensor) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden]."""
-    gate, up = matrix(spec.gate_up, x).chunk(2, dim=-1)
-    return matrix(spec.down, ACTIVATIONS[spec.activation](gate) * up)
+    inner = matrix(spec.gate_up, x)
+    if not spec.gated:
+        return matrix(spec.down, activate(spec, inner))
+    gate, up = inner.chunk(2, dim=-1)
+    return matrix(spec.down, activate(spec, gate) * up)
 
 
-def norm(spec: Norm, x: torch.Tensor) -> torch.Tensor:
-    """x [..., width] -> [..., width]: in fp32, then rounded to x's dtype, then times the weight."""
+def activate(spec: FeedForward, x: torch.Tensor) -> torch.Tensor:
+    """The activation of x [rows, width]."""
+    if spec.activation is not Activation.XIELU:
+        return ACTIVATIONS[spec.activation](x)
+    square, bent, linear, least = spec.constants
+    above = square * x * x + linear * x
+    return torch.where(x > 0, above, (torch.expm1(x.clamp(max=least)) - x) * bent + linear * x)
+
+
+def norm(spec: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    """x [..., width] -> [..., width], in fp32; None leaves it as it is."""
+    if spec is None:
+        return x
     wide = x.float()
+    if spec.centered:
+        wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + spec.eps)
-    return spec.weight * wide.to(x.dtype)
+    if spec.rounds_first:
+        wide = wide.to(x.dtype)
+    if spec.weight is not None:
+        weight = spec.weight if spec.rounds_first else spec.weight.float()
+        wide = wide * (weight + spec.offset if spec.offset else weight)
+    if spec.bias is not None:
+        wide = wide + spec.bias
+    return wide.to(x.dtype)
+
+
+def softcap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def matrix(spec: Matrix, x: torch.Tensor) -> torch.Tensor:

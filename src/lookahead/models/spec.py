@@ -7,10 +7,9 @@ layer. Tensors and modules are the model's own, not copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 
@@ -18,9 +17,28 @@ from lookahead.models.facts import UnsupportedModelError
 
 
 class Activation(Enum):
-    """The function between the two matrices of a feed-forward, by the name that configs use."""
+    """The function between the two matrices of a feed-forward.
+
+    GELU_TANH approximates GELU by a tanh, QUICK_GELU is x sigmoid(1.702 x), RELU2 is relu(x)^2. XIELU has four
+    constants (`FeedForward.constants`): a, b, c, d. It is a x^2 + c x above 0, else b (exp(min(x, d)) - 1 - x) + c x.
+    """
 
     SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    QUICK_GELU = "quick_gelu"
+    RELU = "relu"
+    RELU2 = "relu2"
+    XIELU = "xielu"
+
+    @classmethod
+    def named(cls, name: str) -> Activation:
+        """The activation that configs of transformers give this name. Raises UnsupportedModelError for others."""
+        other = {"swish": cls.SILU, **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), cls.GELU_TANH)}
+        found = other.get(name) or {known.value: known for known in cls}.get(name)
+        if found is None:
+            raise UnsupportedModelError(f"its activation is {name!r}")
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,20 +46,25 @@ class Matrix:
     """y = x W^T + b, for x [rows, in] and y [rows, out].
 
     `parts` are the model's own linear modules that read the same x; their outputs are concatenated in y. So
-    q, k and v are one Matrix, whether the model has one module for them or three.
+    q, k and v are one Matrix, whether the model has one module for them or three. `transposed`: the modules store their
+    weights as [in, out], as GPT-2's Conv1D does.
     """
 
-    parts: tuple[torch.nn.Linear, ...]
+    parts: tuple[torch.nn.Module, ...]
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if type(part) is not torch.nn.Linear:  # quantised, or with an adapter around it
-                raise UnsupportedModelError(f"a {type(part).__name__} is no plain matrix")
+            kind = type(part)
+            if not (kind.__name__ == "Conv1D" if self.transposed else kind is torch.nn.Linear):
+                raise UnsupportedModelError(f"a {kind.__name__} is no plain matrix")  # quantised, or with an adapter
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        return sum(part.out_features for part in self.parts), self.parts[0].in_features
+        weights = [_weight(part) for part in self.parts]
+        outs, ins = (1, 0) if self.transposed else (0, 1)
+        return sum(weight.shape[outs] for weight in weights), weights[0].shape[ins]
 
     @property
     def has_bias(self) -> bool:
@@ -49,40 +72,59 @@ class Matrix:
         return any(part.bias is not None for part in self.parts)
 
     def weight(self) -> torch.Tensor:
-        """W [out, in]: of a single part its own tensor, of several a copy."""
-        weights = [part.weight.detach() for part in self.parts]
+        """W [out, in]: of a single part its own tensor, maybe transposed; of several a copy."""
+        weights = [_weight(part).T if self.transposed else _weight(part) for part in self.parts]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def bias(self) -> torch.Tensor | None:
         """b [out], with zeros where a part has none; None if no part has one."""
         if not self.has_bias:
             return None
-        found = [
-            part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in self.parts
-        ]
+        found = []
+        for part in self.parts:
+            weight, bias = _weight(part), part.bias
+            size = weight.shape[1 if self.transposed else 0]
+            found.append(bias.detach() if isinstance(bias, torch.Tensor) else weight.new_zeros(size))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _weight(part: torch.nn.Module) -> torch.Tensor:
+    weight = part.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """RMSNorm: x / sqrt(mean(x^2) + eps), computed in fp32, rounded to x's dtype, then times weight [width]."""
+    """RMSNorm, x / sqrt(mean(x^2) + eps), or with `centered` LayerNorm, which subtracts the mean of x first.
 
-    weight: torch.Tensor
+    It is computed in fp32, then multiplied by weight + `offset` (1 for Gemma) and added to the bias; None for a norm
+    without them. `rounds_first`: the result is rounded to x's dtype before the weight, as in Llama's modules; if not,
+    at the end. weight and bias [width]; as q_norm or k_norm also [heads, width], if each head has its own.
+    """
+
+    weight: torch.Tensor | None
     eps: float
+    bias: torch.Tensor | None = None
+    centered: bool = False
+    offset: float = 0.0
+    rounds_first: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """Rotary positions: of each head, column i and column i + dim / 2 are a pair that is turned by an angle.
+    """Rotary positions: the first `dim` columns of each head are turned, in pairs.
 
-    `module` is the model's own, which knows theta and scaling: module(x, positions) returns cosines and sines. `dim` is
-    the width of a head. Positions from `limit` on are never requested: some modules scale by the furthest one. Layers
-    with equal rotation share one object.
+    A pair is columns i and i + dim / 2, or if `interleaved` columns 2 i and 2 i + 1. `module` is the model's own, which
+    knows theta and scaling: module(x, positions) returns cosines and sines, whose first dim / 2 columns are those of
+    the pairs. Positions from `limit` on are never requested: some modules scale by the furthest one. Layers with equal
+    rotation share one object.
     """
 
-    module: Any
+    module: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     dim: int
     limit: int | None = None
+    interleaved: bool = False
 
     def tables(self, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines [positions, dim / 2] of the first positions, fp32.
@@ -102,9 +144,18 @@ class Rope:
 class Attention:
     """Softmax attention over the text so far: `heads` query heads of width `head_dim` share `kv_heads` K/V heads.
 
-    `qkv` gives all queries, then all keys, then all values. `scale` multiplies the scores. `rope`: None for a layer
-    that does not use positions. `window`: a token sees the last `window` tokens, itself included; None for all of them.
-    `q_norm` and `k_norm` [head_dim] are applied to each head, before the rotation.
+    The projections. `qkv` gives all queries, then all keys, then all values. If the model's own matrix has another
+    order of heads, `head_order` has for each of these heads its index in the matrix; a value may be the same head as
+    its key. `kv_layer`: this layer has queries only, and reads the keys and values of an earlier layer, by its index.
+    `clip`: queries, keys and values are clamped to -clip and clip.
+
+    Norms and positions. `q_norm`, `k_norm`, `v_norm` are applied to each head, or with `whole_norms` those of q and k
+    to all heads as one vector [heads x head_dim]; before the rotation, or `norms_after_rope`. `rope`: None for a layer
+    that does not use positions. `query_scale`: positions [n] -> factors [n] in fp32 that multiply the queries.
+
+    Scores. They are multiplied by `scale`; `softcap` limits them to cap tanh(score / cap). `window`: a token sees the
+    last `window` tokens, itself included; None for all of them. `chunk`: it sees those whose position // chunk is its
+    own. `sinks` [heads]: a logit per head that takes part in the softmax without a value.
     """
 
     heads: int
@@ -117,52 +168,98 @@ class Attention:
     window: int | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    whole_norms: bool = False
+    norms_after_rope: bool = False
+    head_order: tuple[int, ...] | None = None
+    kv_layer: int | None = None
+    clip: float | None = None
+    query_scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+    softcap: float | None = None
+    chunk: int | None = None
+    sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise UnsupportedModelError(f"a token sees {self.window} tokens")
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None and len(norm.weight) != self.head_dim:
-                raise ValueError(f"a norm of {len(norm.weight)} columns for heads of {self.head_dim}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} K/V heads evenly")
-        _check_shape("qkv", self.qkv, ((self.heads + 2 * self.kv_heads) * self.head_dim, None))
+        for norm, heads in ((self.q_norm, self.heads), (self.k_norm, self.kv_heads), (self.v_norm, self.kv_heads)):
+            if norm is None or norm.weight is None:
+                continue
+            whole = self.whole_norms and norm is not self.v_norm
+            allowed = [(heads * self.head_dim,)] if whole else [(self.head_dim,), (heads, self.head_dim)]
+            if tuple(norm.weight.shape) not in allowed:
+                raise ValueError(f"a norm of {list(norm.weight.shape)} for {heads} heads of {self.head_dim}")
+        if self.head_order is not None and len(self.head_order) != self.vectors:
+            raise ValueError(f"an order of {len(self.head_order)} heads for {self.vectors}")
+        given = self.vectors if self.head_order is None else max(self.head_order) + 1
+        _check_shape("qkv", self.qkv, (given * self.head_dim, None))
         _check_shape("out", self.out, (None, self.heads * self.head_dim))
+
+    @property
+    def vectors(self) -> int:
+        """Heads of a token: its query heads, and its own key and value heads."""
+        return self.heads + (2 * self.kv_heads if self.kv_layer is None else 0)
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """down(activation(gate) * up), where `gate_up` gives all of gate and then all of up."""
+    """down(activation(gate) * up), where `gate_up` gives all of gate and then all of up.
+
+    Not `gated`: down(activation(up)), where `gate_up` gives up alone. `constants` are those of the activation.
+    """
 
     gate_up: Matrix
     down: Matrix
     activation: Activation = Activation.SILU
+    gated: bool = True
+    constants: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_shape("gate_up", self.gate_up, (2 * self.down.shape[1], None))
+        _check_shape("gate_up", self.gate_up, ((2 if self.gated else 1) * self.down.shape[1], None))
+        if len(self.constants) != (4 if self.activation is Activation.XIELU else 0):
+            raise ValueError(f"{len(self.constants)} constants for {self.activation.value}")
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """x += attention(attention_norm(x)); x += feed_forward(feed_forward_norm(x))."""
+    """x += attention(attention_norm(x)); x += feed_forward(feed_forward_norm(x)).
 
-    attention_norm: Norm
+    A norm that is None is left out. `attention_out_norm` and `feed_forward_out_norm` are applied to what is added,
+    which is then multiplied by `residual_scale`. `parallel`: both halves read the block's input,
+    x += attention(attention_norm(x)) + feed_forward(feed_forward_norm(x)), and the norms may be one object.
+    `output_scale` [1] multiplies x at the end.
+    """
+
+    attention_norm: Norm | None
     attention: Attention
-    feed_forward_norm: Norm
+    feed_forward_norm: Norm | None
     feed_forward: FeedForward
+    attention_out_norm: Norm | None = None
+    feed_forward_out_norm: Norm | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
+    output_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
     """A model: embedding [vocabulary, hidden], the blocks, the final norm, and the LM head.
 
-    The head's weight [vocabulary, hidden] may be the embedding itself.
+    A token's vector is its embedding times `embedding_scale` plus, with learned positions, its row of
+    `position_embedding` [positions, hidden]. The head's weight [vocabulary, hidden] may be the embedding itself. Logits
+    are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
     """
 
     embedding: torch.Tensor
     blocks: Sequence[Block]
     norm: Norm
     head: Matrix
+    embedding_scale: float = 1.0
+    position_embedding: torch.Tensor | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         _check_shape("head", self.head, (None, self.embedding.shape[1]))

@@ -43,6 +43,7 @@ from lookahead.backends.cpu.cells import BLOCK
 from lookahead.backends.cpu.groups import Group, layer_groups
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, MICROSOFT, OnnxModel, Products, array
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.plain import check_plain
 from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Norm
 
 HIDDEN = -1e30
@@ -72,6 +73,10 @@ def check_lowers(decoder: Decoder) -> None:
         refuse(f"it is on {weight.device.type}")
     if weight.dtype != torch.float32:
         refuse(f"its weights are {str(weight.dtype).removeprefix('torch.')}; load it with dtype='float32'")
+    try:
+        check_plain(decoder)
+    except UnsupportedModelError as error:
+        refuse(str(error))
     for block in decoder.blocks:
         rope, dim, activation = block.attention.rope, block.attention.head_dim, block.feed_forward.activation
         if rope is not None and rope.dim != dim:
@@ -96,10 +101,12 @@ def lower(decoder: Decoder, products: Products) -> tuple[bytes, dict[str, np.nda
     return _step_file(made, groups), made.arrays
 
 
-def _add_norm(made: OnnxModel, name: str, norm: Norm, x: str, added: str | None) -> tuple[str, str]:
+def _add_norm(made: OnnxModel, name: str, norm: Norm | None, x: str, added: str | None) -> tuple[str, str]:
     """RMSNorm of x + added [R, hidden]. Returns it and the sum."""
+    assert norm is not None
     if added is None:
         return _norm(made, name, norm, x), x
+    assert norm.weight is not None
     normed, _, _, total = made.add(
         "SkipSimplifiedLayerNormalization", x, added, made.weight(name, array(norm.weight)), outputs=4,
         domain=MICROSOFT, epsilon=norm.eps,
@@ -107,8 +114,10 @@ def _add_norm(made: OnnxModel, name: str, norm: Norm, x: str, added: str | None)
     return normed, total
 
 
-def _norm(made: OnnxModel, name: str, norm: Norm, x: str) -> str:
+def _norm(made: OnnxModel, name: str, norm: Norm | None, x: str) -> str:
     """RMSNorm along the last axis."""
+    assert norm is not None
+    assert norm.weight is not None
     gain = made.weight(name, array(norm.weight))
     normed: str = made.add("SimplifiedLayerNormalization", x, gain, axis=-1, epsilon=norm.eps, stash_type=1)
     return normed

@@ -18,6 +18,7 @@ from lookahead.backends.graph.matrices.dense import DenseMatrices, DenseMatrix, 
 from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.plain import check_plain
 from lookahead.models.spec import Decoder
 
 
@@ -117,6 +118,7 @@ class GraphModel:
 def check_lowered(decoder: Decoder) -> None:
     """Raise UnsupportedModelError, with the reason, for a model that the kernels cannot run. Changes no weights."""
     try:
+        check_plain(decoder)
         HeadLayer.check_head(decoder)
         for block in decoder.blocks:
             AttentionLayer.check_attention(block.attention)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.models.facts import UnsupportedModelError, rope_limit
-from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.facts import rope_limit
+from lookahead.models.parts import read_attention, read_feed_forward, read_norm
+from lookahead.models.spec import Block, Decoder, Matrix, Rope
 
 
 def read_llama(model: Any) -> Decoder:
@@ -32,40 +33,14 @@ def _read(model: Any, windows: Sequence[int | None]) -> Decoder:
     rope = Rope(base.rotary_emb, base.layers[0].self_attn.head_dim, rope_limit(config))
     blocks = [
         Block(
-            _norm(layer.input_layernorm),
-            _attention(layer.self_attn, rope, window),
-            _norm(layer.post_attention_layernorm),
-            _feed_forward(layer.mlp, config.hidden_act),
+            read_norm(layer.input_layernorm),
+            read_attention(layer.self_attn, rope, window),
+            read_norm(layer.post_attention_layernorm),
+            read_feed_forward(layer.mlp, config.hidden_act),
         )
         for layer, window in zip(base.layers, windows, strict=True)
     ]
-    return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((model.lm_head,)))
-
-
-def _attention(module: Any, rope: Rope, window: int | None) -> Attention:
-    qkv, dim = Matrix((module.q_proj, module.k_proj, module.v_proj)), module.head_dim
-    return Attention(
-        heads=module.q_proj.out_features // dim,
-        kv_heads=module.k_proj.out_features // dim,
-        head_dim=dim,
-        scale=float(module.scaling),
-        qkv=qkv,
-        out=Matrix((module.o_proj,)),
-        rope=rope,
-        window=window,
-        q_norm=_norm(module.q_norm) if hasattr(module, "q_norm") else None,
-        k_norm=_norm(module.k_norm) if hasattr(module, "k_norm") else None,
-    )
-
-
-def _feed_forward(module: Any, activation: str) -> FeedForward:
-    if activation not in [known.value for known in Activation]:
-        raise UnsupportedModelError(f"its activation is {activation!r}")
-    return FeedForward(Matrix((module.gate_proj, module.up_proj)), Matrix((module.down_proj,)), Activation(activation))
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
+    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((model.lm_head,)))
 
 
 READERS = {

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from lookahead.models.facts import UnsupportedModelError, rope_limit
-from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Norm, Rope
+from lookahead.models.parts import read_norm
+from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Rope
 
 
 def read(model: Any) -> Decoder:
@@ -16,8 +17,6 @@ def read(model: Any) -> Decoder:
     dim = base.layers[0].self_attn.head_dim
     if 2 * len(base.rotary_emb.inv_freq) != dim:
         raise UnsupportedModelError("only a part of each head is rotated")
-    if config.hidden_act not in [known.value for known in Activation]:
-        raise UnsupportedModelError(f"its activation is {config.hidden_act!r}")
     rope = Rope(base.rotary_emb, dim, rope_limit(config))
     blocks = []
     for layer in base.layers:
@@ -32,15 +31,13 @@ def read(model: Any) -> Decoder:
             rope=rope,
             window=config.sliding_window,
         )
-        feed_forward = FeedForward(Matrix((mlp.gate_up_proj,)), Matrix((mlp.down_proj,)), Activation(config.hidden_act))
-        blocks.append(
-            Block(_norm(layer.input_layernorm), attention, _norm(layer.post_attention_layernorm), feed_forward)
+        feed_forward = FeedForward(
+            Matrix((mlp.gate_up_proj,)), Matrix((mlp.down_proj,)), Activation.named(config.hidden_act)
         )
-    return Decoder(base.embed_tokens.weight.detach(), blocks, _norm(base.norm), Matrix((model.lm_head,)))
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)
+        blocks.append(
+            Block(read_norm(layer.input_layernorm), attention, read_norm(layer.post_attention_layernorm), feed_forward)
+        )
+    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((model.lm_head,)))
 
 
 READERS = {"Phi3ForCausalLM": read}

@@ -12,7 +12,9 @@ from lookahead.models.spec import Norm
 class NormLayer:
     """residual += delta; normed = RMSNorm(residual)."""
 
-    def __init__(self, norm: Norm, ops: Ops) -> None:
+    def __init__(self, norm: Norm | None, ops: Ops) -> None:
+        assert norm is not None
+        assert norm.weight is not None
         self.weight, self.eps, self._ops = norm.weight, norm.eps, ops
 
     @property

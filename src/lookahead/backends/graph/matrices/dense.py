@@ -70,7 +70,7 @@ def fuse_weights(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight, _fuse(matrix.parts, "bias") if matrix.has_bias else None
 
 
-def _fuse(modules: Sequence[torch.nn.Linear], name: str) -> torch.Tensor:
+def _fuse(modules: Sequence[torch.nn.Module], name: str) -> torch.Tensor:
     """The modules' parameters [n_i, ...] of this name as one tensor [sum of n_i, ...], of which they become views."""
     parts: list[torch.Tensor] = [getattr(module, name).detach() for module in modules]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]

@@ -1,0 +1,44 @@
+"""What readers share: the parts of a description, from modules whose names many families have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lookahead.models.spec import Activation, Attention, FeedForward, Matrix, Norm, Rope
+
+
+def read_norm(module: Any, **changes: Any) -> Norm:
+    """A norm module of transformers, or torch's LayerNorm; `changes` are fields that the module does not show."""
+    if isinstance(module, torch.nn.LayerNorm):
+        changes = {"bias": _own(module.bias), "centered": True, "rounds_first": False, **changes}
+        return Norm(_own(module.weight), module.eps, **changes)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return Norm(_own(getattr(module, "weight", None)), eps, **changes)
+
+
+def read_attention(module: Any, rope: Rope | None, window: int | None, **changes: Any) -> Attention:
+    """Attention with q_proj, k_proj, v_proj and o_proj, and maybe q_norm and k_norm; `changes` are fields of it."""
+    dim, qkv = module.head_dim, Matrix((module.q_proj, module.k_proj, module.v_proj))
+    fields = {
+        "heads": module.q_proj.out_features // dim,
+        "kv_heads": module.k_proj.out_features // dim,
+        "head_dim": dim,
+        "scale": float(module.scaling),
+        "qkv": qkv,
+        "out": Matrix((module.o_proj,)),
+        "q_norm": read_norm(module.q_norm) if hasattr(module, "q_norm") else None,
+        "k_norm": read_norm(module.k_norm) if hasattr(module, "k_norm") else None,
+    }
+    return Attention(**{**fields, "rope": rope, "window": window, **changes})
+
+
+def read_feed_forward(module: Any, activation: str) -> FeedForward:
+    """A feed-forward with gate_proj, up_proj and down_proj."""
+    gate_up, down = Matrix((module.gate_proj, module.up_proj)), Matrix((module.down_proj,))
+    return FeedForward(gate_up, down, Activation.named(activation))
+
+
+def _own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
