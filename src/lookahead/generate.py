@@ -272,7 +272,7 @@ def load(
     device is lost.
     """
     with clear_errors(torch.device("cuda")):
-        model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
+        model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log, fused=backend != "eager")
         loaded = prepared(model, tokenizer, label, config, backend, log, int8=dtype == INT8)
     if log is not None and (asked := greedy_settings(model)):
         named = ", ".join(f"{name}={value!r:.40}" for name, value in asked.items())

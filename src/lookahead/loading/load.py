@@ -5,7 +5,7 @@ A name is the embedded model's, a preset's, a hub id, a folder or a `.gguf` file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,16 @@ def pick_dtype(name: str, device: torch.device) -> Any:
 
 
 def open_model(
-    name: str | Path | tuple[Any, Any] | None, *, dtype: str, device: str, log: Callable[[str], None] | None
+    name: str | Path | tuple[Any, Any] | None,
+    *,
+    dtype: str,
+    device: str,
+    log: Callable[[str], None] | None,
+    fused: bool = False,
 ) -> tuple[Any, Any, str]:
-    """The argument of `lookahead.load` -> model, tokenizer and label."""
+    """The argument of `lookahead.load` -> model, tokenizer and label. `fused`: see `load_pretrained`."""
     if not isinstance(name, tuple):
-        return load_pretrained(name, dtype=dtype, device=device, log=log)
+        return load_pretrained(name, dtype=dtype, device=device, log=log, fused=fused)
     if dtype not in ("auto", INT8) or device != "auto":
         raise ValueError(f"dtype={dtype!r}, device={device!r}: a model that is already loaded keeps its own")
     model, tokenizer = name
@@ -69,10 +74,15 @@ def load_pretrained(
     dtype: str = "auto",
     device: str = "auto",
     log: Callable[[str], None] | None = None,
+    fused: bool = False,
 ) -> tuple[Any, Any, str]:
     """Load a model. Returns it in eval mode on its device, its tokenizer, and the name to show for it.
 
     `name` is None (the embedded model), a preset, a hub id, a folder or a `.gguf` file. `log` gets lines of progress.
+
+    The weights of safetensors files are mapped, and then copied once: to their device, which with `fused` is straight
+    into the layout of the graph backend. A dtype other than the files' is converted on the host first. On a CPU
+    the weights stay mapped, whatever `fused` is.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -87,13 +97,18 @@ def load_pretrained(
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:
         source = resolve(label, log=log)
-    model: Any
     if log is not None:
         log(f"loading {label} on {target} ...")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **({"gguf_file": gguf.name} if gguf else {}))
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
-        model.to(target)
+        found: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        model, report = found
+        check_complete(model, report["missing_keys"])
+        if fused and target.type != "cpu":
+            from lookahead.backends.graph.placing import place_fused
+
+            place_fused(model, target)
+        model.to(target)  # what is there already is not moved
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"cannot load model {label!r}: {first}") from error
@@ -101,6 +116,14 @@ def load_pretrained(
     if gguf is not None:
         fix_gguf_tokenizer(tokenizer, model.config, gguf)
     return model.eval(), tokenizer, label
+
+
+def check_complete(model: Any, missing: Collection[str]) -> None:
+    """Raise ValueError if the files lack weights, which transformers makes random, with a warning only."""
+    weights = sorted(name for name, _ in model.named_parameters() if name in missing)
+    if weights:
+        others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+        raise ValueError(f"its files have no weights for {weights[0]}{others}")
 
 
 def fix_gguf_tokenizer(tokenizer: Any, config: Any, path: Path) -> None:

@@ -166,7 +166,7 @@ def load(
     if device in ("auto", "cuda") and not isinstance(name, tuple):
         device = group.device
     with group.guarded():
-        model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log)
+        model, tokenizer, label = open_model(name, dtype=dtype, device=device, log=log, fused=backend != "eager")
     loaded = ParallelModel(model, tokenizer, label, group, config, backend, log, int8=dtype == INT8)
     with group.guarded():
         loaded.prepare(log=log)

@@ -61,29 +61,30 @@ def check_dense(matrix: Matrix) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fuse_weights(matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+def fuse_weights(matrix: Matrix, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The parts' weights as one matrix [out, in], and their biases as one vector [out], or None.
 
-    Each part's own weight and bias become views of them.
+    Each part's own weight and bias become views of them. Several parts on another `device` are fused there.
     """
-    weight = _fuse(matrix.parts, "weight")
-    return weight, _fuse(matrix.parts, "bias") if matrix.has_bias else None
+    weight = _fuse(matrix.parts, "weight", device)
+    return weight, _fuse(matrix.parts, "bias", device) if matrix.has_bias else None
 
 
-def _fuse(modules: Sequence[torch.nn.Module], name: str) -> torch.Tensor:
+def _fuse(modules: Sequence[torch.nn.Module], name: str, device: torch.device | None) -> torch.Tensor:
     """The modules' parameters [n_i, ...] of this name as one tensor [sum of n_i, ...], of which they become views."""
     parts: list[torch.Tensor] = [getattr(module, name).detach() for module in modules]
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
     one_piece = len({part.untyped_storage().data_ptr() for part in parts}) == 1
-    one_piece = one_piece and all(part.is_contiguous() for part in parts)
+    one_piece = one_piece and all(part.is_contiguous() for part in parts) and device in (None, parts[0].device)
     if len(parts) == 1 or (one_piece and [part.data_ptr() for part in parts[1:]] == ends[:-1]):  # fused already
         return torch.as_strided(parts[0], (sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
-    fused = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    fused = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], device=device)
     for module, part, view in zip(modules, parts, fused.split([len(part) for part in parts]), strict=True):
         view.copy_(part)
         parameter = getattr(module, name)
-        if parameter.is_inference():
-            setattr(module, name, torch.nn.Parameter(view, requires_grad=False))
+        if parameter.is_inference() or part.device != view.device:
+            grad = parameter.requires_grad and not parameter.is_inference()
+            setattr(module, name, torch.nn.Parameter(view, requires_grad=grad))
         else:
             parameter.data = view  # it stays the parameter that an optimizer may know
     return fused
