@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lookahead.models.spec import Activation, Attention, FeedForward, Matrix, Norm, Rope
+from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Matrix, Norm, Rope
+
+TextReader = Callable[[Any, Any, Any], Decoder]
+"""(text model without its head, LM head, config of the text model) -> its description. In a model that also reads
+images these three have other names than in one for text alone."""
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """The reader of a class whose text model is `model`, whose head is `lm_head`, and whose config is of text alone."""
+
+    read_text: TextReader
+
+    def __call__(self, model: Any) -> Decoder:
+        return self.read_text(model.model, model.lm_head, model.config)
 
 
 def read_norm(module: Any, **changes: Any) -> Norm:

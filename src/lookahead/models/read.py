@@ -1,7 +1,8 @@
 """Describe a Hugging Face model: find the reader of its class, and refuse a model that is not what its class says.
 
-A reader is a function in a module of `models.families` that takes a model and returns a `Decoder`. The module names the
-classes that it reads in `READERS`. See "Add a model family" in docs/development.md.
+A reader takes a model and returns a `Decoder`: a function in a module of `models.families`, or a `CausalLM` around one
+that takes the text model, the head and the config. The module names the classes that it reads in `READERS`. See
+"Add a model family" in docs/development.md.
 """
 
 from __future__ import annotations

@@ -10,26 +10,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from lookahead.models.facts import rope_limit
-from lookahead.models.parts import read_attention, read_feed_forward, read_norm
+from lookahead.models.parts import CausalLM, read_attention, read_feed_forward, read_norm
 from lookahead.models.spec import Block, Decoder, Matrix, Rope
 
 
-def read_llama(model: Any) -> Decoder:
+def read_llama(base: Any, head: Any, config: Any) -> Decoder:
     """Llama has no windows. If its config names one all the same, its text must stay below it: see `position_limit`."""
-    return _read(model, [None] * len(model.model.layers))
+    return read_with_windows(base, head, config, [None] * len(base.layers))
 
 
-def read_mistral(model: Any) -> Decoder:
-    return _read(model, [model.config.sliding_window] * len(model.model.layers))
+def read_mistral(base: Any, head: Any, config: Any) -> Decoder:
+    return read_with_windows(base, head, config, [config.sliding_window] * len(base.layers))
 
 
-def read_qwen(model: Any) -> Decoder:
-    return _read(model, [layer.self_attn.sliding_window for layer in model.model.layers])
+def read_qwen(base: Any, head: Any, config: Any) -> Decoder:
+    return read_with_windows(base, head, config, [layer.self_attn.sliding_window for layer in base.layers])
 
 
-def _read(model: Any, windows: Sequence[int | None]) -> Decoder:
-    """A model of these families whose layers have these windows."""
-    config, base = model.config, model.model
+def read_with_windows(base: Any, head: Any, config: Any, windows: Sequence[int | None]) -> Decoder:
+    """A model with the modules of these families, whose layers have these windows."""
     rope = Rope(base.rotary_emb, base.layers[0].self_attn.head_dim, rope_limit(config))
     blocks = [
         Block(
@@ -40,12 +39,12 @@ def _read(model: Any, windows: Sequence[int | None]) -> Decoder:
         )
         for layer, window in zip(base.layers, windows, strict=True)
     ]
-    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((model.lm_head,)))
+    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((head,)))
 
 
 READERS = {
-    "LlamaForCausalLM": read_llama,
-    "MistralForCausalLM": read_mistral,
-    "Qwen2ForCausalLM": read_qwen,
-    "Qwen3ForCausalLM": read_qwen,
+    "LlamaForCausalLM": CausalLM(read_llama),
+    "MistralForCausalLM": CausalLM(read_mistral),
+    "Qwen2ForCausalLM": CausalLM(read_qwen),
+    "Qwen3ForCausalLM": CausalLM(read_qwen),
 }

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from lookahead.models.facts import UnsupportedModelError, rope_limit
-from lookahead.models.parts import read_norm
+from lookahead.models.parts import CausalLM, read_norm
 from lookahead.models.spec import Activation, Attention, Block, Decoder, FeedForward, Matrix, Rope
 
 
-def read(model: Any) -> Decoder:
-    config, base = model.config, model.model
+def read_phi3(base: Any, head: Any, config: Any) -> Decoder:
     dim = base.layers[0].self_attn.head_dim
     if 2 * len(base.rotary_emb.inv_freq) != dim:
         raise UnsupportedModelError("only a part of each head is rotated")
@@ -37,7 +36,7 @@ def read(model: Any) -> Decoder:
         blocks.append(
             Block(read_norm(layer.input_layernorm), attention, read_norm(layer.post_attention_layernorm), feed_forward)
         )
-    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((model.lm_head,)))
+    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((head,)))
 
 
-READERS = {"Phi3ForCausalLM": read}
+READERS = {"Phi3ForCausalLM": CausalLM(read_phi3)}

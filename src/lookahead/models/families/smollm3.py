@@ -10,17 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from lookahead.models.families.llama import read_llama
+from lookahead.models.parts import CausalLM
 from lookahead.models.spec import Decoder
 
 
-def read(model: Any) -> Decoder:
-    config, described = model.config, read_llama(model)
+def read_smollm3(base: Any, head: Any, config: Any) -> Decoder:
+    described = read_llama(base, head, config)
     blocks = []
-    for layer, kind, block in zip(model.model.layers, config.layer_types, described.blocks, strict=True):
+    for layer, kind, block in zip(base.layers, config.layer_types, described.blocks, strict=True):
         rope = block.attention.rope if layer.self_attn.use_rope else None
         window = config.sliding_window if kind == "sliding_attention" else None
         blocks.append(replace(block, attention=replace(block.attention, rope=rope, window=window)))
     return replace(described, blocks=blocks)
 
 
-READERS = {"SmolLM3ForCausalLM": read}
+READERS = {"SmolLM3ForCausalLM": CausalLM(read_smollm3)}
