@@ -45,7 +45,7 @@ class Packed(torch.Tensor):
 
 def broken(reason: str) -> Any:
     if reason == "class":
-        return tiny("GPT2")
+        return tiny("Bert", is_decoder=True)
     if reason == "activation":
         return build("llama", hidden_act="mish")
     if reason == "partial rotation":
@@ -78,7 +78,7 @@ def broken(reason: str) -> Any:
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
-        ("class", "it knows LlamaForCausalLM, .*Qwen3ForCausalLM.*, and not GPT2LMHeadModel"),
+        ("class", "there is no reader for BertLMHeadModel"),
         ("remote code", "its LlamaForCausalLM is one of transformers_modules.some.modeling, not of transformers"),
         ("activation", "its activation is 'mish'"),
         ("partial rotation", "only a part of each head is rotated"),

@@ -36,7 +36,7 @@ def read(model: Any, backend: str) -> Decoder:
     name = type(model).__name__
     try:
         if name not in readers():
-            raise UnsupportedModelError(f"it knows {', '.join(sorted(readers()))}, and not {name}")
+            raise UnsupportedModelError(f"there is no reader for {name}{_why_unread(model)}")
         _check_own(model)
         _check_unmodified(model)
         description = readers()[name](model)
@@ -45,6 +45,20 @@ def read(model: Any, backend: str) -> Decoder:
         return description
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"the {backend} backend does not run this model: {error}") from None
+
+
+def _why_unread(model: Any) -> str:
+    """Why a class has no reader, if its config shows a reason."""
+    config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return ", a mixture of experts"
+    if getattr(config, "kv_lora_rank", None):
+        return ", which compresses its K/V"
+    return ", which attends to an encoder" if getattr(config, "add_cross_attention", False) else ""
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok")
+"""Fields of the configs of mixtures of experts."""
 
 
 def _check_own(module: torch.nn.Module) -> None:

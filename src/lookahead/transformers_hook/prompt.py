@@ -31,6 +31,9 @@ which a backend passes. transformers 5.17 forwards them."""
 HARMLESS = {"use_cache", "logits_to_keep", "return_dict", *OF_PICTURES}
 """Arguments of a pass that do not affect what we read."""
 
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+"""Arguments that tell images from text, which is 0."""
+
 UNCUT = {"mm_token_type_ids"}
 """Per-token values that some versions of transformers pass for the entire text, not only for the pass's tokens."""
 
@@ -59,6 +62,13 @@ class Start:
     def plain(self) -> bool:
         """Whether further passes need only tokens, default positions and the cache."""
         return not self.arguments and not any(map(any, self.offsets)) and len(self.offsets[0]) == 1
+
+    @property
+    def on_described(self) -> bool:
+        """Whether a backend that runs the model's description can continue: further passes need only tokens, the cache,
+        and positions that are shifted by one number per sequence."""
+        text = all(name in TOKEN_TYPES and not value.any() for name, value in self.arguments.items())
+        return text and all(len(set(offset)) == 1 for offset in self.offsets)
 
     @property
     def form(self) -> tuple[Any, ...]:

@@ -128,7 +128,7 @@ class Run:
 
     def decode(self, config: LookaheadConfig | None, rules: BatchRules, streamer: Any) -> Any:
         self._limit(self.batch.mask.sum(dim=-1).tolist(), max(1, rules.max_length - self.batch.input_ids.shape[1]))
-        graph = graph_or_eager(self.model, self._backend_name, self._graph, lambda: None)
+        graph = graph_or_eager(self.model, self._backend_name, self._graph, lambda: None, self._log_once)
         if graph is None:
             return self._decode_after(self._run_prompt(), None, config, rules, streamer)
         with self.facts.turn:
@@ -154,17 +154,20 @@ class Run:
     ) -> Any:
         """Decode after the prompt has run, on the graph backend if it can continue from there."""
         past = self.batch.past
-        if graph is not None and start.plain:
+        if graph is not None and start.on_described:
             self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
             engine = self._set_up(graph, config, rules)
             graph.prepare_fallbacks()
             return self._decode(engine, start.logits, None, rules, streamer)
         try:
-            if self._backend_name == "graph":
-                raise UnsupportedModelError(
+            if graph is not None:
+                reason = (
                     f"the graph backend cannot continue from this prompt, since model type {kind_of(self.model)!r} "
-                    "counts positions or takes arguments in its own way; use backend='auto'"
+                    "counts positions or takes arguments in its own way"
                 )
+                if self._backend_name == "graph":
+                    raise UnsupportedModelError(f"{reason}; use backend='auto'")
+                self._log_once(f"note: {reason}; the eager backend runs it")
             eager = self._eager(start, config)
         except ValueError:
             restore_cache(self.kwargs.get("past_key_values"), past)
@@ -251,14 +254,14 @@ class Run:
         return self.facts.default, self.facts.budget
 
     def _exact(self, config: LookaheadConfig) -> LookaheadConfig:
-        """The config limited to what the backend runs exactly. Changes are logged once per model."""
+        """The config limited to what the backend runs exactly. Changes are logged."""
+        return exact_config(config, self.backend, self._log_once)
 
-        def log(line: str) -> None:
-            if line not in self.facts.logged:
-                self.facts.logged.add(line)
-                logger.warning(line)
-
-        return exact_config(config, self.backend, log)
+    def _log_once(self, line: str) -> None:
+        """Log a line, once per model."""
+        if line not in self.facts.logged:
+            self.facts.logged.add(line)
+            logger.warning(line)
 
     def _noise(self, graph: GraphBackend, rules: BatchRules) -> StepNoise | None:
         """Noise for sampling inside the graph backend's steps, for one sequence with supported processors; else

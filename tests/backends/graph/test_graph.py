@@ -1166,8 +1166,10 @@ def broken(reason: str) -> Any:
     """A model that the backend must not run."""
     torch.manual_seed(0)
     if reason == "family":
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
+        return transformers.BertLMHeadModel(
+            transformers.BertConfig(
+                vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=True
+            )
         )
     fields = {"activation": {"hidden_act": "gelu"}, "attention": {"attention_bias": True}, "mlp": {"mlp_bias": True}}
     model = make("llama", **fields.get(reason, {}))
@@ -1211,7 +1213,7 @@ class WQLinear_GEMM(nn.Module):
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
-        ("family", r"it knows LlamaForCausalLM, .*Qwen3ForCausalLM.*, and not GPT2LMHeadModel"),
+        ("family", r"there is no reader for BertLMHeadModel"),
         ("activation", r"its activation is 'gelu'"),
         ("subclass", r"Adapted is no plain matrix"),
         ("packed", r"WQLinear_GEMM is no plain matrix"),
