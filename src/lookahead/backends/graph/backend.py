@@ -86,7 +86,7 @@ class GraphBackend:
         self.model = model
         self.device, self.dtype = decoder.embedding.device, decoder.embedding.dtype
         self.invariant = invariant and self.dtype in (torch.float16, torch.bfloat16)
-        self.max_length = context_length(model.config)
+        self.max_length = context_length(model.config.get_text_config(decoder=True))
         self.most_rows = bucket(most_rows)
         self.most_nodes: int | None = min(self.most_rows, MOST_NEEDED)
         self.capabilities = Capabilities(

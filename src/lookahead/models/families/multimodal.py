@@ -1,0 +1,132 @@
+"""Classes that read images, video or sound as well as text: the description of their text model.
+
+Only text is generated, so what follows the prompt is tokens. The prompt itself runs through the model's own modules if
+it has images. Qwen2-VL and its kin give an image's tokens positions along three axes; a token of text has the same
+position along all of them, shifted by a number per sequence that the backend is given with the prompt's K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.families import llama, phi3, smollm3
+from lookahead.models.parts import TextReader
+from lookahead.models.spec import Decoder, Rope
+
+
+@dataclass(frozen=True)
+class EqualAxes:
+    """A rotary module with positions along three axes, called with the same position for all of them."""
+
+    module: Any
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosine, sine = self.module(x, positions[None].expand(3, -1, -1))
+        return (cosine[0], sine[0]) if cosine.dim() == 4 else (cosine, sine)  # 4-D up to transformers 5.21
+
+
+def read_three_axes(base: Any, head: Any, config: Any) -> Decoder:
+    """A Qwen2 or Qwen3 with positions along three axes."""
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in base.layers]
+    described = llama.read_with_windows(base, head, config, windows)
+    ropes: dict[Rope | None, Rope | None] = {None: None}
+    blocks = []
+    for block in described.blocks:
+        rope = block.attention.rope
+        if rope not in ropes and rope is not None:
+            ropes[rope] = replace(rope, module=EqualAxes(rope.module))
+        blocks.append(replace(block, attention=replace(block.attention, rope=ropes[rope])))
+    return replace(described, blocks=blocks)
+
+
+TEXT: Mapping[str, TextReader] = {
+    "LlamaModel": llama.read_llama,
+    "MistralModel": llama.read_mistral,
+    "Qwen2Model": llama.read_qwen,
+    "Qwen3Model": llama.read_qwen,
+    "Phi3Model": phi3.read_phi3,
+    "SmolLM3Model": smollm3.read_smollm3,
+    "Qwen2VLTextModel": read_three_axes,
+    "Qwen2_5_VLTextModel": read_three_axes,
+    "Qwen3VLTextModel": read_three_axes,
+    "Qwen2_5OmniThinkerTextModel": read_three_axes,
+    "PaddleOCRTextModel": read_three_axes,
+    "Emu3TextModel": llama.read_llama,
+}
+"""Class of a text model -> its reader."""
+
+
+@dataclass(frozen=True)
+class WithText:
+    """The reader of a class with a text model of this name inside, and a head on it.
+
+    Most classes take the head's logits as they are, even if the text model's own class scales or caps them.
+    `own_logits`: this one scales and caps them, too.
+    """
+
+    name: str = "language_model"
+    own_logits: bool = False
+
+    def __call__(self, model: Any) -> Decoder:
+        base = getattr(model.model, self.name)
+        kind = type(base).__name__
+        if kind not in TEXT:
+            raise UnsupportedModelError(f"there is no reader for its {kind}")
+        described = TEXT[kind](base, model.lm_head, base.config)
+        return described if self.own_logits else replace(described, logit_scale=1.0, logit_softcap=None)
+
+
+READERS = {
+    **dict.fromkeys(
+        (
+            "AudioFlamingo3ForConditionalGeneration",
+            "Cosmos3OmniForConditionalGeneration",
+            "DeepseekVLForConditionalGeneration",
+            "DeepseekVLHybridForConditionalGeneration",
+            "FastVlmForConditionalGeneration",
+            "FunAsrNanoForConditionalGeneration",
+            "GlmAsrForConditionalGeneration",
+            "GotOcr2ForConditionalGeneration",
+            "InternVLForConditionalGeneration",
+            "JanusForConditionalGeneration",
+            "LightOnOcrForConditionalGeneration",
+            "LlavaForConditionalGeneration",
+            "LlavaNextForConditionalGeneration",
+            "LlavaNextVideoForConditionalGeneration",
+            "LlavaOnevisionForConditionalGeneration",
+            "Mistral3ForConditionalGeneration",
+            "MossTranscribeDiarizeForConditionalGeneration",
+            "MusicFlamingoForConditionalGeneration",
+            "Ovis2ForConditionalGeneration",
+            "PaddleOCRVLForConditionalGeneration",
+            "PerceptionLMForConditionalGeneration",
+            "QianfanOCRForConditionalGeneration",
+            "Qwen2AudioForConditionalGeneration",
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3ASRForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+            "VibeVoiceAsrForConditionalGeneration",
+            "VideoLlama3ForConditionalGeneration",
+            "VideoLlavaForConditionalGeneration",
+            "VipLlavaForConditionalGeneration",
+            "VoxtralForConditionalGeneration",
+        ),
+        WithText(),
+    ),
+    **dict.fromkeys(
+        (
+            "Emu3ForConditionalGeneration",
+            "Idefics2ForConditionalGeneration",
+            "Idefics3ForConditionalGeneration",
+            "SmolVLMForConditionalGeneration",
+        ),
+        WithText("text_model"),
+    ),
+}

@@ -1,0 +1,40 @@
+"""Readers of classes that also read images or sound: on text their description gives transformers' logits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from model_table import ROUNDING, error, stock_logits
+from pictures import FAMILIES, model_of
+
+from lookahead.models import reference
+from lookahead.models.families import multimodal
+from lookahead.models.read import read
+
+sys.path.append(str(Path(__file__).parents[2] / "docs"))
+
+KNOWN = {family.name + family.ending: key for key, family in reversed(FAMILIES.items())}
+TOKENS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.mark.parametrize("name", sorted(multimodal.READERS))
+def test_text(name: str) -> None:
+    """Behind the usual positions, and in a model of this class with the default kind of text model."""
+    if name in KNOWN:
+        model = model_of(KNOWN[name])
+    else:
+        from tiny_models import tiny_model
+
+        model = tiny_model(name)
+    described = read(model, "some")
+    assert error(reference.forward(described, TOKENS), stock_logits(model, TOKENS)) < ROUNDING
+
+
+def test_a_text_model_without_a_reader() -> None:
+    model = model_of("llava")
+    model.model.language_model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="there is no reader for its Linear"):
+        read(model, "some")
