@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow_but
 from pairs import decoding
 from pictures import FAMILIES, PICTURES, inputs_of, model_of, pair, words
 from transformers import DynamicCache
+
+from lookahead.models.read import readers
 
 QUICK = ("qwen2_vl", "qwen3_vl", "llava", "gemma3", "llama4")
 """The families that `make test` tries; `make test-all` tries every one."""
@@ -102,3 +105,17 @@ def test_a_probe_of_one_picture_serves_the_next(monkeypatch: pytest.MonkeyPatch)
     for rows in ([0], [1], [0]):
         model.generate(**inputs_of("qwen2_vl", rows), **NEW, do_sample=False, custom_generate=decoding())
     assert len(probed) == 1
+
+
+READ = [name for name, family in FAMILIES.items() if family.name + family.ending in readers() and name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", slow_but(READ, "qwen2_5_vl", "gemma3", "idefics3"))
+def test_on_the_graph_backend(both: Any, name: str) -> None:
+    """The graph backend continues behind the prompt's own pass, also where positions are shifted; a picture, two of
+    them in a batch, and none."""
+    model, inputs = PICTURES[name]()
+    for given in (inputs, pair(name), words()):
+        for sample in (False, True):
+            found = both(model, given, **NEW, do_sample=sample, hook=decoding(backend="graph")).same()
+            assert found.hook.used == "graph"

@@ -64,11 +64,16 @@ class Start:
         return not self.arguments and not any(map(any, self.offsets)) and len(self.offsets[0]) == 1
 
     @property
-    def on_described(self) -> bool:
-        """Whether a backend that runs the model's description can continue: further passes need only tokens, the cache,
-        and positions that are shifted by one number per sequence."""
-        text = all(name in TOKEN_TYPES and not value.any() for name, value in self.arguments.items())
-        return text and all(len(set(offset)) == 1 for offset in self.offsets)
+    def shifts(self) -> list[tuple[int]] | None:
+        """Per sequence the shift of its positions, if a backend that runs the model's description can continue from
+        here: further passes need only tokens, the cache, and positions that differ from indices by one number.
+
+        Of four axes the first one is a token's index, which the mask is made of.
+        """
+        if not all(name in TOKEN_TYPES and not value.any() for name, value in self.arguments.items()):
+            return None
+        rotary = [offset[1:] if len(offset) == 4 and offset[0] == 0 else offset for offset in self.offsets]
+        return [(offset[0],) for offset in rotary] if all(len(set(offset)) == 1 for offset in rotary) else None
 
     @property
     def form(self) -> tuple[Any, ...]:

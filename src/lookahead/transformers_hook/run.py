@@ -154,8 +154,8 @@ class Run:
     ) -> Any:
         """Decode after the prompt has run, on the graph backend if it can continue from there."""
         past = self.batch.past
-        if graph is not None and start.on_described:
-            self.batch, self.cache, self._offsets = start.batch, start.cache, start.offsets
+        if graph is not None and (shifts := start.shifts) is not None:
+            self.batch, self.cache, self._offsets = start.batch, start.cache, list(shifts)
             engine = self._set_up(graph, config, rules)
             graph.prepare_fallbacks()
             return self._decode(engine, start.logits, None, rules, streamer)
