@@ -1,7 +1,8 @@
 """Try every generative class of transformers and write models.md: `python docs/models.py`, or `--check` to compare.
 
 Each class is built tiny with random weights and decoded by `model.generate`, as it is and with
-`custom_generate=lookahead.decoding(...)`. It may be refused; other tokens are a bug, and the command fails.
+`custom_generate=lookahead.decoding(...)`. It may be refused; other tokens are a bug, and the command fails. An exact
+class is decoded on the two fast backends, too, or its row says why it cannot be.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,7 +27,14 @@ from tiny_models import WINDOW, tiny_config, tiny_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lookahead
+from lookahead import LookaheadConfig
+from lookahead.algorithm.sequence import DecodingSequence
+from lookahead.backends.choose import cpu_backend
 from lookahead.backends.support import check_supported
+from lookahead.config import StopRules
+from lookahead.engine.engine import Engine
+from lookahead.engine.request import Request
+from lookahead.models.facts import UnsupportedModelError
 
 PAGE = Path(__file__).parent / "models.md"
 HELPERS = Path(__file__).parents[1] / "tests" / "helpers"
@@ -123,29 +131,75 @@ def difference(found: Answer, expected: Answer) -> str:
     return ""
 
 
+class Verdict(NamedTuple):
+    """What came of a class: the texts of its row. `cuda` and `cpu`: whether it is fast there, or why not."""
+
+    text: str
+    cuda: str = ""
+    cpu: str = ""
+
+
 class StockError(Exception):
     """transformers itself cannot decode the model from these inputs."""
 
 
-def verdict(name: str) -> str:
-    """What came of one class: the text of its row."""
+def verdict(name: str) -> Verdict:
+    """What came of one class."""
     try:
         model = tiny_model(name)
     except Exception as error:
-        return untested(name, one_line(error))
+        return Verdict(untested(name, one_line(error)))
     try:
         text = decoded(model, CASES)
     except StockError as error:
-        return untested(name, f"transformers' own generate fails on it: {one_line(error)}")
-    if text != EXACT or (pictured := with_images(name)) is None:
-        return text
+        return Verdict(untested(name, f"transformers' own generate fails on it: {one_line(error)}"))
+    if status(text) != EXACT:
+        return Verdict(text)
+    cuda, cpu = decoded(model, CASES, backend="graph"), on_cpu_backend(model)
+    if pictured := with_images(name) if text == EXACT else None:
+        seen = {backend: decoded_with(pictured, backend) for backend in ("auto", "graph")}
+        if seen["auto"] == EXACT:
+            text = f"{EXACT}, {WITH_IMAGES}"
+            cuda = seen["graph"] if cuda == EXACT else cuda
+        elif seen["auto"].startswith(REFUSED):
+            text = f"{EXACT} on text; with images {seen['auto']}"
+        else:
+            text = f"{WRONG}: with images: {seen['auto']}"
+    return Verdict(text, *map(speed, (cuda, cpu)))
+
+
+def decoded_with(pictured: tuple[Any, dict[str, Any]], backend: str) -> str:
+    """What came of decoding a prompt with images."""
     try:
-        seen = decoded(pictured[0], ("greedy", "sampled"), pictured[1])
+        return decoded(pictured[0], ("greedy", "sampled"), pictured[1], backend)
     except StockError as error:
-        seen = f"transformers' own generate fails on it: {one_line(error)}"
-    if seen == EXACT:
-        return f"{EXACT}, {WITH_IMAGES}"
-    return f"{EXACT} on text; with images {seen}" if seen.startswith(REFUSED) else f"{WRONG}: with images: {seen}"
+        return f"transformers' own generate fails on it: {one_line(error)}"
+
+
+def on_cpu_backend(model: Any) -> str:
+    """What came of decoding on the CPU backend, which the hook does not use."""
+    expected = generate(model, "greedy batch")[0]
+    try:
+        backend = cpu_backend(model)
+    except UnsupportedModelError as error:
+        return f"{REFUSED}: {one_line(error)}"
+    sequences = [
+        DecodingSequence(prompt, LookaheadConfig(**SETTINGS), rules=StopRules(NEW_TOKENS)) for prompt in PROMPTS
+    ]
+    engine = Engine(backend)
+    for sequence in sequences:
+        engine.submit(Request(sequence))
+    while engine.running:
+        engine.step()
+    same = [sequence.output for sequence in sequences] == expected
+    return EXACT if same else f"{WRONG}: other tokens on the CPU backend"
+
+
+def speed(text: str) -> str:
+    """What a row says of a fast backend."""
+    reason = re.sub(rf"^{REFUSED}: (the \w+ backend does not run this model: )?", "", text)
+    reason = re.sub(r"^there is no reader for (its )?\w+", "no reader", reason)
+    return "yes" if text == EXACT else reason
 
 
 def untested(name: str, reason: str) -> str:
@@ -161,9 +215,9 @@ def untested(name: str, reason: str) -> str:
     return f"{UNBUILT}: {reason}"
 
 
-def decoded(model: Any, cases: Iterable[str], inputs: dict[str, Any] | None = None) -> str:
+def decoded(model: Any, cases: Iterable[str], inputs: dict[str, Any] | None = None, backend: str = "auto") -> str:
     """What came of decoding, with `inputs` or the prompts of the cases."""
-    hook = lookahead.decoding(**SETTINGS)
+    hook = lookahead.decoding(**SETTINGS, backend=backend)
     wrong, refused, saved = [], "", 0
     for case in cases:
         # First as it is: a model that a pass may change is to be seen before lookahead's passes.
@@ -211,10 +265,10 @@ def work(name: str, answer: Connection) -> None:
     answer.send(verdict(name))
 
 
-def walk(names: Iterable[str], workers: int) -> dict[str, str]:
+def walk(names: Iterable[str], workers: int) -> dict[str, Verdict]:
     """Class -> verdict."""
     context = multiprocessing.get_context("fork")  # the children find transformers imported
-    waiting, verdicts = list(names), dict[str, str]()
+    waiting, verdicts = list(names), dict[str, Verdict]()
     running: dict[Any, tuple[str, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < workers:
@@ -229,10 +283,10 @@ def walk(names: Iterable[str], workers: int) -> dict[str, str]:
                 try:
                     verdicts[name] = mine.recv()
                 except EOFError:
-                    verdicts[name] = f"{WRONG}: its process died"
+                    verdicts[name] = Verdict(f"{WRONG}: its process died")
             elif time.monotonic() - begin > TIME_LIMIT:
                 process.kill()
-                verdicts[name] = f"{UNBUILT}: not done within {TIME_LIMIT:.0f} seconds"
+                verdicts[name] = Verdict(f"{UNBUILT}: not done within {TIME_LIMIT:.0f} seconds")
             else:
                 continue
             process.join()
@@ -246,21 +300,26 @@ def status(verdict: str) -> str:
     return next(name for name in (EXACT, REFUSED, UNBUILT, WRONG) if verdict.startswith(name))
 
 
-def table(verdicts: dict[str, str]) -> list[str]:
+def is_wrong(verdict: Verdict) -> bool:
+    return any(WRONG in text for text in verdict)
+
+
+def table(verdicts: dict[str, Verdict]) -> list[str]:
     """The page's lines about these classes."""
     return [
-        f"| `{name}` | `{model_type(name)}` | {verdicts[name]} |"
+        f"| `{name}` | `{model_type(name)}` | {' | '.join(verdicts[name])} |"
         for name in sorted(verdicts, key=lambda name: (name.lower(), name))
     ]
 
 
-def counts(verdicts: dict[str, str]) -> str:
+def counts(verdicts: dict[str, Verdict]) -> str:
     """What came of these classes, as a row of the page's first table."""
-    count = Counter(map(status, verdicts.values()))
-    return f"{len(verdicts)} | {count[EXACT]} | {count[REFUSED]} | {count[UNBUILT]}"
+    count = Counter(status(verdict.text) for verdict in verdicts.values())
+    fast = [sum(verdict[column] == "yes" for verdict in verdicts.values()) for column in (1, 2)]
+    return f"{len(verdicts)} | {count[EXACT]} | {fast[0]} | {fast[1]} | {count[REFUSED]} | {count[UNBUILT]}"
 
 
-def page(verdicts: dict[str, str]) -> str:
+def page(verdicts: dict[str, Verdict]) -> str:
     """The document."""
     conditional = {name: text for name, text in verdicts.items() if name.endswith(CONDITIONAL)}
     causal = {name: text for name, text in verdicts.items() if name not in conditional}
@@ -269,8 +328,8 @@ def page(verdicts: dict[str, str]) -> str:
 Every generative class of transformers {transformers.__version__}, tried by `python docs/models.py`, which also wrote
 this page (`--check` tries again and compares). One that gives other tokens fails the command.
 
-| classes | all | exact | refused | could not be tried |
-|---|---|---|---|---|
+| classes | all | exact | fast on CUDA | fast on a CPU | refused | could not be tried |
+|---|---|---|---|---|---|---|
 | [causal language models](#causal-language-models) | {counts(causal)} |
 | [conditional generation](#conditional-generation) | {counts(conditional)} |
 | all | {counts(verdicts)} |
@@ -286,6 +345,11 @@ tokens were equal, and the greedy ones' logits, too, within {TOLERANCE:.4f} of t
 on wherever the config knows them, {WINDOW} tokens wide, and the longest prompt has {len(LONG)}. Vision towers of the
 timm package, which text does not use, are left out.
 
+**fast on CUDA**, **fast on a CPU**: whether the graph backend and the CPU backend run the class, and decoded the same
+prompts to the same tokens here (the graph backend on the slow twins of its kernels); or why not, in a few words. Then
+the eager backend runs it: exact in fp32, a few times slower, and in half precision without the promise that the text is
+that of token-by-token decoding. Where there are images, the graph backend continued behind a prompt with one.
+
 **refused**: `generate` stops with this message before the first token. An encoder-decoder that could not be built, or
 that does not start from text, is listed with the message that its config alone gives.
 
@@ -294,19 +358,19 @@ alone, or its own `generate` passes `custom_generate` by.
 
 ## Causal language models
 
-| class | model type | status |
-|---|---|---|
+| class | model type | status | fast on CUDA | fast on a CPU |
+|---|---|---|---|---|
 {chr(10).join(table(causal))}
 
 ## Conditional generation
 
-| class | model type | status |
-|---|---|---|
+| class | model type | status | fast on CUDA | fast on a CPU |
+|---|---|---|---|---|
 {chr(10).join(table(conditional))}
 """
 
 
-def changes(verdicts: dict[str, str], whole: bool) -> list[str]:
+def changes(verdicts: dict[str, Verdict], whole: bool) -> list[str]:
     """What differs from the page, as lines of a diff; of some classes alone, the lines that it does not have."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else []
     if not whole:
@@ -327,9 +391,9 @@ def main() -> int:
     if options.names and set(names) != set(options.names):
         parser.error(f"no generative class of transformers: {', '.join(sorted(set(options.names) - set(names)))}")
     verdicts = walk(names, options.workers)
-    wrong = {name: text for name, text in verdicts.items() if status(text) == WRONG}
-    for name, text in (verdicts if options.names else wrong).items():
-        print(f"{name}: {text}", file=sys.stderr)
+    wrong = {name: verdict for name, verdict in verdicts.items() if is_wrong(verdict)}
+    for name, verdict in (verdicts if options.names else wrong).items():
+        print(f"{name}: {' | '.join(verdict)}", file=sys.stderr)
     if not options.names and not options.check:
         PAGE.write_text(page(verdicts), encoding="utf-8", newline="\n")
     differences = changes(verdicts, whole=not options.names) if options.check else []
