@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from model_table_gpt import GPT_ROWS
 from tiny import tiny
 
 THETA = {"rope_theta": 10000.0}
@@ -91,6 +92,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         "SmolLM3",
         {"no_rope_layers": [0, 1], "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    *GPT_ROWS,
 ]
 """(name, family, changes to the config of `tiny`)"""
 

@@ -31,9 +31,8 @@ def test_the_example_of_the_docs() -> None:
         model = tiny(kind, **changes)
         found = reference.forward(scope["READERS"][type(model).__name__](model), TOKENS)
         assert error(found, stock_logits(model, TOKENS)) < ROUNDING, name
-    partly = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    with pytest.raises(UnsupportedModelError, match="only a part of each head is rotated") as refused:
-        scope["READERS"]["Phi3ForCausalLM"](tiny("Phi3", rope_parameters=partly))
+    with pytest.raises(UnsupportedModelError, match="its activation is 'mish'") as refused:
+        scope["READERS"]["Phi3ForCausalLM"](tiny("Phi3", hidden_act="mish"))
     assert f"the graph backend does not run this model: {refused.value}" in PAGE
 
 

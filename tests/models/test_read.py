@@ -48,10 +48,14 @@ def broken(reason: str) -> Any:
         return tiny("Bert", is_decoder=True)
     if reason == "activation":
         return build("llama", hidden_act="mish")
-    if reason == "partial rotation":
-        return tiny(
-            "Phi3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-        )
+    if reason == "ALiBi":
+        return build("falcon", alibi=True)
+    if reason == "norms behind layers":
+        return build("opt", do_layer_norm_before=False)
+    if reason == "no final norm":
+        return build("opt", _remove_final_layer_norm=True)
+    if reason == "narrow embedding":
+        return build("opt", word_embed_proj_dim=16)
     model = build("llama")
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
     if reason == "remote code":
@@ -81,7 +85,10 @@ def broken(reason: str) -> Any:
         ("class", "there is no reader for BertLMHeadModel"),
         ("remote code", "its LlamaForCausalLM is one of transformers_modules.some.modeling, not of transformers"),
         ("activation", "its activation is 'mish'"),
-        ("partial rotation", "only a part of each head is rotated"),
+        ("ALiBi", r"its positions are a bias of the scores \(ALiBi\)"),
+        ("norms behind layers", "its norms are behind its layers"),
+        ("no final norm", "it has no norm behind its last layer"),
+        ("narrow embedding", "its embedding has another width than its layers"),
         ("adapter", "a Lora is no plain matrix"),
         ("adapted embedding", r"its Adapted is one of .*test_read, not of transformers"),
         ("hook", "a forward hook on its LlamaMLP would not be called"),

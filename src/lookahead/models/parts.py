@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lookahead.models.facts import rope_limit
 from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Matrix, Norm, Rope
 
 TextReader = Callable[[Any, Any, Any], Decoder]
@@ -17,12 +18,14 @@ images these three have other names than in one for text alone."""
 
 @dataclass(frozen=True)
 class CausalLM:
-    """The reader of a class whose text model is `model`, whose head is `lm_head`, and whose config is of text alone."""
+    """The reader of a class whose config is of text alone; `base` and `head` are the paths of these two modules."""
 
     read_text: TextReader
+    base: str = "model"
+    head: str = "lm_head"
 
     def __call__(self, model: Any) -> Decoder:
-        return self.read_text(model.model, model.lm_head, model.config)
+        return self.read_text(model.get_submodule(self.base), model.get_submodule(self.head), model.config)
 
 
 def read_norm(module: Any, **changes: Any) -> Norm:
@@ -34,16 +37,21 @@ def read_norm(module: Any, **changes: Any) -> Norm:
     return Norm(_own(getattr(module, "weight", None)), eps, **changes)
 
 
-def read_attention(module: Any, rope: Rope | None, window: int | None, **changes: Any) -> Attention:
-    """Attention with q_proj, k_proj, v_proj and o_proj, and maybe q_norm and k_norm; `changes` are fields of it."""
+def read_attention(
+    module: Any, rope: Rope | None, window: int | None, *, out: str = "o_proj", **changes: Any
+) -> Attention:
+    """Attention with q_proj, k_proj and v_proj, and maybe q_norm and k_norm.
+
+    `out` names the module of the output projection; `changes` are fields that the module does not show.
+    """
     dim, qkv = module.head_dim, Matrix((module.q_proj, module.k_proj, module.v_proj))
     fields = {
         "heads": module.q_proj.out_features // dim,
         "kv_heads": module.k_proj.out_features // dim,
         "head_dim": dim,
-        "scale": float(module.scaling),
+        "scale": changes.get("scale") or float(module.scaling),
         "qkv": qkv,
-        "out": Matrix((module.o_proj,)),
+        "out": Matrix((getattr(module, out),)),
         "q_norm": read_norm(module.q_norm) if hasattr(module, "q_norm") else None,
         "k_norm": read_norm(module.k_norm) if hasattr(module, "k_norm") else None,
     }
@@ -54,6 +62,26 @@ def read_feed_forward(module: Any, activation: str) -> FeedForward:
     """A feed-forward with gate_proj, up_proj and down_proj."""
     gate_up, down = Matrix((module.gate_proj, module.up_proj)), Matrix((module.down_proj,))
     return FeedForward(gate_up, down, Activation.named(activation))
+
+
+def read_rope(module: Any, config: Any) -> Rope:
+    """The rotation of a rotary module of transformers, which has a frequency for each pair of columns that it turns."""
+    return Rope(module, 2 * len(module.inv_freq), rope_limit(config))
+
+
+def read_ungated(up: Any, down: Any, activation: str, *, transposed: bool = False) -> FeedForward:
+    """A feed-forward of two matrices, without a gate."""
+    return FeedForward(
+        Matrix((up,), transposed), Matrix((down,), transposed), Activation.named(activation), gated=False
+    )
+
+
+def grouped_order(heads: int, kv_heads: int) -> tuple[int, ...]:
+    """`head_order` of a matrix that has for each K/V head its query heads, its key and its value, one after another."""
+    group = heads // kv_heads
+    starts = range(0, heads + 2 * kv_heads, group + 2)
+    queries = [start + member for start in starts for member in range(group)]
+    return (*queries, *(start + group for start in starts), *(start + group + 1 for start in starts))
 
 
 def _own(tensor: torch.Tensor | None) -> torch.Tensor | None:

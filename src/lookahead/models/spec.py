@@ -56,7 +56,8 @@ class Matrix:
     def __post_init__(self) -> None:
         for part in self.parts:
             kind = type(part)
-            if not (kind.__name__ == "Conv1D" if self.transposed else kind is torch.nn.Linear):
+            plain = kind.__name__ == "Conv1D" if self.transposed else _is_linear(kind)
+            if not plain:
                 raise UnsupportedModelError(f"a {kind.__name__} is no plain matrix")  # quantised, or with an adapter
 
     @property
@@ -86,6 +87,11 @@ class Matrix:
             size = weight.shape[1 if self.transposed else 0]
             found.append(bias.detach() if isinstance(bias, torch.Tensor) else weight.new_zeros(size))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _is_linear(kind: type[torch.nn.Module]) -> bool:
+    """torch's own, or Falcon's, which differs in how it rounds a bias."""
+    return kind is torch.nn.Linear or kind.__name__ == "FalconLinear"
 
 
 def _weight(part: torch.nn.Module) -> torch.Tensor:

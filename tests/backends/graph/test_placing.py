@@ -90,7 +90,7 @@ def test_a_placed_model_generates_and_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_reader_stays_as_it_is() -> None:
-    model = tiny("GPT2")
+    model = tiny("DiffLlama")
     before = storages(model)
     place_fused(model, torch.device("meta"))
     assert storages(model) == before
