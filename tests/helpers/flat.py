@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from lookahead.algorithm.tree import TokenTree
-from lookahead.backends.graph.kernels import reference
+from lookahead.backends.graph.kernels import reference_heads
 from lookahead.backends.graph.kernels.rows import Rows, new_rows
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.sizes import PAGE
@@ -68,5 +68,5 @@ def rows_of(
     packet.write_commits((), [()])
     most = max(len(part.parents) for part in parts)
     rows = new_rows(packet.views(packet.host.to(tables.device)), 0, tables, max(32, most))
-    reference.locate_rows(rows)
+    reference_heads.locate_rows(rows)
     return rows

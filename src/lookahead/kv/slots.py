@@ -17,7 +17,7 @@ class Slot:
     """A sequence: its `table_index` in the device's page tables, a page table per attention group, and its length.
 
     `room` is how many tokens its pages hold, in all groups. Of each group, the first `sent` pages are in the device's
-    table; they hold `sent_room` tokens.
+    table; they hold `sent_room` tokens. A token's position is its index plus `shift`.
     """
 
     table_index: int
@@ -26,6 +26,7 @@ class Slot:
     room: int
     sent: list[int]
     sent_room: int = 0
+    shift: int = 0
 
 
 class Slots:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from described import VOCABULARY, uneven_decoder
+from knobs import KNOBS, Maker
 from marks import slow_but
 from model_table import PLAIN, ROUNDING, ROWS, build, error
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
@@ -34,6 +35,19 @@ REFUSED = {
     "smollm3-mlp-biases",
 }
 """Rows of the table for which there are no kernels yet."""
+REFUSED_KNOBS = {
+    "chunks", "softcap", "sinks", "sinks, softcap and a window",
+    "norm weight + 1", "norm in fp32", "norm without weight", "layer norm", "layer norm without bias",
+    "layer norm without weight", "norms before and after", "norms after", "parallel, one norm", "parallel, two norms",
+    "parallel, then not", "residual scale", "output scale", "output scale of a parallel block", "norms after, scaled",
+    "biases of attention", "bias of q alone", "bias of out alone", "biases of the feed-forward",
+    "biases without a gate", "bias of the head", "biases of parallel halves", "silu without a gate", "gelu",
+    "gelu without a gate", "gelu_tanh", "gelu_tanh without a gate", "quick_gelu", "quick_gelu without a gate", "relu",
+    "relu without a gate", "relu2", "relu2 without a gate", "xielu", "xielu without a gate", "learned positions",
+    "clipped, with biases", "heads in groups", "transposed weights", "embedding scale", "logit scale", "logit softcap",
+    "logit scale and softcap",
+}  # fmt: skip
+"""Knobs for which there are no kernels yet."""
 TREE = random_tree(21, 4)
 
 
@@ -69,6 +83,18 @@ def test_every_model_of_the_table(name: str, device: str) -> None:
         assert name.partition("-")[0] not in PLAIN
         pytest.skip(str(refusal))
     check_trees(backend, read(build(name, device), "graph"), (1, 70))
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_every_knob(name: str, device: str) -> None:
+    """Descriptions that differ in one knob each, some of their layers only."""
+    carrier = tiny("Llama", device=device, max_position_embeddings=512)
+    if name in REFUSED_KNOBS:
+        with pytest.raises(UnsupportedModelError, match="the graph backend does not run this model: "):
+            GraphBackend(carrier, description=KNOBS[name](Maker(device)))
+        return
+    backend = GraphBackend(carrier, description=KNOBS[name](Maker(device)))
+    check_trees(backend, KNOBS[name](Maker(device)), (1, 70))
 
 
 def uneven(device: str) -> tuple[GraphBackend, Decoder]:

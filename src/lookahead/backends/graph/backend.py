@@ -25,7 +25,7 @@ from lookahead.backends.base import CacheUse, Capabilities, Layers, StepInput
 from lookahead.backends.graph.ahead import LaunchedStep, StepAhead
 from lookahead.backends.graph.kernels.tiles import NEAR_KEYS
 from lookahead.backends.graph.kinds import Sampler
-from lookahead.backends.graph.kv import PagedKV, new_pools
+from lookahead.backends.graph.kv import MOST_SHIFT, PagedKV, new_pools
 from lookahead.backends.graph.model import GraphModel
 from lookahead.backends.graph.packet import MOST_SEQUENCES
 from lookahead.backends.graph.planner import Planner
@@ -34,7 +34,7 @@ from lookahead.backends.graph.runner import Runner
 from lookahead.backends.graph.sizes import INVARIANT_ROWS, MOST_NEEDED, PAGE, ROW_SIZES, bucket
 from lookahead.backends.support import check_supported
 from lookahead.kv.pages import PagePools
-from lookahead.kv.slots import Slots
+from lookahead.kv.slots import Slot, Slots
 from lookahead.models.facts import UnsupportedModelError, context_length
 from lookahead.models.read import read
 from lookahead.models.spec import Decoder
@@ -151,6 +151,7 @@ class GraphBackend:
 
     def close(self, slot: int) -> None:
         """Free the slot and its pages. What was given to `remember` stays cached until its pages are needed."""
+        self._shift(self.slots[slot], 0)
         self.slots.close(slot)
         self.planner.rules.close(slot)
 
@@ -168,8 +169,11 @@ class GraphBackend:
         return self.slots.most_tokens
 
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
-        """Let later sequences share the full pages of these tokens, which are cached in the slot."""
+        """Let later sequences share the full pages of these tokens, which are cached in the slot. Shifted positions are
+        not shared."""
         state = self.slots[slot]
+        if state.shift:
+            return
         self.pool.remember(state.tables, tokens[: state.length])
 
     def cache_use(self) -> CacheUse:
@@ -254,9 +258,13 @@ class GraphBackend:
     @on_model_device
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
-        """Take over a sequence's K/V: per layer, keys and values [Hkv, n, D] of the last n of `length` tokens."""
-        if any(offset):
-            raise ValueError(f"the graph backend counts positions from 0, and cannot shift them by {tuple(offset)}")
+        """Take over a sequence's K/V: per layer that has its own, keys and values [Hkv, n, D] of the last n of `length`
+        tokens."""
+        shift = offset[0] if offset else 0
+        if any(other != shift for other in offset) or shift > MOST_SHIFT:
+            raise ValueError(
+                f"the graph backend shifts all axes of a position alike, by at most {MOST_SHIFT}, not by {tuple(offset)}"
+            )
         self._move_pending()  # a pending move might write to the pages reserved now
         state = self.slots[slot]
         self.slots.forget_pages(state, length)
@@ -267,6 +275,7 @@ class GraphBackend:
             state.length = before
             raise
         self.runner.write_kv(self.slots.device_pages(state), length, layers)
+        self._shift(state, shift)
 
     @on_model_device
     @torch.inference_mode()
@@ -276,6 +285,13 @@ class GraphBackend:
         self._move_pending()
         state = self.slots[slot]
         return self.runner.read_kv(self.slots.device_pages(state), state.length)
+
+    @on_model_device
+    @torch.inference_mode()
+    def _shift(self, slot: Slot, shift: int) -> None:
+        """Let a sequence add this to its positions from the next step on."""
+        if slot.shift != shift:
+            self.kv.shifts[slot.table_index] = slot.shift = shift
 
     def _move_pending(self) -> None:
         """Move the accepted K/V of all pending commits now, without a step."""

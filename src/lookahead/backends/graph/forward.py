@@ -43,7 +43,7 @@ class CapturedForward(Captured):
         # 3. The work of every layer.
         numbers = [model.shapes.index(group.shape) for group in model.groups]
         rows = [
-            new_rows(self.views, shape, kv.tables[group], min(kind.rows, MOST_NEEDED))
+            new_rows(self.views, shape, kv.tables[group], min(kind.rows, MOST_NEEDED), kv.shifts, kv.positions - 1)
             for group, shape in enumerate(numbers)
         ]
         step = StepContext(kind, buffers, kv, self.views, rows, [tiles[shape] for shape in numbers], buffers.work)

@@ -1,23 +1,26 @@
 """Attention groups: layers with the same heads and the same sliding window, which share page tables.
 
 Every group has its own page pool. A layer with a window reads no token before it, so a sequence's pages before the
-window can be freed in its group, while layers without a window keep theirs.
+window can be freed in its group, while layers without a window keep theirs. Attention in chunks keeps the pages of a
+window as long as a chunk. A layer that reads the keys and values of an earlier one is in its group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lookahead.backends.graph.kernels.tiles import HeadShape
 from lookahead.backends.graph.sizes import PAGE
 from lookahead.kv.pages import pages_in_window
-from lookahead.models.spec import Decoder
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.spec import Attention, Decoder
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """`layers` are indices of the model's layers. They need the pages of a sequence's last `window` tokens, or of all
-    tokens if it is None."""
+    """`layers` are indices of the model's layers that have keys and values of their own. They need the pages of a
+    sequence's last `window` tokens, or of all tokens if it is None."""
 
     shape: HeadShape
     window: int | None
@@ -39,11 +42,31 @@ class AttentionGroup:
 def groups_of(decoder: Decoder, *, drop_pages: bool = True) -> tuple[AttentionGroup, ...]:
     """The model's attention groups, in the order of their first layers.
 
-    Without `drop_pages`, sequences keep the pages before their windows, so windows do not matter here.
+    Without `drop_pages`, sequences keep the pages before their windows, so windows do not matter here. Raises
+    UnsupportedModelError if a layer reads the keys and values of one with other heads or another window.
     """
     layers: dict[tuple[HeadShape, int | None], list[int]] = {}
     for number, block in enumerate(decoder.blocks):
         spec = block.attention
-        window = spec.window if drop_pages else None
-        layers.setdefault((HeadShape(spec.heads, spec.kv_heads, spec.head_dim), window), []).append(number)
+        if spec.kv_layer is None:
+            shape, window = _group_key(spec)
+            layers.setdefault((shape, window if drop_pages else None), []).append(number)
+        elif _group_key(spec) != _group_key(decoder.blocks[spec.kv_layer].attention):
+            raise UnsupportedModelError(
+                f"layer {number} reads the keys and values of layer {spec.kv_layer}, which has other heads or another "
+                "window"
+            )
     return tuple(AttentionGroup(shape, window, tuple(numbers)) for (shape, window), numbers in layers.items())
+
+
+def _group_key(spec: Attention) -> tuple[HeadShape, int | None]:
+    """The heads of a layer, and the last tokens that it reads."""
+    reads = [tokens for tokens in (spec.window, spec.chunk) if tokens is not None]
+    return HeadShape(spec.heads, spec.kv_heads, spec.head_dim), min(reads, default=None)
+
+
+def group_and_index(decoder: Decoder, groups: Sequence[AttentionGroup]) -> list[tuple[int, int]]:
+    """For each layer, the number of its group, and the index in that group of the layer whose K/V it reads."""
+    owners = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}
+    sources = [block.attention.kv_layer for block in decoder.blocks]
+    return [owners[layer if source is None else source] for layer, source in enumerate(sources)]

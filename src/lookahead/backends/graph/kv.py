@@ -1,8 +1,8 @@
-"""The graph backend's K/V: the pages of every attention group, their tables on the device, and the rotary tables."""
+"""The graph backend's K/V: the pages of every attention group, their tables on the device, and tables of positions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,11 @@ LONGEST_TEXT = 1 << 17
 """Maximum length where the model's context has no limit: the size of page tables and rotary tables."""
 SPARE_BYTES = 1 << 30
 """Memory left free for captured steps."""
+MOST_SHIFT = 64
+"""The most that a sequence may add to its positions. It may subtract any number."""
+
+QueryScale = Callable[[torch.Tensor], torch.Tensor]
+"""See `Attention.query_scale`."""
 
 
 class PagedKV:
@@ -32,7 +37,9 @@ class PagedKV:
     For each attention group, `caches` has a tensor [layers, 2, pages + 1, Hkv, PAGE, D], index 0 for keys and 1 for
     values; `pages` is the number of pages. Page 0 belongs to no sequence: padding rows write there. A *cell* is the
     index of a token's K/V in the pages of a group: page times PAGE plus offset. `tables` [groups, MOST_SEQUENCES,
-    longest] int32 are the page tables: the pages of the sequence in each slot, in the order of its tokens.
+    longest] int32 are the page tables: the pages of the sequence in each slot, in the order of its tokens. `shifts`
+    [MOST_SEQUENCES] int32: what the sequence in each slot adds to the index of a token to get its position. Only rotary
+    positions and the like are shifted: masks, windows and pages count tokens.
     """
 
     def __init__(
@@ -44,20 +51,29 @@ class PagedKV:
             like.new_zeros(len(group.layers), 2, count + 1, group.shape.kv_heads, PAGE, group.shape.dim)
             for group, count in zip(groups, pages, strict=True)
         ]
+        self._owners = sorted(layer for group in groups for layer in group.layers)
         self.longest = longest = -(-positions // PAGE)
         self.tables = torch.zeros(len(self.groups), MOST_SEQUENCES, longest, dtype=torch.int32, device=like.device)
-        self._rotary: dict[tuple[Rope | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shifts = torch.zeros(MOST_SEQUENCES, dtype=torch.int32, device=like.device)
+        self._rotary: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._query_scales: dict[QueryScale, torch.Tensor] = {}
 
-    def rotary(self, rope: Rope | None, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cosines and sines [positions, dim / 2] of all positions. Without rope, nothing is rotated."""
-        if (rope, dim) not in self._rotary:
-            positions = self.longest * PAGE
-            if rope is not None:
-                self._rotary[rope, dim] = rope.tables(positions, self._device)
-            else:
-                ones = torch.ones(positions, dim // 2, dtype=torch.float32, device=self._device)
-                self._rotary[rope, dim] = ones, torch.zeros_like(ones)
-        return self._rotary[rope, dim]
+    @property
+    def positions(self) -> int:
+        """Number of positions that tokens may have, including shifts."""
+        return self.longest * PAGE + MOST_SHIFT
+
+    def rotary(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines [positions, dim / 2] of all positions."""
+        if rope not in self._rotary:
+            self._rotary[rope] = rope.tables(self.positions, self._device)
+        return self._rotary[rope]
+
+    def query_scale(self, scale: QueryScale) -> torch.Tensor:
+        """The factors [positions] fp32 of all positions."""
+        if scale not in self._query_scales:
+            self._query_scales[scale] = scale(torch.arange(self.positions, device=self._device)).float()
+        return self._query_scales[scale]
 
     @torch.inference_mode()
     def write_tables(self, changes: Sequence[int]) -> None:
@@ -72,12 +88,15 @@ class PagedKV:
     ) -> None:
         """Write each layer's keys and values [Hkv, n, D] of the last n of `length` tokens to pages.
 
-        `tables`: for each group, the sequence's pages; 0 for pages before the window, which are never read.
+        `layers` are those with K/V of their own. `tables`: for each group, the sequence's pages; 0 for pages before the
+        window, which are never read.
         """
+        if len(layers) != len(self._owners):
+            raise ValueError(f"keys and values of {len(layers)} layers, where {len(self._owners)} have their own")
         for cache, group, pages in zip(self.caches, self.groups, tables, strict=True):
             index = torch.tensor(pages, dtype=torch.long, device=self._device)
             for number, layer in enumerate(group.layers):
-                for i, part in enumerate(layers[layer]):
+                for i, part in enumerate(layers[self._owners.index(layer)]):
                     first = length - part.shape[1]
                     position = torch.arange(length, device=self._device)
                     if first > 0:  # outside the sliding window, but they must not be NaN
@@ -88,7 +107,8 @@ class PagedKV:
     def read(self, tables: Sequence[Sequence[int]], length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of a sequence's K/V: per layer, keys and values [Hkv, n, D] of the last n of its `length` tokens.
 
-        These are all tokens, or with a window those of the pages that the sequence still holds. `tables` as in `write`.
+        These are all tokens, or with a window those of the pages that the sequence still holds. `tables` and layers as
+        in `write`.
         """
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for cache, group, pages in zip(self.caches, self.groups, tables, strict=True):
@@ -99,7 +119,7 @@ class PagedKV:
             for number, layer in enumerate(group.layers):
                 pair = [part[index].transpose(0, 1).flatten(1, 2)[:, :count].contiguous() for part in cache[number]]
                 read[layer] = pair[0], pair[1]
-        return [read[layer] for layer in sorted(read)]
+        return [read[layer] for layer in self._owners]
 
 
 def new_pools(kv: PagedKV, most_rows: int) -> PagePools:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lookahead.backends.graph.groups import groups_of
+from lookahead.backends.graph.groups import group_and_index, groups_of
 from lookahead.backends.graph.layers.attention import AttentionLayer
 from lookahead.backends.graph.layers.feed_forward import FeedForwardLayer
 from lookahead.backends.graph.layers.head import EmbeddingLayer, HeadLayer
@@ -18,7 +18,7 @@ from lookahead.backends.graph.matrices.dense import DenseMatrices, DenseMatrix, 
 from lookahead.backends.graph.matrices.products import Products
 from lookahead.backends.graph.ops import Ops
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.plain import check_plain
+from lookahead.models.plain import check_plain_blocks
 from lookahead.models.spec import Decoder
 
 
@@ -59,17 +59,13 @@ class GraphModel:
         check_lowered(decoder)
         self.groups = groups_of(decoder, drop_pages=drop_pages)
         self.shapes = tuple(dict.fromkeys(group.shape for group in self.groups))
-        group_and_index = {
-            layer: (number, index)
-            for number, group in enumerate(self.groups)
-            for index, layer in enumerate(group.layers)
-        }
+        caches = group_and_index(decoder, self.groups)
         matrices = DenseMatrices(products)
         self.embedding = EmbeddingLayer(decoder.embedding, ops)
         self.blocks = [
             GraphBlock(
                 NormLayer(block.attention_norm, ops),
-                AttentionLayer(block.attention, *group_and_index[number], ops, matrices),
+                AttentionLayer(block.attention, *caches[number], ops, matrices),
                 NormLayer(block.feed_forward_norm, ops),
                 FeedForwardLayer(block.feed_forward, ops, matrices),
             )
@@ -118,7 +114,8 @@ class GraphModel:
 def check_lowered(decoder: Decoder) -> None:
     """Raise UnsupportedModelError, with the reason, for a model that the kernels cannot run. Changes no weights."""
     try:
-        check_plain(decoder)
+        check_plain_blocks(decoder)
+        groups_of(decoder)
         HeadLayer.check_head(decoder)
         for block in decoder.blocks:
             AttentionLayer.check_attention(block.attention)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from lookahead.backends.graph.kernels import reference, reference_draw
+from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import HeadShape, Tiling, tiles_for
 
 
 class Ops:
-    """The operations for one device. Their shapes are documented in `kernels.fused` and `kernels.attention`.
+    """The operations for one device. Their shapes are documented in `kernels.fused`, `heads` and `attention`.
 
     `compiled` and `processors` (the number of multiprocessors to tile for) are for tests, which run the kernels on a
     CPU in Triton's interpreter.
@@ -28,16 +28,20 @@ class Ops:
         self.compiled = device.type == "cuda" if compiled is None else compiled
         self._device = device
         kernels: Any = reference
+        heads: Any = reference_heads
+        locating: Any = reference_heads
         self.attend: Any = reference.attend
         if self.compiled:
-            from lookahead.backends.graph.kernels import attention, depths, fused
+            from lookahead.backends.graph.kernels import attention, depths, fused, locate
+            from lookahead.backends.graph.kernels import heads as compiled_heads
 
-            kernels = fused
+            kernels, heads, locating = fused, compiled_heads, locate
             self.attend, self._attention, self._depths = attention.attend, attention, depths
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
-        self.embed, self.add_norm, self.rotate_write = kernels.embed, kernels.add_norm, kernels.rotate_write
-        self.gate, self.move_accepted, self.copy_pinned = kernels.gate, kernels.move_accepted, kernels.copy_pinned
-        self.locate_rows, self.copy_packet = kernels.locate_rows, kernels.copy_packet
+        self.embed, self.add_norm, self.gate = kernels.embed, kernels.add_norm, kernels.gate
+        self.move_accepted, self.copy_pinned = kernels.move_accepted, kernels.copy_pinned
+        self.copy_packet, self.locate_rows = kernels.copy_packet, locating.locate_rows
+        self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
 
     def workspace(self) -> Any:
         """Memory for the partial results of `attend`, shared by all captured steps; see `kernels.attention`."""

@@ -1,17 +1,13 @@
-"""Norm, rotary write, gate, K/V move and top-8 against their twins."""
+"""Norm, gate, K/V move and top-8 against their twins."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from flat import Part, random_parents, rows_of, tables_of, tree_of
 from marks import slow_interpreted
 
-from lookahead.algorithm.tree import visibility
 from lookahead.backends.graph.kernels import fused, reference, top
 
 DTYPES = [
@@ -25,39 +21,6 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Within two roundings of the dtype."""
     eps = torch.finfo(expected.dtype).eps
     return torch.allclose(found.double(), expected.double(), rtol=2 * eps, atol=4 * eps)
-
-
-@pytest.mark.parametrize(
-    "shapes", [[(0, 0, 1)], [(7, 0, 33)], [(61, 5, 16), (107, 70, 0), (64, 0, 2)], [(3, 0, 130)], [(190, 2, 64)] * 3]
-)
-def test_locate_rows(device: torch.device, shapes: list[tuple[int, int, int]]) -> None:
-    """Random trees, chunks and rows that are left over, against `tree.visibility`."""
-    rng = random.Random(repr(shapes))
-    parts = [Part(length, chunk, random_parents(nodes, rng)) for length, chunk, nodes in shapes]
-    tables, _ = tables_of(parts, device)
-    rows = rows_of(parts, tables, (1, 16), padding=5)  # located by the reference
-    found = replace(
-        rows, **{name: torch.full_like(getattr(rows, name), -77) for name in ("positions", "cells", "bits")}
-    )
-    fused.locate_rows(found)
-    for name in ("positions", "cells", "bits"):
-        assert torch.equal(getattr(found, name), getattr(rows, name)), name
-    start = 0
-    for slot, part in enumerate(parts):
-        depths = tree_of(part.parents).depths
-        end = start + part.chunk + len(part.parents)
-        first_node = part.length + part.chunk
-        positions = [*range(part.length, first_node), *[first_node + depth for depth in depths]]
-        assert found.positions[start:end].tolist() == positions
-        indices = range(part.length, part.end)
-        assert found.cells[start:end].tolist() == [64 * int(tables[slot, at // 64]) + at % 64 for at in indices]
-        seen = [
-            sum((int(word) & 0xFFFFFFFF) << 32 * index for index, word in enumerate(words))
-            for words in found.bits[start + part.chunk : end]
-        ]
-        assert seen == visibility(part.parents)
-        start = end
-    assert (found.cells[start:] < 64).all()  # page 0 is for padding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,52 +49,6 @@ def test_add_norm_of_some_rows(device: torch.device) -> None:
     ]
     assert close(*outs)
     assert torch.equal(stream, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (2, 1, 128)])
-@pytest.mark.parametrize("extras", ["none", "bias", "norms"])
-@pytest.mark.thinned(2)
-def test_rotate_write(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, extras: str
-) -> None:
-    torch.manual_seed(0)
-    parts = [Part(30, 4, (-1, 0, 0)), Part(62, 0, (-1, 0, 1))]
-    tables, pages = tables_of(parts, device)
-    rows = rows_of(parts, tables, (1, 16), padding=2)
-    angle = torch.rand(80, dim // 2, device=device) * 6
-    options: dict[str, Any] = {
-        "qkv": torch.randn(16, (heads + 2 * kv_heads) * dim).to(device, dtype),
-        "bias": torch.randn((heads + 2 * kv_heads) * dim).to(device, dtype) if extras == "bias" else None,
-        "q_norm": torch.randn(dim).to(device, dtype) if extras == "norms" else None,
-        "k_norm": torch.randn(dim).to(device, dtype) if extras == "norms" else None,
-        "cosine": angle.cos(),
-        "sine": angle.sin(),
-        "rows": rows,
-        "eps": 1e-6,
-    }
-    results = []
-    for module in (fused, reference):
-        q = torch.zeros(len(rows.positions), heads, dim, dtype=dtype, device=device)
-        keys = torch.zeros(pages, kv_heads, 64, dim, dtype=dtype, device=device)
-        values = torch.zeros_like(keys)
-        module.rotate_write(**options, q=q, keys=keys, values=values)
-        results.append((q, keys, values))
-    for found, expected in zip(*results, strict=True):
-        assert close(found, expected)
-        assert bool((expected != 0).any())
-    written = (results[0][1] != 0).any(3).any(1).sum(1)  # per page
-    used = [int(tables[0, 0]), *tables[1, :2].tolist()]
-    assert written[used].tolist() == [7, 2, 1]
-    assert written[1:].sum() == 10  # the others belong to someone else; padding writes to page 0
-
-
-def test_a_norm_of_queries_alone_is_refused(device: torch.device) -> None:
-    rows = rows_of([Part(3)], tables_of([Part(3)], device)[0], (1, 16))
-    qkv, q, norm = torch.zeros(1, 3 * 16, device=device), torch.zeros(1, 1, 16, device=device), torch.ones(16)
-    cache = torch.zeros(2, 1, 64, 16, device=device)
-    with pytest.raises(ValueError, match="q_norm and k_norm"):
-        fused.rotate_write(qkv, None, norm, None, cache, cache, rows, q, cache, cache, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

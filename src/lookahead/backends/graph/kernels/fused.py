@@ -1,5 +1,5 @@
-"""The operations between the matrix products, one launch each: embedding, norm, rotary embedding with K/V write, gate.
-And those at the start and end of a step: copies from and to pinned memory, moves of accepted K/V, locating rows.
+"""The operations between the matrix products, one launch each: embedding, norm, gate; see `heads` for attention's.
+And those at the start and end of a step: copies from and to pinned memory, moves of accepted K/V.
 
 Each rounds where transformers' modules round, so that half-precision results stay close to theirs. A row's result
 depends on that row only: not on K, not on the batch.
@@ -10,10 +10,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-from lookahead.backends.graph.kernels.records import load_sequence
-from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.sizes import PAGE
 
 
 @triton.jit
@@ -62,48 +58,6 @@ def copy_packet(
     """
     _copy_packet[(triton.cdiv(source.numel(), 512) + 1,)](
         source, target, source.numel(), changed, changes, tables, BLOCK=512
-    )  # fmt: skip
-
-
-@triton.jit
-def _locate_rows(
-    sequence_of, parents, sequences, tables, positions, cells, bits, rows, words, longest,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (blocks of rows). Every node of a tree climbs to its root and collects its ancestors."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    sequence = tl.load(sequence_of + row, mask=inside, other=-1)
-    used = sequence >= 0
-    slot, length, chunk, first_row = load_sequence(sequences, tl.maximum(sequence, 0), used)
-    root = first_row + chunk
-    node = row - root  # below 0 in a chunk
-    word = tl.arange(0, WORDS)
-    seen = tl.zeros((BLOCK, WORDS), tl.int32)
-    depth = tl.zeros((BLOCK,), tl.int32) - 1
-    at = tl.where(used & (node >= 0), node, -1)
-    while tl.max(at, 0) >= 0:
-        climbing = at >= 0
-        bit = tl.where(climbing, 1 << (tl.maximum(at, 0) % 32), 0)
-        seen |= tl.where((tl.maximum(at, 0) // 32)[:, None] == word[None, :], bit[:, None], 0)
-        depth += climbing.to(tl.int32)
-        at = tl.load(parents + root + at, mask=climbing, other=-1)
-    position = length + chunk + tl.where(node >= 0, depth, node)
-    # Padding rows write to page 0, which is never read.
-    index = length + chunk + node
-    page = tl.load(tables + slot * longest + index // PAGE, mask=used, other=0)
-    tl.store(positions + row, tl.where(used, position, 0), mask=inside)
-    tl.store(cells + row, tl.where(used, page * PAGE + index % PAGE, row % PAGE), mask=inside)
-    tl.store(bits + row[:, None] * words + word[None, :], seen, mask=inside[:, None] & (word < words)[None, :])
-
-
-def locate_rows(rows: Rows) -> None:
-    """Compute the rows' positions, K/V cells and ancestor bits from their sequences and parents; see `Rows`."""
-    size, words = rows.bits.shape
-    _locate_rows[(triton.cdiv(size, 32),)](
-        rows.sequence_of, rows.parents, rows.sequences, rows.tables, rows.positions, rows.cells, rows.bits,
-        size, words, rows.tables.shape[1],
-        PAGE=PAGE, BLOCK=32, WORDS=triton.next_power_of_2(words), num_warps=1,
     )  # fmt: skip
 
 
@@ -170,96 +124,6 @@ def add_norm(
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _rotate_write(
-    qkv, bias, q_norm, k_norm, cosine, sine, positions, cells, q, keys, values, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """Grid: (rows, blocks of all heads). See `rotate_write`."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    total: tl.constexpr = HEADS + 2 * KV_HEADS
-    there = head < total
-    column = tl.arange(0, HALF)
-    half: tl.constexpr = DIM // 2
-    inside = there[:, None] & (column < half)[None, :]
-    low = head[:, None] * DIM + column[None, :]
-    high = low + half
-    position = tl.load(positions + token).to(tl.int64)
-    cos = tl.load(cosine + position * half + column, mask=column < half, other=1.0)[None, :]
-    sin = tl.load(sine + position * half + column, mask=column < half, other=0.0)[None, :]
-    cell = tl.load(cells + token).to(tl.int64)
-    base = cell // PAGE * KV_HEADS
-    a = tl.load(qkv + token * total * DIM + low, mask=inside, other=0.0)
-    b = tl.load(qkv + token * total * DIM + high, mask=inside, other=0.0)
-    if HAS_BIAS:
-        a = a + tl.load(bias + low, mask=inside, other=0.0)
-        b = b + tl.load(bias + high, mask=inside, other=0.0)
-    first, second = a.to(tl.float32), b.to(tl.float32)
-    rotated = head < HEADS + KV_HEADS
-    if HAS_NORM:
-        square = tl.sum(first * first + second * second, 1) / DIM
-        scale = tl.rsqrt(square + eps)[:, None]
-        is_query = (head < HEADS)[:, None]
-        q_gain_a = tl.load(q_norm + column, mask=column < half, other=0.0)[None, :]
-        q_gain_b = tl.load(q_norm + column + half, mask=column < half, other=0.0)[None, :]
-        k_gain_a = tl.load(k_norm + column, mask=column < half, other=0.0)[None, :]
-        k_gain_b = tl.load(k_norm + column + half, mask=column < half, other=0.0)[None, :]
-        gain_a, gain_b = tl.where(is_query, q_gain_a, k_gain_a), tl.where(is_query, q_gain_b, k_gain_b)
-        first = tl.where(rotated[:, None], ((first * scale).to(a.dtype) * gain_a).to(tl.float32), first)
-        second = tl.where(rotated[:, None], ((second * scale).to(a.dtype) * gain_b).to(tl.float32), second)
-    cos = tl.where(rotated[:, None], cos, 1.0)
-    sin = tl.where(rotated[:, None], sin, 0.0)
-    a = (first * cos - second * sin).to(a.dtype)
-    b = (second * cos + first * sin).to(b.dtype)
-    # Queries keep the order of the rows; keys and values go to their cells.
-    is_q = inside & (head < HEADS)[:, None]
-    at = token * HEADS * DIM + low
-    tl.store(q + at, a, mask=is_q)
-    tl.store(q + at + half, b, mask=is_q)
-    is_k = inside & ((head >= HEADS) & rotated)[:, None]
-    at = ((base + head - HEADS) * PAGE + cell % PAGE)[:, None] * DIM + column[None, :]
-    tl.store(keys + at, a, mask=is_k)
-    tl.store(keys + at + half, b, mask=is_k)
-    is_v = inside & (head >= HEADS + KV_HEADS)[:, None]
-    at = ((base + head - HEADS - KV_HEADS) * PAGE + cell % PAGE)[:, None] * DIM + column[None, :]
-    tl.store(values + at, a, mask=is_v)
-    tl.store(values + at + half, b, mask=is_v)
-
-
-def rotate_write(
-    qkv: torch.Tensor,
-    bias: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    rows: Rows,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    eps: float,
-) -> None:
-    """Rotate queries and keys by their positions; write the queries to q, and keys and values to their cells.
-
-    qkv [M, (H + 2 Hkv) D], M at least R, is the fused projections' result. q [R, H, D].
-    cosine, sine [positions, D / 2] fp32; keys, values [pages, Hkv, PAGE, D]. bias [(H + 2 Hkv) D] if the projections
-    have one; q_norm, k_norm [D], both or neither, are the weights of the queries' and the keys' own RMSNorm (Qwen3).
-    """
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm must both be given, or neither")
-    size, heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    block = min(16, triton.next_power_of_2(heads + 2 * kv_heads))
-    _rotate_write[(size, triton.cdiv(heads + 2 * kv_heads, block))](
-        qkv, qkv if bias is None else bias, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-        cosine, sine, rows.positions, rows.cells, q, keys, values, eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_H=block,
-        HAS_BIAS=bias is not None, HAS_NORM=q_norm is not None, PAGE=PAGE, num_warps=4,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -7,7 +7,6 @@ import torch
 from lookahead.backends import sampling
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.records import SequenceRecord
-from lookahead.backends.graph.sizes import PAGE
 
 
 def attend(
@@ -67,33 +66,6 @@ def copy_packet(
     tables.view(-1)[index.long().to(tables.device)] = pages.to(tables.device)
 
 
-def locate_rows(rows: Rows) -> None:
-    """As `fused.locate_rows`."""
-    page, like = PAGE, rows.positions
-    size, words = rows.bits.shape
-    row = torch.arange(size, device=like.device)
-    used = rows.sequence_of >= 0
-    records = rows.sequences[rows.sequence_of.clamp_min(0).long()].long().unbind(1)
-    slot, length = records[SequenceRecord.SLOT], records[SequenceRecord.LENGTH]
-    chunk = records[SequenceRecord.CHUNK_ROWS]
-    root = records[SequenceRecord.FIRST_ROW] + chunk
-    node = row - root
-    seen = torch.zeros(size, 32 * words, dtype=torch.int64, device=like.device)
-    depth = torch.full_like(row, -1)
-    at = torch.where(used & (node >= 0), node, -1)
-    while (climbing := at >= 0).any():
-        above = at.clamp_min(0)
-        seen.scatter_add_(1, above[:, None], climbing.long()[:, None])
-        depth += climbing
-        at = rows.parents.long()[torch.where(climbing, root + above, 0)].where(climbing, -1)
-    index = length + chunk + node
-    pages = rows.tables[slot, torch.where(used, index // page, 0)].long()
-    rows.positions.copy_(torch.where(used, length + chunk + torch.where(node >= 0, depth, node), 0))
-    rows.cells.copy_(torch.where(used, pages * page + index % page, row % page))
-    weights = 1 << torch.arange(32, device=like.device)
-    rows.bits.copy_((seen.view(size, words, 32) * weights).sum(-1).to(torch.int32))
-
-
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """As `fused.embed`."""
     return torch.index_select(table, 0, tokens, out=out)
@@ -119,38 +91,6 @@ def add_norm(
     wide = residual.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return out.copy_(normed.to(residual.dtype) * weight)
-
-
-def rotate_write(
-    qkv: torch.Tensor,
-    bias: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    cosine: torch.Tensor,
-    sine: torch.Tensor,
-    rows: Rows,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    eps: float,
-) -> None:
-    """As `fused.rotate_write`."""
-    size, heads, dim = q.shape
-    kv_heads, page = keys.shape[1], keys.shape[2]
-    x = qkv[:size] if bias is None else qkv[:size] + bias
-    parts = list(x.view(size, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1))
-    cos, sin = (table[rows.positions.long()][:, None] for table in (cosine, sine))
-    for i, norm in enumerate((q_norm, k_norm)):
-        part = parts[i].float()
-        if norm is not None:
-            part = part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + eps)
-            part = (part.to(qkv.dtype) * norm).float()
-        first, second = part.chunk(2, dim=-1)
-        parts[i] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
-    q.copy_(parts[0])
-    cells = rows.cells.long()
-    keys[cells // page, :, cells % page] = parts[1]
-    values[cells // page, :, cells % page] = parts[2]
 
 
 def gate(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

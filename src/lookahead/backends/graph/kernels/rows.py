@@ -12,9 +12,12 @@ class Rows:
     """The R rows of a step, as int32 tensors on the device.
 
     counts [2], sequences [B, 5], tiles [T, 6], sequence_of [R], parents [R] come with the packet (see `packet.Packet`).
-    tables [slots, longest]: the page tables (see `kv.PagedKV`).
-    positions [R], cells [R], bits [R, words] are computed by `locate_rows`: a row's position in its text, the cell of
-    its K/V, and the nodes of its tree that it attends to (bit j % 32 of word j // 32 for node j).
+    tables [slots, longest]: the page tables (see `kv.PagedKV`). shifts [slots]: what the sequence in a slot adds to its
+    positions, or None if all add 0.
+    positions [R], rotary [R], cells [R], bits [R, words] are computed by `locate_rows`: a row's position in its text,
+    the position that it is rotated by, the cell of its K/V, and the nodes of its tree that it attends to (bit j % 32 of
+    word j // 32 for node j). rotary is positions itself without shifts, else positions plus shift, from 0 to
+    `furthest`.
     """
 
     counts: torch.Tensor
@@ -26,6 +29,9 @@ class Rows:
     positions: torch.Tensor
     cells: torch.Tensor
     bits: torch.Tensor
+    rotary: torch.Tensor
+    shifts: torch.Tensor | None = None
+    furthest: int = 0
 
 
 @dataclass(slots=True)
@@ -37,10 +43,18 @@ class TreeRows:
     parents: torch.Tensor
 
 
-def new_rows(views: dict[str, torch.Tensor], shape: int, tables: torch.Tensor, most_nodes: int) -> Rows:
+def new_rows(
+    views: dict[str, torch.Tensor],
+    shape: int,
+    tables: torch.Tensor,
+    most_nodes: int,
+    shifts: torch.Tensor | None = None,
+    furthest: int = 0,
+) -> Rows:
     """The rows that a packet's `views` describe, for layers of head shape number `shape` with page tables `tables`,
-    and trees of at most `most_nodes` nodes."""
+    and trees of at most `most_nodes` nodes. `shifts` and `furthest` as in `Rows`."""
     size, like = len(views["sequence_of"]), views["sequence_of"]
+    positions = torch.zeros_like(like)
     return Rows(
         counts=views["counts"][shape],
         sequences=views["sequences"],
@@ -48,7 +62,10 @@ def new_rows(views: dict[str, torch.Tensor], shape: int, tables: torch.Tensor, m
         sequence_of=like,
         parents=views["parents"],
         tables=tables,
-        positions=torch.zeros_like(like),
+        positions=positions,
         cells=torch.zeros_like(like),
         bits=like.new_zeros(size, (most_nodes + 31) // 32),
+        rotary=positions if shifts is None else torch.zeros_like(like),
+        shifts=shifts,
+        furthest=furthest,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lookahead.backends.graph.groups import AttentionGroup
+from lookahead.backends.graph.kernels.projections import Projections
 from lookahead.backends.graph.kernels.tiles import HeadShape
 from lookahead.backends.graph.layers.step import Run, StepContext
 from lookahead.backends.graph.matrices.dense import DenseMatrices
@@ -16,48 +19,88 @@ from lookahead.models.spec import Attention
 class AttentionLayer:
     """normed -> delta: writes the step's keys and values to their pages, then attends to prefix and tree.
 
-    The layer is number `index` of the model's attention group number `group`.
+    The layer reads the keys and values of layer number `index` of the model's attention group number `group`: its own,
+    or with `spec.kv_layer` those of an earlier layer.
     """
 
     def __init__(self, spec: Attention, group: int, index: int, ops: Ops, matrices: DenseMatrices) -> None:
         self.spec, self.group, self.index, self._ops = spec, group, index, ops
         self.shape = HeadShape(spec.heads, spec.kv_heads, spec.head_dim)
         self.qkv, self.out = matrices.lower(spec.qkv), matrices.lower(spec.out)
-        self._gains = [None if norm is None else norm.weight for norm in (spec.q_norm, spec.k_norm)]
-        self._eps = 0.0 if spec.q_norm is None else spec.q_norm.eps
+        order = None if spec.head_order is None else torch.tensor(spec.head_order, dtype=torch.int32)
+        self._projections = Projections(
+            spec.heads,
+            spec.kv_heads if spec.kv_layer is None else 0,
+            spec.head_dim,
+            bias=self.qkv.bias,
+            order=None if order is None else order.to(self.qkv.weight.device),
+            clip=spec.clip,
+            q_norm=spec.q_norm,
+            k_norm=spec.k_norm if spec.kv_layer is None else None,
+            v_norm=spec.v_norm if spec.kv_layer is None else None,
+            whole_norms=spec.whole_norms,
+            norms_last=spec.norms_after_rope and spec.rope is not None,
+            interleaved=spec.rope is not None and spec.rope.interleaved,
+        )
 
     @staticmethod
     def check_attention(spec: Attention) -> None:
         """Raise UnsupportedModelError for what the kernels do not support."""
         if spec.out.has_bias:
             raise UnsupportedModelError("its output projections have biases")
-        if spec.rope is not None and spec.rope.dim != spec.head_dim:
-            raise UnsupportedModelError(f"{spec.rope.dim} of the {spec.head_dim} columns of its heads are rotated")
-        if (spec.q_norm and spec.q_norm.eps) != (spec.k_norm and spec.k_norm.eps):
-            raise UnsupportedModelError("its queries and its keys have different norms")
+        if spec.head_dim % 2:
+            raise UnsupportedModelError(f"its heads are {spec.head_dim} columns wide, an odd number")
+        norms = Projections(
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            q_norm=spec.q_norm,
+            k_norm=spec.k_norm,
+            v_norm=spec.v_norm,
+            whole_norms=spec.whole_norms,
+        )
+        if spec.norms_after_rope and spec.rope is not None and norms.needs_norm_heads:
+            raise UnsupportedModelError("after the rotation, queries or keys have norms that are not RMSNorms of heads")
+        for name in ("softcap", "chunk", "sinks"):
+            if getattr(spec, name) is not None:
+                raise UnsupportedModelError(f"its attention has {name}")
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.qkv.tensors, *self.out.tensors, *(gain for gain in self._gains if gain is not None)]
+        norms = (norm for norm in self._projections.norms if norm is not None)
+        own = (tensor for norm in norms for tensor in (norm.weight, norm.bias) if tensor is not None)
+        return [*self.qkv.tensors, *self.out.tensors, *own]
 
     def buffers(self) -> dict[str, int]:
         wide = self.shape.heads * self.shape.dim
         hidden = self.qkv.weight.shape[1]
-        return {"normed": hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, "delta": self.out.out}
+        widths = {"normed": hidden, "qkv": self.qkv.out, "q": wide, "mixed": wide, "delta": self.out.out}
+        return widths | ({"heads": self._normed_width} if self._projections.needs_norm_heads else {})
+
+    @property
+    def _normed_width(self) -> int:
+        return self._projections.total * self.shape.dim
 
     def plan(self, step: StepContext) -> Run:
-        ops, spec, bias, (q_norm, k_norm), eps = self._ops, self.spec, self.qkv.bias, self._gains, self._eps
+        ops, spec = self._ops, self.spec
         size, buffers = step.kind.rows, {name: step.buffers.rows(name, width) for name, width in self.buffers().items()}
         normed, qkv, mixed, delta = buffers["normed"], buffers["qkv"], buffers["mixed"], buffers["delta"]
         q, attended = (buffers[name][:size].view(size, *self.shape[::2]) for name in ("q", "mixed"))
         rows, tiles, work = step.rows[self.group], step.tiles[self.group], step.work[self.group]
         keys, values = step.kv.caches[self.group][self.index]
-        cosine, sine = step.kv.rotary(spec.rope, spec.head_dim)
+        own = (keys, values) if spec.kv_layer is None else (None, None)
+        cosine, sine = (None, None) if spec.rope is None else step.kv.rotary(spec.rope)
+        scale = None if spec.query_scale is None else step.kv.query_scale(spec.query_scale)
+        projections = replace(self._projections, cosine=cosine, sine=sine, query_scale=scale)
+        heads = buffers["heads"][:size] if projections.needs_norm_heads else None
+        rotated = projections if heads is None else projections.after_norm_heads()
         multiply_in, multiply_out = self.qkv.plan(size), self.out.plan(size)
 
         def run() -> None:
             multiply_in(normed, qkv)
-            ops.rotate_write(qkv, bias, q_norm, k_norm, cosine, sine, rows, q, keys, values, eps)
+            if heads is not None:
+                ops.norm_heads(qkv, projections, heads)
+            ops.rotate_write(qkv if heads is None else heads, rotated, rows, q, *own)
             ops.attend(q, keys, values, rows, attended, work, tiles, scale=spec.scale, window=spec.window or 0)
             multiply_out(mixed, delta)
 
