@@ -263,7 +263,7 @@ class GraphBackend:
         shift = offset[0] if offset else 0
         if any(other != shift for other in offset) or shift > MOST_SHIFT:
             raise ValueError(
-                f"the graph backend shifts all axes of a position alike, by at most {MOST_SHIFT}, not by {tuple(offset)}"
+                f"the graph backend shifts all axes of positions alike, by at most {MOST_SHIFT}, not by {tuple(offset)}"
             )
         self._move_pending()  # a pending move might write to the pages reserved now
         state = self.slots[slot]
