@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from model_table_gpt import GPT_ROWS
+from model_table_more import MORE_ROWS
 from tiny import tiny
 
 THETA = {"rope_theta": 10000.0}
@@ -93,6 +94,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         {"no_rope_layers": [0, 1], "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
     ),
     *GPT_ROWS,
+    *MORE_ROWS,
 ]
 """(name, family, changes to the config of `tiny`)"""
 

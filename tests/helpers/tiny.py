@@ -41,8 +41,8 @@ def tiny(kind: str, *, seed: int = 1, stirred: bool = True, device: str | torch.
     """A tiny random model of this family in fp32; equal weights for equal arguments, on every device.
 
     Two query heads share a K/V head where the family knows such groups; `changes` are config fields. When `stirred`,
-    gains of norms and biases are random, too: as they come from transformers, ones and zeros, a backend that forgot
-    them would pass every test.
+    gains of norms, biases, sinks and the like are random, too: as they come from transformers, ones and zeros, a
+    backend that forgot them would pass every test.
     """
     torch.manual_seed(seed)
     made = getattr(transformers, f"{kind}Config")
@@ -53,8 +53,11 @@ def tiny(kind: str, *, seed: int = 1, stirred: bool = True, device: str | torch.
     for name, parameter in model.named_parameters():
         if stirred and "norm" in name:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
-        elif stirred and name.endswith("bias"):
+        elif stirred and name.endswith(("bias", "sinks", "alpha_p", "alpha_n")):
             parameter.data.normal_(0, 0.5, generator=generator)
+    for name, buffer in model.named_buffers():
+        if stirred and name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
     return model.to(device)
 
 

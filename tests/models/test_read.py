@@ -43,6 +43,19 @@ class Packed(torch.Tensor):
     """A weight that is stored in a format of its own."""
 
 
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "encoder": ("gemma2", {"use_bidirectional_attention": True}),
+    "embeddings of layers": ("gemma4", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61}),
+    "Gemma experts": (
+        "gemma4",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
+    "Granite experts": ("granite-hybrid", {"num_local_experts": 2}),
+    "Mamba layers": ("granite-hybrid", {"layer_types": ["full_attention", "linear_attention"]}),
+}
+"""Why -> a row of the table, and changes with which its reader refuses it."""
+
+
 def broken(reason: str) -> Any:
     if reason == "class":
         return tiny("Bert", is_decoder=True)
@@ -56,6 +69,9 @@ def broken(reason: str) -> Any:
         return build("opt", _remove_final_layer_norm=True)
     if reason == "narrow embedding":
         return build("opt", word_embed_proj_dim=16)
+    if reason in REFUSED:
+        row, changes = REFUSED[reason]
+        return build(row, **changes)
     model = build("llama")
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
     if reason == "remote code":
@@ -89,6 +105,11 @@ def broken(reason: str) -> Any:
         ("norms behind layers", "its norms are behind its layers"),
         ("no final norm", "it has no norm behind its last layer"),
         ("narrow embedding", "its embedding has another width than its layers"),
+        ("encoder", "its attention is bidirectional"),
+        ("embeddings of layers", "its layers have embeddings of their own"),
+        ("Gemma experts", "it has experts"),
+        ("Granite experts", "it has experts"),
+        ("Mamba layers", "it has Mamba layers"),
         ("adapter", "a Lora is no plain matrix"),
         ("adapted embedding", r"its Adapted is one of .*test_read, not of transformers"),
         ("hook", "a forward hook on its LlamaMLP would not be called"),
@@ -158,11 +179,14 @@ def test_windows_are_those_of_the_forward_pass(kind: str, changes: dict[str, Any
     assert torch.equal(before, after) is (None not in windows)
 
 
-def test_a_llama_stays_below_a_window_that_its_config_names() -> None:
+@pytest.mark.parametrize("kind", ["Llama", "Granite", "Glm4", "Olmo2", "SeedOss"])
+def test_a_model_without_windows_stays_below_one_that_its_config_names(kind: str) -> None:
     """Its attention does not use the window and the cache of `generate` does, so beyond it no text would be right."""
-    limit = position_limit(tiny("Llama", sliding_window=7).config)
+    model = tiny(kind, sliding_window=7, head_dim=8)
+    assert read(model, "some").windows == [None]
+    limit = position_limit(model.config)
     assert (limit.positions, limit.hard) == (7, True)
-    assert position_limit(tiny("Llama").config).positions is None
+    assert position_limit(tiny(kind, head_dim=8).config).positions is None
 
 
 # Published checkpoints

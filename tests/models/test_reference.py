@@ -65,6 +65,17 @@ def test_every_path_of_a_tree_is_plain_text(name: str) -> None:
         ("llama-yarn", "llama"),
         ("llama-longrope", "llama"),
         ("qwen2-hybrid", "qwen2"),
+        ("gemma2", "gemma2-uncapped"),
+        ("gemma3-capped", "gemma3"),
+        ("gemma3-linear", "gemma3"),
+        ("olmo-clipped", "olmo"),
+        ("olmo3-yarn", "olmo3"),
+        ("exaone4", "exaone4-no-windows"),
+        ("granite-swa-thetas", "granite-swa"),
+        ("granite-hybrid", "granite-hybrid-no-positions"),
+        ("glm", "glm-whole-heads"),
+        ("hunyuan-alpha", "hunyuan"),
+        ("ministral3-window", "ministral3"),
     ],
 )
 def test_what_a_row_changes_matters(name: str, plain: str) -> None:

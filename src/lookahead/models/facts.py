@@ -102,15 +102,22 @@ def chunks(config: Any) -> dict[str, int]:
     return {"chunked_attention": chunk} if chunk and "chunked_attention" in kinds else {}
 
 
+WINDOWLESS = frozenset({
+    "moshi", "llama", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "cohere", "seed_oss", "helium",
+    "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2",
+})  # fmt: skip
+"""Types of models whose attention has no window, whatever their config says."""
+
+
 def has_ambiguous_window(config: Any) -> bool:
     """Whether the config has a sliding window, but does not say whether the model uses it.
 
     That is so if the config also lists layer types without a sliding one: some models then use the window, some do
-    not. Moshi names a window that its decoder does not use. Llama's attention does not use one either, but the cache of
-    its `generate` drops the tokens outside of it. Below the window's length it makes no difference.
+    not. Moshi names a window that its decoder does not use. Llama and its like do not use one either, but the cache of
+    their `generate` drops the tokens outside of it. Below the window's length it makes no difference.
     """
     kinds = getattr(config, "layer_types", None) or ()
-    return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") in ("moshi", "llama")
+    return (bool(kinds) and "sliding_attention" not in kinds) or getattr(config, "model_type", "") in WINDOWLESS
 
 
 def tensor_parallel_ranks(model: Any) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from lookahead.models.facts import rope_limit
+from lookahead.models.facts import UnsupportedModelError, rope_limit
 from lookahead.models.spec import Activation, Attention, Decoder, FeedForward, Matrix, Norm, Rope
 
 TextReader = Callable[[Any, Any, Any], Decoder]
@@ -28,6 +29,10 @@ class CausalLM:
         return self.read_text(model.get_submodule(self.base), model.get_submodule(self.head), model.config)
 
 
+NormReader = Callable[[Any], Norm]
+"""Reads the norm modules of a class."""
+
+
 def read_norm(module: Any, **changes: Any) -> Norm:
     """A norm module of transformers, or torch's LayerNorm; `changes` are fields that the module does not show."""
     if isinstance(module, torch.nn.LayerNorm):
@@ -38,11 +43,18 @@ def read_norm(module: Any, **changes: Any) -> Norm:
 
 
 def read_attention(
-    module: Any, rope: Rope | None, window: int | None, *, out: str = "o_proj", **changes: Any
+    module: Any,
+    rope: Rope | None,
+    window: int | None,
+    *,
+    out: str = "o_proj",
+    norm: NormReader = read_norm,
+    **changes: Any,
 ) -> Attention:
     """Attention with q_proj, k_proj and v_proj, and maybe q_norm and k_norm.
 
-    `out` names the module of the output projection; `changes` are fields that the module does not show.
+    `out` names the module of the output projection, `norm` reads the class's norms, and `changes` are fields that the
+    module does not show.
     """
     dim, qkv = module.head_dim, Matrix((module.q_proj, module.k_proj, module.v_proj))
     fields = {
@@ -52,21 +64,17 @@ def read_attention(
         "scale": changes.get("scale") or float(module.scaling),
         "qkv": qkv,
         "out": Matrix((getattr(module, out),)),
-        "q_norm": read_norm(module.q_norm) if hasattr(module, "q_norm") else None,
-        "k_norm": read_norm(module.k_norm) if hasattr(module, "k_norm") else None,
+        "q_norm": norm(module.q_norm) if hasattr(module, "q_norm") else None,
+        "k_norm": norm(module.k_norm) if hasattr(module, "k_norm") else None,
     }
     return Attention(**{**fields, "rope": rope, "window": window, **changes})
 
 
 def read_feed_forward(module: Any, activation: str) -> FeedForward:
-    """A feed-forward with gate_proj, up_proj and down_proj."""
-    gate_up, down = Matrix((module.gate_proj, module.up_proj)), Matrix((module.down_proj,))
-    return FeedForward(gate_up, down, Activation.named(activation))
-
-
-def read_rope(module: Any, config: Any) -> Rope:
-    """The rotation of a rotary module of transformers, which has a frequency for each pair of columns that it turns."""
-    return Rope(module, 2 * len(module.inv_freq), rope_limit(config))
+    """A feed-forward with gate_proj and up_proj, or gate_up_proj for both, and down_proj."""
+    fused = hasattr(module, "gate_up_proj")
+    gate_up = Matrix((module.gate_up_proj,) if fused else (module.gate_proj, module.up_proj))
+    return FeedForward(gate_up, Matrix((module.down_proj,)), Activation.named(activation))
 
 
 def read_ungated(up: Any, down: Any, activation: str, *, transposed: bool = False) -> FeedForward:
@@ -74,6 +82,37 @@ def read_ungated(up: Any, down: Any, activation: str, *, transposed: bool = Fals
     return FeedForward(
         Matrix((up,), transposed), Matrix((down,), transposed), Activation.named(activation), gated=False
     )
+
+
+def read_rope(module: Any, config: Any, **changes: Any) -> Rope:
+    """The rotation of a rotary module of transformers, which has a frequency for each pair of columns that it turns."""
+    return Rope(module, 2 * len(module.inv_freq), rope_limit(config), **changes)
+
+
+def read_ropes_by_type(module: Any, config: Any) -> dict[str, Rope]:
+    """The rotations of a rotary module that has other frequencies for each of the config's layer types."""
+    return {
+        kind: Rope(partial(module, layer_type=kind), 2 * len(getattr(module, f"{kind}_inv_freq")), rope_limit(config))
+        for kind in sorted(set(config.layer_types))
+    }
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The windows of a class whose masks follow the config's layer types."""
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def score_softcap(config: Any) -> float | None:
+    """The softcap of attention scores. SDPA has none; older versions of transformers leave it out there, without
+    a word, and newer ones refuse SDPA."""
+    cap: float | None = config.attn_logit_softcapping
+    return None if config._attn_implementation == "sdpa" else cap
+
+
+def check_causal(config: Any) -> None:
+    """Refuse a model of a decoder's class that is an encoder: its tokens see the ones after them."""
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise UnsupportedModelError("its attention is bidirectional")
 
 
 def grouped_order(heads: int, kv_heads: int) -> tuple[int, ...]:

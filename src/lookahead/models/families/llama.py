@@ -2,6 +2,8 @@
 
 Mistral has a window on all layers or on none, Qwen2 and Qwen3 may have one on some. Qwen2 adds biases to q, k and v,
 Qwen3 norms of q and k. The window is the one that the class's forward pass uses: configs have fields of other classes.
+Seed-OSS is a Llama with biases of q, k and v. Ministral and CWM are Llamas with windows on some layers, and Ministral 3
+is a Mistral whose queries grow with the position.
 """
 
 from __future__ import annotations
@@ -9,8 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lookahead.models.facts import rope_limit
-from lookahead.models.parts import CausalLM, read_attention, read_feed_forward, read_norm
+import torch
+
+from lookahead.models.parts import (
+    CausalLM,
+    NormReader,
+    layer_windows,
+    read_attention,
+    read_feed_forward,
+    read_norm,
+    read_rope,
+)
 from lookahead.models.spec import Block, Decoder, Matrix, Rope
 
 
@@ -27,19 +38,46 @@ def read_qwen(base: Any, head: Any, config: Any) -> Decoder:
     return read_with_windows(base, head, config, [layer.self_attn.sliding_window for layer in base.layers])
 
 
-def read_with_windows(base: Any, head: Any, config: Any, windows: Sequence[int | None]) -> Decoder:
-    """A model with the modules of these families, whose layers have these windows."""
-    rope = Rope(base.rotary_emb, base.layers[0].self_attn.head_dim, rope_limit(config))
+def read_ministral(base: Any, head: Any, config: Any) -> Decoder:
+    return read_with_windows(base, head, config, layer_windows(config))
+
+
+def read_ministral3(base: Any, head: Any, config: Any) -> Decoder:
+    """The queries are scaled by the logarithm of how often the original context fits before their position."""
+    beta = config.rope_parameters["llama_4_scaling_beta"]
+    context = config.rope_parameters["original_max_position_embeddings"]
+
+    def scale(positions: torch.Tensor) -> torch.Tensor:
+        return 1 + beta * torch.log(1 + torch.floor(positions / context))
+
+    return read_with_windows(base, head, config, [config.sliding_window] * len(base.layers), query_scale=scale)
+
+
+def read_with_windows(
+    base: Any,
+    head: Any,
+    config: Any,
+    windows: Sequence[int | None],
+    *,
+    norm: NormReader = read_norm,
+    rope: Rope | None = None,
+    **attention: Any,
+) -> Decoder:
+    """A model with the modules of these families, whose layers have these windows.
+
+    `norm` reads the class's norms, `rope` is its rotation if it is not Llama's, and `attention` has more fields of it.
+    """
+    rope = rope or read_rope(base.rotary_emb, config)
     blocks = [
         Block(
-            read_norm(layer.input_layernorm),
-            read_attention(layer.self_attn, rope, window),
-            read_norm(layer.post_attention_layernorm),
+            norm(layer.input_layernorm),
+            read_attention(layer.self_attn, rope, window, norm=norm, **attention),
+            norm(layer.post_attention_layernorm),
             read_feed_forward(layer.mlp, config.hidden_act),
         )
         for layer, window in zip(base.layers, windows, strict=True)
     ]
-    return Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((head,)))
+    return Decoder(base.embed_tokens.weight.detach(), blocks, norm(base.norm), Matrix((head,)))
 
 
 READERS = {
@@ -47,4 +85,8 @@ READERS = {
     "MistralForCausalLM": CausalLM(read_mistral),
     "Qwen2ForCausalLM": CausalLM(read_qwen),
     "Qwen3ForCausalLM": CausalLM(read_qwen),
+    "SeedOssForCausalLM": CausalLM(read_llama),
+    "MinistralForCausalLM": CausalLM(read_ministral),
+    "Ministral3ForCausalLM": CausalLM(read_ministral3),
+    "CwmForCausalLM": CausalLM(read_ministral),
 }

@@ -1,0 +1,67 @@
+"""Granite: a Llama with factors of the embedding, of scores, of what a block's halves add, and of the logits.
+
+Granite 4's dense models, which are GraniteMoeHybrids without experts and Mamba layers, may do without positions.
+GraniteSWA has windows on some layers, a theta per layer, and sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lookahead.models.facts import UnsupportedModelError
+from lookahead.models.families.llama import read_llama
+from lookahead.models.parts import CausalLM, layer_windows, read_attention, read_norm, read_rope
+from lookahead.models.spec import Activation, Block, Decoder, FeedForward, Matrix
+
+
+def read_granite(base: Any, head: Any, config: Any) -> Decoder:
+    return _scaled(read_llama(base, head, config), config)
+
+
+def read_granite_swa(base: Any, head: Any, config: Any) -> Decoder:
+    """A layer whose theta is 0 does not use positions."""
+    described = read_granite(base, head, config)
+    ropes = {module.config.rope_parameters["rope_theta"]: read_rope(module, config) for module in base.rotary_embs}
+    layers = zip(base.layers, described.blocks, config.layer_rope_theta, layer_windows(config), strict=True)
+    blocks = []
+    for layer, block, theta, window in layers:
+        rope = ropes[theta] if theta else None
+        attention = replace(block.attention, rope=rope, window=window, sinks=layer.self_attn.sinks.detach())
+        blocks.append(replace(block, attention=attention))
+    return replace(described, blocks=blocks)
+
+
+def read_granite_hybrid(base: Any, head: Any, config: Any) -> Decoder:
+    if config.num_local_experts:
+        raise UnsupportedModelError("it has experts")
+    rope = None if base.rotary_emb is None else read_rope(base.rotary_emb, config)
+    blocks = []
+    for layer in base.layers:
+        if layer.self_attn is None:
+            raise UnsupportedModelError("it has Mamba layers")
+        mlp = layer.shared_mlp
+        feed_forward = FeedForward(
+            Matrix((mlp.input_linear,)), Matrix((mlp.output_linear,)), Activation.named(config.hidden_act)
+        )
+        norms = read_norm(layer.input_layernorm), read_norm(layer.post_attention_layernorm)
+        blocks.append(Block(norms[0], read_attention(layer.self_attn, rope, None), norms[1], feed_forward))
+    described = Decoder(base.embed_tokens.weight.detach(), blocks, read_norm(base.norm), Matrix((head,)))
+    return _scaled(described, config)
+
+
+def _scaled(described: Decoder, config: Any) -> Decoder:
+    """The factors of scores are read with the attention."""
+    return replace(
+        described,
+        blocks=[replace(block, residual_scale=float(config.residual_multiplier)) for block in described.blocks],
+        embedding_scale=float(config.embedding_multiplier),
+        logit_scale=1 / config.logits_scaling,
+    )
+
+
+READERS = {
+    "GraniteForCausalLM": CausalLM(read_granite),
+    "GraniteSWAForCausalLM": CausalLM(read_granite_swa),
+    "GraniteMoeHybridForCausalLM": CausalLM(read_granite_hybrid),
+}

@@ -1,0 +1,84 @@
+"""OLMo 1 is a Llama with LayerNorms without weights, whose q, k and v may be clipped.
+
+OLMo 2 and 3 and EXAONE 4 norm what a block's halves add, not what they read. They also norm q and k: OLMo all heads as
+one vector, EXAONE each head. OLMo 3 and EXAONE 4 have windows on some layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lookahead.models.families.llama import read_with_windows
+from lookahead.models.parts import (
+    CausalLM,
+    NormReader,
+    layer_windows,
+    read_attention,
+    read_feed_forward,
+    read_norm,
+    read_rope,
+    read_ropes_by_type,
+)
+from lookahead.models.spec import Block, Decoder, Matrix, Norm, Rope
+
+_norm = partial(read_norm, rounds_first=False)
+
+
+def read_olmo(base: Any, head: Any, config: Any) -> Decoder:
+    def norm(module: Any) -> Norm:
+        """Its eps is a constant of the class."""
+        return Norm(None, 1e-5, centered=True, rounds_first=False)
+
+    return read_with_windows(base, head, config, [None] * len(base.layers), norm=norm, clip=config.clip_qkv)
+
+
+def read_olmo2(base: Any, head: Any, config: Any) -> Decoder:
+    rope = read_rope(base.rotary_emb, config)
+    layers: list[tuple[Rope | None, int | None]] = [(rope, None)] * len(base.layers)
+    return _read(base, head, config, layers, norm=_norm, whole_norms=True)
+
+
+def read_olmo3(base: Any, head: Any, config: Any) -> Decoder:
+    ropes = read_ropes_by_type(base.rotary_emb, config)
+    layers = [(ropes[kind], window) for kind, window in zip(config.layer_types, layer_windows(config), strict=True)]
+    return _read(base, head, config, layers, norm=_norm, whole_norms=True)
+
+
+def read_exaone4(base: Any, head: Any, config: Any) -> Decoder:
+    """In a model with windows only the layers that have one use positions."""
+    rope, windows = read_rope(base.rotary_emb, config), layer_windows(config)
+    everywhere = config.sliding_window is None
+    return _read(base, head, config, [(rope if everywhere or window else None, window) for window in windows])
+
+
+def _read(
+    base: Any,
+    head: Any,
+    config: Any,
+    layers: Sequence[tuple[Rope | None, int | None]],
+    norm: NormReader = read_norm,
+    **attention: Any,
+) -> Decoder:
+    """A model whose layers have these rotations and windows."""
+    blocks = [
+        Block(
+            None,
+            read_attention(layer.self_attn, rope, window, norm=norm, **attention),
+            None,
+            read_feed_forward(layer.mlp, config.hidden_act),
+            attention_out_norm=norm(layer.post_attention_layernorm),
+            feed_forward_out_norm=norm(layer.post_feedforward_layernorm),
+        )
+        for layer, (rope, window) in zip(base.layers, layers, strict=True)
+    ]
+    return Decoder(base.embed_tokens.weight.detach(), blocks, norm(base.norm), Matrix((head,)))
+
+
+READERS = {
+    "OlmoForCausalLM": CausalLM(read_olmo),
+    "Olmo2ForCausalLM": CausalLM(read_olmo2),
+    "Olmo3ForCausalLM": CausalLM(read_olmo3),
+    "Exaone4ForCausalLM": CausalLM(read_exaone4),
+}
