@@ -31,7 +31,7 @@ NO_LIMIT = sys.maxsize
 """The `most_rows` of a backend whose passes may have any number of tokens."""
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer, keys and values [heads, n, dim] of one sequence's last n tokens."""
+"""Per layer that has its own K/V, keys and values [heads, n, dim] of one sequence's last n tokens."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.groups import layer_groups
 from lookahead.backends.cpu.invariance import invariant_nodes, reduced_model
 from lookahead.backends.cpu.rows import BatchSequence, layout
-from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.read import read
 from lookahead.models.reference import forward_tree
 from lookahead.models.spec import Decoder, Rope
@@ -187,7 +186,7 @@ def test_a_row_has_the_same_bits_in_every_step(length: int, int8: bool) -> None:
 def test_no_group_multiplies_a_single_row() -> None:
     """Such a product may have a kernel of its own, also if the other groups have more query heads to a K/V head."""
     groups = layer_groups(uneven_decoder())
-    inputs, _ = layout([BatchSequence.of(greedy(0, (), root(3)), 0, 5, 0)], 1, groups)
+    inputs, _, _ = layout([BatchSequence.of(greedy(0, (), root(3)), 0, 5, 0)], 1, groups)
     rows = [inputs[group.input("query")].shape[-1] for group in groups]
     assert rows == [inputs[group.input("mask")].shape[-2] for group in groups]
     assert (rows, [group.sharing for group in groups]) == ([4, 2, 6, 4, 4], [2, 1, 3, 2, 2])
@@ -245,19 +244,3 @@ def test_single_matrices_share_the_models_memory() -> None:
     assert np.shares_memory(arrays["1.down"], own.mlp.down_proj.weight.detach().numpy())
     assert np.shares_memory(arrays["1.attention_norm"], own.input_layernorm.weight.detach().numpy())
     assert np.shares_memory(arrays["embedding"], carrier().model.embed_tokens.weight.detach().numpy())
-
-
-# Refusals
-
-
-def test_what_cannot_be_lowered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = uneven_decoder()
-    block = decoder.blocks[0]
-    rope = Rope(block.attention.rope.module, 4)
-    half = replace(decoder, blocks=[replace(block, attention=replace(block.attention, rope=rope))])
-    refused = "the cpu backend does not run this model: "
-    with pytest.raises(UnsupportedModelError, match=f"{refused}its rotary positions turn 4 of a head's 8 columns"):
-        CpuBackend(carrier(), probed=False, description=half)
-    monkeypatch.setattr(lower, "ACTIVATIONS", {})
-    with pytest.raises(UnsupportedModelError, match=f"{refused}its activation is 'silu'"):
-        CpuBackend(carrier(), probed=False, description=decoder)

@@ -18,15 +18,15 @@ from lookahead.algorithm.sampling import LEVELS
 from lookahead.backends.base import Capabilities, Layers, StepInput
 from lookahead.backends.batched import BatchedSlots
 from lookahead.backends.cpu.cells import blocks_for, home
-from lookahead.backends.cpu.groups import layer_groups, ropes_of
+from lookahead.backends.cpu.groups import layer_groups
 from lookahead.backends.cpu.head import Computed
 from lookahead.backends.cpu.heads import Heads
 from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import invariant_nodes, reduced_model
 from lookahead.backends.cpu.kv import KVBuffer
-from lookahead.backends.cpu.lower import check_lowers
+from lookahead.backends.cpu.lower import check_lowers, state_scale
 from lookahead.backends.cpu.onnx_model import Array, Products
-from lookahead.backends.cpu.rotary import RotaryTables
+from lookahead.backends.cpu.positions import PositionTables
 from lookahead.backends.cpu.rows import BatchSequence, layout
 from lookahead.backends.cpu.session import KERNELS, Session, usable_threads
 from lookahead.backends.probe import probe
@@ -66,13 +66,15 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         self.captures = 0
         products, threads = Int8Products() if int8 else Products(), usable_threads()
         self._session = Session(self.description, products, threads)
-        self._heads = Heads(self.description.head, products, threads, screened=not int8)
+        scale, cap = state_scale(self.description), self.description.logit_softcap
+        self._heads = Heads(self.description.head, products, threads, screened=not int8, scale=scale, cap=cap)
         kernels = KERNELS if self._heads.screened is None else f"{KERNELS}, screened head"
         self.capabilities = Capabilities("cpu", kernels)
         layers = layer_groups(self.description)
-        super().__init__(KVBuffer([(group.kv_heads, group.head_dim) for group in layers]))
+        shapes = {layer: (group.kv_heads, group.head_dim) for layer, group in enumerate(layers) if group.own_kv}
+        super().__init__(KVBuffer(shapes))
         self._groups = list(dict.fromkeys(layers))
-        self._rotary = RotaryTables(ropes_of(self.description))
+        self._positions = PositionTables(self.description)
         self._shift: dict[int, int] = {}  # slot -> position of its first token
         self._last: dict[int, BatchSequence] = {}
         if probed:
@@ -118,14 +120,14 @@ class CpuBackend(BatchedSlots[KVBuffer]):
     @torch.inference_mode()
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         self._buffer.reserve(len(self._index), blocks_for(length))
-        for layer, (keys, values) in enumerate(layers):
+        for layer, (keys, values) in zip(self._buffer.layers, layers, strict=True):
             cells = home(np.arange(length - keys.shape[1], length))
             self._buffer.write(self._index[slot], layer, cells, keys, values)
         self._length[slot], self._shift[slot] = length, offset[0] if offset else 0
 
     def cached(self, slot: int) -> Layers:
         cells = home(np.arange(self._length[slot]))
-        return [self._buffer.read(self._index[slot], layer, cells) for layer in range(len(self.description.blocks))]
+        return [self._buffer.read(self._index[slot], layer, cells) for layer in self._buffer.layers]
 
     # Runs
 
@@ -140,8 +142,8 @@ class CpuBackend(BatchedSlots[KVBuffer]):
         blocks = max(sequence.blocks for sequence in batch)
         self._buffer.reserve(len(self._index), blocks)
         blocks = blocks if sequences == 1 else self._buffer.blocks  # several sequences are bound with all blocks
-        arrays, positions = layout(batch, blocks, self._groups)
-        arrays |= self._rotary.inputs(positions, self._groups)
+        arrays, positions, padded = layout(batch, blocks, self._groups)
+        arrays |= self._positions.inputs(positions, padded, self._groups)
         hidden = self._session.run(arrays, self._buffer, first, sequences, blocks)
         trees = [one for one in inputs if one.tree.tokens]
         top = min(max([1, *(one.top for one in trees)]), self.vocab_size)

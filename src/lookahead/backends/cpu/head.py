@@ -34,9 +34,9 @@ class Computed:
 class Head:
     """Computes all logits."""
 
-    def __init__(self, matrix: Matrix, products: Products, threads: int) -> None:
-        """`matrix` [V, H] is the head itself, maybe with a bias."""
-        self._session = start(*lower_head(matrix, products), threads)
+    def __init__(self, matrix: Matrix, products: Products, threads: int, cap: float | None = None) -> None:
+        """`matrix` [V, H] is the head itself, maybe with a bias; `cap` is the soft cap of the logits."""
+        self._session = start(*lower_head(matrix, products, cap), threads)
         self._binding = self._session.io_binding()
         self._logits = torch.empty(0, matrix.shape[0])
 
@@ -57,10 +57,12 @@ class Head:
         return Computed(values, ids, total, logits)
 
 
-def lower_head(matrix: Matrix, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def lower_head(
+    matrix: Matrix, products: Products, cap: float | None = None
+) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of the full head, and the arrays of the weights that it names."""
     made = OnnxModel()
-    products.linear(made, "head", "hidden", matrix)
+    capped(made, products.linear(made, "head", "hidden", matrix), cap)
     made.rename_last("logits")  # an Identity node would copy them
     made.add_named("TopK", ["logits", "top"], ["best_values", "best_ids"], axis=-1)
     add_total(made, "logits")
@@ -69,6 +71,14 @@ def lower_head(matrix: Matrix, products: Products) -> tuple[bytes, dict[str, np.
     kinds = {"best_ids": INT64}
     outputs = [value(name, kinds.get(name, FLOAT), None) for name in (*OUTPUTS, "logits")]
     return made.file(inputs, outputs), made.arrays
+
+
+def capped(made: OnnxModel, product: str, cap: float | None) -> str:
+    """The logits of the head's product. With a soft cap, the states are divided by it (see `lower.state_scale`)."""
+    if cap is None:
+        return product
+    logits: str = made.add("Mul", made.add("Tanh", product), made.constant(cap, np.float32))
+    return logits
 
 
 def add_total(made: OnnxModel, logits: str) -> None:

@@ -26,15 +26,15 @@ MIDDLE = 128
 class Int8Products(Products):
     """Linear layers in int8. Their weights are copies, a quarter as large as the model's own."""
 
-    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix) -> str:
+    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix, scale: float = 1.0) -> str:
         # 1. Quantise the rows.
         rows, steps = quantised_bytes(made, x)
         # 2. Multiply the integers, then both scales.
         quantised, scales = quantise(array(matrix.weight()))
-        result = made.add("Mul", integer_product(made, name, rows, quantised, scales), steps)
+        result = made.add("Mul", integer_product(made, name, rows, quantised, scales * np.float32(scale)), steps)
         bias = matrix.bias()
         if bias is not None:
-            result = made.add("Add", result, made.weight(f"{name}.bias", array(bias)))
+            result = made.add("Add", result, made.weight(f"{name}.bias", array(bias * scale)))
         return result
 
 

@@ -8,7 +8,8 @@ bit. The two heads are compared with each other, in the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.base import StepInput
 from lookahead.backends.cpu.cells import HOME, SPARE
 from lookahead.backends.cpu.groups import layer_groups
+from lookahead.backends.cpu.lower_parts import plain_matrix
 from lookahead.config import SamplingParams
-from lookahead.models.spec import Block, Decoder, Matrix
+from lookahead.models.spec import Attention, Block, Decoder, FeedForward, Matrix, Norm
 
 LENGTHS = (1, HOME - 2, HOME + 26, 2 * HOME - 1, 256, 1000)
 """Cached tokens before the root. With some of them the path crosses from one block into the next."""
@@ -34,25 +36,35 @@ SIZES = (PATH + 1, 5, 6, 8, 12, 16, 24, SPARE + 1)
 def reduced_model(decoder: Decoder) -> Decoder:
     """The model that is checked: the first layer of each kind, and the beginning of the vocabulary.
 
-    Layers are of one kind if they have the same group and matrices of the same shapes: then the same kernels run.
+    Layers are of one kind if they have the same group and the same parts, of the same shapes: then the same kernels
+    run.
     """
-    kinds: dict[Any, Block] = {}
-    for block, group in zip(decoder.blocks, layer_groups(decoder), strict=True):
-        attention, feed_forward = block.attention, block.feed_forward
-        matrices = attention.qkv, attention.out, feed_forward.gate_up, feed_forward.down
-        kinds.setdefault((group, tuple((matrix.shape, matrix.has_bias) for matrix in matrices)), block)
+    kinds = [(group, parts_of(block)) for block, group in zip(decoder.blocks, layer_groups(decoder), strict=True)]
+    first = list(dict.fromkeys(kinds))
+    blocks = [decoder.blocks[kinds.index(kind)] for kind in first]
+    for number, block in enumerate(blocks):
+        source = block.attention.kv_layer
+        if source is not None:  # the layer of its kind has K/V of the same shape
+            blocks[number] = replace(block, attention=replace(block.attention, kv_layer=first.index(kinds[source])))
     embedding, head = decoder.embedding[:VOCABULARY], first_rows(decoder.head, VOCABULARY)
-    return replace(decoder, embedding=embedding, blocks=list(kinds.values()), head=head)
+    return replace(decoder, embedding=embedding, blocks=blocks, head=head)
+
+
+def parts_of(part: Any) -> Any:
+    """A description's parts, its shapes and what else decides which nodes it is lowered to; no numbers of it."""
+    if isinstance(part, Matrix):
+        return part.shape, part.has_bias, part.transposed
+    if isinstance(part, torch.Tensor):
+        return tuple(part.shape)
+    if isinstance(part, Block | Attention | FeedForward | Norm):
+        return tuple(parts_of(getattr(part, field.name)) for field in fields(part))
+    return part if isinstance(part, bool | Enum) else part is not None
 
 
 def first_rows(matrix: Matrix, rows: int) -> Matrix:
     """The first `rows` outputs of a matrix, in the same memory."""
-    weight, bias = matrix.weight()[:rows], matrix.bias()
-    part = torch.nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
-    part.weight = torch.nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        part.bias = torch.nn.Parameter(bias[:rows], requires_grad=False)
-    return Matrix((part,))
+    bias = matrix.bias()
+    return plain_matrix(matrix.weight()[:rows], None if bias is None else bias[:rows])
 
 
 def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
@@ -67,7 +79,8 @@ def invariant_nodes(backend: Any, lengths: Sequence[int] = LENGTHS) -> int:
             continue
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(min(VOCABULARY, backend.vocab_size), (SPARE + 1,), generator=generator).tolist()
-        shapes = [(group.kv_heads, group.head_dim) for group in layer_groups(backend.description)]
+        groups = layer_groups(backend.description)
+        shapes = [(group.kv_heads, group.head_dim) for group in groups if group.own_kv]
         cached = [tuple(torch.randn(2, heads, length, dim, generator=generator)) for heads, dim in shapes]
         slot = backend.open()
         try:
@@ -107,14 +120,14 @@ def tree_around(tokens: Sequence[int], size: int) -> tuple[TokenTree, list[int]]
     return TokenTree(taken, parents, depths, range(size)), path
 
 
-def same_bits(full: Any, screened: Any, width: int, most_rows: int, candidates: int) -> bool:
+def same_bits(full: Any, screened: Any, width: int, most_rows: int, candidates: int, scale: float = 1.0) -> bool:
     """Whether the exact logits of the screened head are those of the full head bit for bit, in runs of 1 to `most_rows`
-    rows. Hidden states have this `width`.
+    rows. Hidden states have this `width`, and are multiplied by `scale`.
 
     Random states are enough: their products cancel, so that any change in the order of summation changes some of the
     many logits.
     """
-    hidden = np.random.default_rng(0).standard_normal((most_rows, width)).astype(np.float32)
+    hidden = (np.random.default_rng(0).standard_normal((most_rows, width)) * scale).astype(np.float32)
     logits = full.run(hidden, 1).logits.numpy().copy()
     for rows in sorted({1, 2, 3, most_rows}):
         computed, _ = screened.run(hidden[:rows], candidates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -18,18 +18,24 @@ class KVBuffer:
     The last column of the values is 1: the product of the exponentials with it is the sum that softmax divides by.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """`shapes` are (kv_heads, D) of each layer."""
-        self._shapes = list(shapes)
-        self._index = [self._shapes[:layer].count(shape) for layer, shape in enumerate(shapes)]  # among its like
+    def __init__(self, shapes: Mapping[int, tuple[int, int]]) -> None:
+        """`shapes` are (kv_heads, D) of each layer that has its own K/V, by the layer's index."""
+        self._shapes = dict(shapes)
+        alike = list(self._shapes.values())
+        self._index = {layer: alike[:n].count(alike[n]) for n, layer in enumerate(shapes)}  # among its like
         self.sequences, self.blocks = 0, 0
         self._pairs = self._empty(0, 0)
 
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have their own K/V."""
+        return list(self._shapes)
+
     def _empty(self, sequences: int, blocks: int) -> dict[tuple[int, int], KeysAndValues]:
         """Zeroed memory, because NaN at a masked cell would become 0 * NaN in a sum."""
-        pairs = {}
-        for heads, dim in dict.fromkeys(self._shapes):
-            shape = self._shapes.count((heads, dim)), sequences, blocks, heads, BLOCK
+        pairs, shapes = {}, list(self._shapes.values())
+        for heads, dim in dict.fromkeys(shapes):
+            shape = shapes.count((heads, dim)), sequences, blocks, heads, BLOCK
             pairs[heads, dim] = torch.zeros(*shape, dim), torch.zeros(*shape, dim + 1)
             pairs[heads, dim][1][..., dim] = 1
         return pairs

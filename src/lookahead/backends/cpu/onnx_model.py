@@ -93,9 +93,12 @@ class OnnxModel:
 class Products:
     """Products of rows with a matrix in fp32."""
 
-    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix) -> str:
-        """Rows [R, in] -> [R, out]. A matrix of one part is read in place; one of several is a copy."""
-        bias = matrix.bias()
+    def linear(self, made: OnnxModel, name: str, x: str, matrix: Matrix, scale: float = 1.0) -> str:
+        """Rows [R, in] -> [R, out], times `scale`. A matrix of one part is read in place; one of several is a copy."""
+        bias, weight = matrix.bias(), matrix.weight()
         biases = [] if bias is None else [made.weight(f"{name}.bias", array(bias))]
-        result: str = made.add("Gemm", x, made.weight(name, array(matrix.weight())), *biases, transB=1)
+        in_place = matrix.transposed and len(matrix.parts) == 1
+        own = made.weight(name, array(weight.T if in_place else weight))
+        scales: dict[str, Any] = {} if scale == 1.0 else {"alpha": scale, "beta": scale}
+        result: str = made.add("Gemm", x, own, *biases, transB=0 if in_place else 1, **scales)
         return result

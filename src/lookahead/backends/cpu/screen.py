@@ -21,7 +21,11 @@ twice, so the bound holds in floats, too.
 
 The exact logits of phase 3 have the bits that the full head computes. `invariance.same_bits` checks that at load; where
 it fails, the screened head is not used. So both heads give the same argmax, ties included (the lowest id), and a row
-may go to either: a text does not depend on the rows beside it. Which tokens follow the best one, and `total`, may
+may go to either: a text does not depend on the rows beside it.
+
+A soft cap of the logits is applied to the exact ones, with the full head's bits, and to the upper logits. It makes
+large logits equal and computed values of it may decrease by rounding, so the best token must be above the others' upper
+logits by a MARGIN. Which tokens follow the best one, and `total`, may
 differ slightly from the full head's. They only choose guesses.
 """
 
@@ -32,7 +36,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total
+from lookahead.backends.cpu.head import OUTPUTS, Computed, add_total, capped
 from lookahead.backends.cpu.int8 import LEVELS, MIDDLE, integer_product, quantise
 from lookahead.backends.cpu.onnx_model import FLOAT, INT64, MICROSOFT, Array, OnnxModel
 from lookahead.backends.cpu.session import start
@@ -51,14 +55,16 @@ CHUNK = 4096
 """Tokens that are quantised at once."""
 UNIT = 2.0**-24
 """The relative rounding error of a float32."""
+MARGIN = 32 * UNIT
+"""Above twice the error of a computed tanh, which is a few units."""
 
 
 class ScreenedHead:
     """Computes the argmax, and likely top tokens, without all logits."""
 
-    def __init__(self, matrix: Array, threads: int) -> None:
-        """`matrix` [V, H] are the head's weights. They are read in place."""
-        self._session = start(*lower_screen(matrix), threads)
+    def __init__(self, matrix: Array, threads: int, cap: float | None = None) -> None:
+        """`matrix` [V, H] are the head's weights. They are read in place. `cap` is the soft cap of the logits."""
+        self._session = start(*lower_screen(matrix, cap), threads)
         self._matrix = matrix
 
     def run(self, hidden: Array, top: int) -> tuple[Computed, np.ndarray[Any, Any]]:
@@ -68,7 +74,7 @@ class ScreenedHead:
         return Computed(values, ids, total), certain[:, 0]
 
 
-def lower_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+def lower_screen(matrix: Array, cap: float | None = None) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of the screened head, and the arrays of the weights that it names."""
     made = OnnxModel()
     copy, scales, errors = quantised_copy(matrix)
@@ -90,11 +96,15 @@ def lower_screen(matrix: Array) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]
     _, other = made.add("Split", highest, made.constant([CANDIDATES, 1]), outputs=2, axis=1)
     tokens, _ = made.add("TopK", tokens, made.constant([CANDIDATES]), outputs=2, axis=-1, largest=0)
     exact = _exact_logits(made, made.add("Gather", made.weight("head", matrix), tokens), matrix.shape[1])
+    exact = capped(made, exact, cap)
     # 4. The best of them.
     made.add_named("TopK", [exact, "top"], ["best_values", "indices"], axis=-1)
     made.add_named("GatherElements", [tokens, "indices"], ["best_ids"], axis=1)
+    if cap is not None:
+        margin, factor = made.constant(MARGIN, np.float32), made.constant(cap, np.float32)
+        other = made.add("Mul", made.add("Add", made.add("Tanh", other), margin), factor)
     made.add_named("Less", [other, made.add("ReduceMax", exact, made.constant([1]), keepdims=1)], ["certain"])
-    add_total(made, approximate)
+    add_total(made, capped(made, approximate, cap))
     value = helper.make_tensor_value_info
     inputs = [value("hidden", FLOAT, ["N", matrix.shape[1]]), value("top", INT64, [1])]
     kinds = {"best_ids": INT64, "certain": TensorProto.BOOL}

@@ -43,8 +43,7 @@ class Session:
     def __init__(self, decoder: Decoder, products: Products, threads: int) -> None:
         file, arrays = lower(decoder, products)
         self._session = start(file, arrays, threads)
-        self._embedding = arrays["embedding"]  # the session may read it in place
-        self._layers = len(decoder.blocks)
+        self._tables = [arrays.get("embedding"), arrays.get("position_embedding")]  # the session may read them in place
         self._binding = self._session.io_binding()
         self._bound: Any = None
 
@@ -74,7 +73,7 @@ class Session:
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
         self._binding.bind_output("hidden", "cpu")  # outputs come in the order of their binding
-        for number in range(self._layers):
+        for number in kv.layers:
             for name, tensor in zip((f"keys_{number}", f"values_{number}"), kv.layer(number), strict=True):
                 shape = (sequences, blocks, *tensor.shape[2:])
                 address = tensor[first].data_ptr()

@@ -1,0 +1,141 @@
+"""Lower the parts of a block other than attention: norms, activations and feed-forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lookahead.backends.cpu.onnx_model import MICROSOFT, OnnxModel, Products, array
+from lookahead.models.spec import Activation, FeedForward, Matrix, Norm
+
+
+def add_norm(
+    made: OnnxModel, name: str, spec: Norm | None, x: str, added: str | None, width: int, scale: float = 1.0
+) -> tuple[str, str]:
+    """The norm of x + added [R, width], times `scale`, and the sum. Without a norm both are the sum."""
+    if added is None:
+        return norm(made, name, spec, x, width, scale), x
+    if spec is None or (spec.bias is not None and not spec.centered):
+        total = made.add("Add", x, added)
+        return norm(made, name, spec, total, width, scale), total
+    kind = "SkipLayerNormalization" if spec.centered else "SkipSimplifiedLayerNormalization"
+    normed, _, _, total = made.add(
+        kind, x, added, *_factors(made, name, spec, width, scale), outputs=4, domain=MICROSOFT, epsilon=spec.eps
+    )
+    return normed, total
+
+
+def norm(made: OnnxModel, name: str, spec: Norm | None, x: str, width: int, scale: float = 1.0) -> str:
+    """The norm of x [..., width] along the last axis, times `scale`; None leaves x as it is.
+
+    A weight [heads, width] is for x [R, heads, width].
+    """
+    if spec is None:
+        return x
+    kind = "LayerNormalization" if spec.centered else "SimplifiedLayerNormalization"
+    attributes: dict[str, Any] = {"axis": -1, "epsilon": spec.eps, "stash_type": 1}
+    factors = _factors(made, name, spec, width, scale)
+    per_head = spec.weight is not None and spec.weight.dim() > 1
+    if per_head:
+        x = made.add(kind, x, _ones(made, width), **attributes)
+        x = made.add("Mul", x, factors.pop(0))
+    else:
+        taken = factors[: 2 if spec.centered else 1]
+        x = made.add(kind, x, *taken, **attributes)
+        factors = factors[len(taken) :]
+    for bias in factors:  # that the operation did not take
+        x = made.add("Add", x, bias)
+    return x
+
+
+def _factors(made: OnnxModel, name: str, spec: Norm, width: int, scale: float) -> list[str]:
+    """What the norm multiplies by and, if it has a bias, what it adds; both times `scale`."""
+    if spec.weight is None and scale == 1.0:
+        found = [_ones(made, width)]
+    else:
+        weight = torch.ones(width) if spec.weight is None else spec.weight
+        weight = weight + spec.offset if spec.offset and spec.weight is not None else weight
+        found = [made.weight(name, array(_scaled(weight, scale)))]
+    if spec.bias is not None:
+        found.append(made.weight(f"{name}.bias", array(_scaled(spec.bias, scale))))
+    return found
+
+
+def _ones(made: OnnxModel, width: int) -> str:
+    return made.weight(f"ones.{width}", np.ones(width, np.float32))
+
+
+def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    """The tensor itself, not a copy, if the scale is 1."""
+    return tensor if scale == 1.0 else tensor * scale
+
+
+def plain_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    """A matrix of one part with this weight [out, in] and bias [out], which are not copied."""
+    part = torch.nn.Linear(weight.shape[1], len(weight), bias=bias is not None, device="meta")
+    part.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        part.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return Matrix((part,))
+
+
+def _quick_gelu(factor: float) -> Callable[[OnnxModel, str], str]:
+    """x sigmoid(factor x): SiLU if the factor is 1."""
+
+    def activate(made: OnnxModel, x: str) -> str:
+        result: str = made.add("QuickGelu", x, domain=MICROSOFT, alpha=factor)
+        return result
+
+    return activate
+
+
+def _relu2(made: OnnxModel, x: str) -> str:
+    above = made.add("Relu", x)
+    square: str = made.add("Mul", above, above)
+    return square
+
+
+ACTIVATIONS: dict[Activation, Callable[[OnnxModel, str], str]] = {
+    Activation.SILU: _quick_gelu(1.0),
+    Activation.GELU: lambda made, x: made.add("Gelu", x, domain=MICROSOFT),
+    Activation.GELU_TANH: lambda made, x: made.add("FastGelu", x, domain=MICROSOFT),
+    Activation.QUICK_GELU: _quick_gelu(1.702),
+    Activation.RELU: lambda made, x: made.add("Relu", x),
+    Activation.RELU2: _relu2,
+}
+"""All but XIELU, which has constants."""
+
+
+def _xielu(made: OnnxModel, x: str, constants: tuple[float, ...]) -> str:
+    """a x^2 + c x above 0, else b (exp(min(x, d)) - 1) + (c - b) x.
+
+    The operation Elu would save two nodes, but its results depend on an element's index in the tensor.
+    """
+    a, b, c, d = constants
+
+    def constant(value: float) -> str:
+        return made.constant(value, np.float32)
+
+    above = made.add("Mul", x, made.add("Add", made.add("Mul", x, constant(a)), constant(c)))
+    bent = made.add("Sub", made.add("Exp", made.add("Min", x, constant(d))), constant(1))
+    below = made.add("Add", made.add("Mul", bent, constant(b)), made.add("Mul", x, constant(c - b)))
+    result: str = made.add("Where", made.add("Greater", x, constant(0)), above, below)
+    return result
+
+
+def feed_forward(made: OnnxModel, products: Products, spec: FeedForward, number: int, normed: str, scale: float) -> str:
+    """[R, hidden] -> [R, hidden], times `scale`."""
+    inner = products.linear(made, f"{number}.gate_up", normed, spec.gate_up)
+    up = None
+    if spec.gated:
+        inner, up = made.add("Split", inner, outputs=2, axis=1, num_outputs=2)
+    if spec.activation is Activation.XIELU:
+        inner = _xielu(made, inner, spec.constants)
+    else:
+        inner = ACTIVATIONS[spec.activation](made, inner)
+    if up is not None:
+        inner = made.add("Mul", inner, up)
+    return products.linear(made, f"{number}.down", inner, spec.down, scale)
