@@ -7,6 +7,7 @@ where the modules of transformers round, so in half precision it is as close to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -31,38 +32,48 @@ def forward(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def forward_tree(model: Decoder, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+def forward_tree(
+    model: Decoder, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int], shift: int = 0
+) -> torch.Tensor:
     """The logits [nodes, vocabulary] of a token tree after a prefix.
 
     Node i is tokens[i] and is a child of node parents[i] < i, or of the prefix if that is -1. It sees the
-    prefix, its ancestors and itself, and its position is len(prefix) + its depth.
+    prefix, its ancestors and itself, and its index is len(prefix) + its depth. Its position is its index plus `shift`,
+    as it is after images, which have more tokens than positions.
     """
     start, ids = len(prefix), torch.tensor([*prefix, *tokens], device=model.embedding.device)
-    positions = torch.arange(len(ids))
+    indices = torch.arange(len(ids))
     visible = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     for node, parent in enumerate(parents):
         row = start + node
         above = start + parent if parent >= 0 else start - 1  # the row of the token before this one
-        positions[row] = positions[above] + 1 if above >= 0 else 0
+        indices[row] = indices[above] + 1 if above >= 0 else 0
         visible[row] = visible[above] if above >= 0 else False
         visible[row, row] = True
-    x = run_blocks(model, ids, positions.to(ids.device), visible.to(ids.device))
+    positions = torch.cat([indices[:start], indices[start:] + shift])
+    rows = Rows(indices.to(ids.device), positions.to(ids.device), visible.to(ids.device))
+    x = run_blocks(model, ids, rows)
     logits = matrix(model.head, norm(model.norm, x[start:])) * model.logit_scale
     return softcap(logits, model.logit_softcap)
 
 
-def run_blocks(model: Decoder, ids: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The residual stream [rows, hidden] after the last block.
+class Rows(NamedTuple):
+    """indices [rows]: of the tokens in their text, which windows and chunks count. positions [rows]: what positions are
+    encoded by. visible [rows, rows]: whether the token of a row sees that of a column, apart from windows."""
 
-    ids and positions [rows]; visible [rows, rows]: whether the token of a row sees the token of a column, before the
-    layers' windows.
-    """
+    indices: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+
+
+def run_blocks(model: Decoder, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The residual stream [rows, hidden] after the last block; ids [rows]."""
     x = model.embedding[ids] * model.embedding_scale
     if model.position_embedding is not None:
-        x = x + model.position_embedding[positions]
+        x = x + model.position_embedding[rows.positions]
     shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for number, each in enumerate(model.blocks):
-        x = block(each, x, positions, visible, shared, number)
+        x = block(each, x, rows, shared, number)
     return x
 
 
@@ -70,11 +81,9 @@ KeysValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Layer -> its keys and values [rows, kv_heads, head_dim], for later layers that read them."""
 
 
-def block(
-    spec: Block, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor, shared: KeysValues, number: int
-) -> torch.Tensor:
+def block(spec: Block, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int) -> torch.Tensor:
     """x [rows, hidden] -> [rows, hidden], by block `number`."""
-    attended = attention(spec.attention, norm(spec.attention_norm, x), positions, visible, shared, number)
+    attended = attention(spec.attention, norm(spec.attention_norm, x), rows, shared, number)
     attended = norm(spec.attention_out_norm, attended) * spec.residual_scale
     between = x if spec.parallel else x + attended
     fed = feed_forward(spec.feed_forward, norm(spec.feed_forward_norm, between))
@@ -83,15 +92,9 @@ def block(
     return x if spec.output_scale is None else x * spec.output_scale
 
 
-def attention(
-    spec: Attention,
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    visible: torch.Tensor,
-    shared: KeysValues,
-    number: int,
-) -> torch.Tensor:
-    """x [rows, hidden] -> [rows, hidden]; positions [rows], visible [rows, rows]."""
+def attention(spec: Attention, x: torch.Tensor, rows: Rows, shared: KeysValues, number: int) -> torch.Tensor:
+    """x [rows, hidden] -> [rows, hidden]."""
+    indices, positions, visible = rows
     # 1. Queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim].
     heads = matrix(spec.qkv, x).view(len(x), -1, spec.head_dim)
     if spec.head_order is not None:
@@ -112,9 +115,9 @@ def attention(
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     # 3. Scores [heads, rows, rows]; the softmax is in fp32.
     if spec.window is not None:
-        visible = visible & (positions[None, :] > positions[:, None] - spec.window)
+        visible = visible & (indices[None, :] > indices[:, None] - spec.window)
     if spec.chunk is not None:
-        visible = visible & (positions[None, :] // spec.chunk == positions[:, None] // spec.chunk)
+        visible = visible & (indices[None, :] // spec.chunk == indices[:, None] // spec.chunk)
     scores = softcap(torch.einsum("ihd,jhd->hij", q, k) * spec.scale, spec.softcap)
     scores = scores.masked_fill(~visible, float("-inf"))
     if spec.sinks is not None:

@@ -24,8 +24,9 @@ LONGEST_TEXT = 1 << 17
 """Maximum length where the model's context has no limit: the size of page tables and rotary tables."""
 SPARE_BYTES = 1 << 30
 """Memory left free for captured steps."""
-MOST_SHIFT = 64
-"""The most that a sequence may add to its positions. It may subtract any number."""
+MOST_SHIFT = 1 << 12
+"""The most that a sequence may add to its positions. It may subtract any number. Images have fewer positions than
+tokens; more are found where a model counts the padding of a batch."""
 
 QueryScale = Callable[[torch.Tensor], torch.Tensor]
 """See `Attention.query_scale`."""
