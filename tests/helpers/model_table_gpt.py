@@ -44,6 +44,7 @@ GPT_ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("neox-sequential", "GPTNeoX", {**HALF, "use_parallel_residual": False, "tie_word_embeddings": True}),
     ("neox-no-biases", "GPTNeoX", {**HALF, "attention_bias": False}),
     ("neox-dynamic", "GPTNeoX", DYNAMIC),
+    ("neox-japanese", "GPTNeoXJapanese", {"intermediate_multiple_size": 2}),
     ("persimmon", "Persimmon", {}),
     ("persimmon-no-norms", "Persimmon", {"qk_layernorm": False}),
     # one K/V head, or groups of heads side by side

@@ -62,6 +62,8 @@ MORE_ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("granite-mlp-biases", "Granite", {**SCALES, "mlp_bias": True}),
     ("granite-swa", "GraniteSWA", SWA),
     ("granite-swa-thetas", "GraniteSWA", {**SWA, "layer_rope_theta": [0, 50.0, 10000.0]}),
+    ("hyperclovax", "HyperCLOVAX", SCALES),
+    ("hyperclovax-no-out-norms", "HyperCLOVAX", {**SCALES, "use_post_norm": False, "head_dim": 16}),
     ("granite-hybrid", "GraniteMoeHybrid", {**HYBRID, "position_embedding_type": "rope"}),
     ("granite-hybrid-no-positions", "GraniteMoeHybrid", HYBRID),
     ("olmo", "Olmo", {}),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from lookahead.models.facts import UnsupportedModelError, attention_scale_start, first_line, kind_of
+from lookahead.models.facts import UnsupportedModelError, attention_scale_start, first_line, kind_of, refusal
 
 FAILURES = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError)
 """What a model's forward pass may raise on inputs that it does not support."""
@@ -31,8 +31,6 @@ def check_supported(model: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) and not (kinds and kinds <= KNOWN_LAYERS):
         refuse("it keeps a recurrent state (state-space or linear attention), which cannot step back")
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        refuse("its local attention counts indices in the cache, not positions")
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
         refuse("its attention is biased by index in the cache (ALiBi), not by position")
     if getattr(config, "attn_temperature_tuning", False) and attention_scale_start(config) < 1:
@@ -50,6 +48,13 @@ def check_supported(model: Any) -> None:
     attention = getattr(config, "_attn_implementation", "eager")
     if attention not in ("sdpa", "eager"):
         refuse(f"attention {attention!r} takes no 4-D mask; load it with attn_implementation='sdpa'")
+
+
+def check_own_forward(model: Any) -> None:
+    """As `check_supported`, for the eager backend, which runs trees in the model's own forward pass."""
+    config = model.config.get_text_config(decoder=True)
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise refusal(model, "its local attention counts indices in the cache, not positions")
 
 
 def input_device(model: Any) -> torch.device:

@@ -21,7 +21,7 @@ from lookahead.backends.eager.masks import AttentionMasks
 from lookahead.backends.failures import memory_error
 from lookahead.backends.probe import probe
 from lookahead.backends.sampling import log_probs, pick, top_tokens
-from lookahead.backends.support import check_supported, input_device, layer_shapes
+from lookahead.backends.support import check_own_forward, check_supported, input_device, layer_shapes
 from lookahead.models.facts import chunks, context_length, sliding_windows, tensor_parallel_ranks
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -75,6 +75,7 @@ class EagerBackend(BatchedSlots[KVBuffer]):
         `outputs` has each slot's part of the last pass.
         """
         check_supported(model)
+        check_own_forward(model)
         self.model = model
         self.device = input_device(model)
         self.dtype: torch.dtype = model.dtype

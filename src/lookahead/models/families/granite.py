@@ -1,7 +1,7 @@
 """Granite: a Llama with factors of the embedding, of scores, of what a block's halves add, and of the logits.
 
 Granite 4's dense models, which are GraniteMoeHybrids without experts and Mamba layers, may do without positions.
-GraniteSWA has windows on some layers, a theta per layer, and sinks.
+GraniteSWA has windows on some layers, a theta per layer, and sinks. HyperCLOVA X may have norms of what is added.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from lookahead.models.spec import Activation, Block, Decoder, FeedForward, Matri
 
 def read_granite(base: Any, head: Any, config: Any) -> Decoder:
     return _scaled(read_llama(base, head, config), config)
+
+
+def read_hyperclovax(base: Any, head: Any, config: Any) -> Decoder:
+    """Its factor of the logits multiplies them; Granite's divides."""
+    described, blocks = read_granite(base, head, config), []
+    for layer, block in zip(base.layers, described.blocks, strict=True):
+        norms = (read_norm(layer.post_norm1), read_norm(layer.post_norm2)) if config.use_post_norm else (None, None)
+        blocks.append(replace(block, attention_out_norm=norms[0], feed_forward_out_norm=norms[1]))
+    return replace(described, blocks=blocks, logit_scale=float(config.logits_scaling))
 
 
 def read_granite_swa(base: Any, head: Any, config: Any) -> Decoder:
@@ -64,4 +73,5 @@ READERS = {
     "GraniteForCausalLM": CausalLM(read_granite),
     "GraniteSWAForCausalLM": CausalLM(read_granite_swa),
     "GraniteMoeHybridForCausalLM": CausalLM(read_granite_hybrid),
+    "HyperCLOVAXForCausalLM": CausalLM(read_hyperclovax),
 }

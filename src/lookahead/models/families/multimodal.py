@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.families import llama, phi3, smollm3
-from lookahead.models.parts import TextReader
+from lookahead.models.families import llama, neox, phi, phi3, smollm3, starcoder2
+from lookahead.models.parts import CausalLM, TextReader
 from lookahead.models.spec import Decoder, Rope
 
 
@@ -49,8 +49,12 @@ TEXT: Mapping[str, TextReader] = {
     "MistralModel": llama.read_mistral,
     "Qwen2Model": llama.read_qwen,
     "Qwen3Model": llama.read_qwen,
+    "PersimmonModel": neox.read_persimmon,
+    "PhiModel": phi.read_phi,
     "Phi3Model": phi3.read_phi3,
     "SmolLM3Model": smollm3.read_smollm3,
+    "StableLmModel": starcoder2.read_stablelm,
+    "Starcoder2Model": starcoder2.read_starcoder2,
     "Qwen2VLTextModel": read_three_axes,
     "Qwen2_5_VLTextModel": read_three_axes,
     "Qwen3VLTextModel": read_three_axes,
@@ -90,6 +94,7 @@ READERS = {
             "DeepseekVLHybridForConditionalGeneration",
             "FastVlmForConditionalGeneration",
             "FunAsrNanoForConditionalGeneration",
+            "FuyuForCausalLM",
             "GlmAsrForConditionalGeneration",
             "GotOcr2ForConditionalGeneration",
             "InternVLForConditionalGeneration",
@@ -129,4 +134,6 @@ READERS = {
         ),
         WithText("text_model"),
     ),
+    "Emu3ForCausalLM": CausalLM(llama.read_llama),
+    "Phi4MultimodalForCausalLM": CausalLM(phi3.read_phi3),
 }

@@ -1,12 +1,14 @@
-"""GPT-NeoX (Pythia) and Persimmon: LayerNorm, one matrix with the query, key and value of each head side by side.
+"""GPT-NeoX (Pythia), GPT-NeoX-Japanese and Persimmon: LayerNorm, a part of each head turned, no gate.
 
-A part of each head is turned. Both halves of GPT-NeoX's blocks read the block's input, by a norm each, if
-`use_parallel_residual`. Persimmon has norms of q and k.
+One matrix has the query, key and value of each head side by side. Both halves of GPT-NeoX's blocks read the block's
+input, by a norm each, if `use_parallel_residual`. Persimmon has norms of q and k.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from lookahead.models.parts import CausalLM, grouped_order, read_norm, read_rope, read_ungated
 from lookahead.models.spec import Attention, Block, Decoder, Matrix, Rope
@@ -24,6 +26,26 @@ def read_neox(base: Any, head: Any, config: Any) -> Decoder:
         )
         for layer in base.layers
     ]
+    return Decoder(base.embed_in.weight.detach(), blocks, read_norm(base.final_layer_norm), Matrix((head,)))
+
+
+def read_neox_japanese(base: Any, head: Any, config: Any) -> Decoder:
+    """Its last output projection alone has a bias, which is a parameter of its own."""
+    rope = read_rope(base.rotary_emb, config)
+    blocks = []
+    for layer in base.layers:
+        module, out = layer.attention, layer.attention.dense
+        if module.dense_bias is not None:
+            out = torch.nn.Linear(out.in_features, out.out_features, device="meta")
+            out.weight, out.bias = module.dense.weight, module.dense_bias
+        blocks.append(
+            Block(
+                read_norm(layer.input_layernorm),
+                _read_attention(module, module.head_size, rope, out=Matrix((out,))),
+                read_norm(layer.post_attention_layernorm),
+                read_ungated(layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h, config.hidden_act),
+            )
+        )
     return Decoder(base.embed_in.weight.detach(), blocks, read_norm(base.final_layer_norm), Matrix((head,)))
 
 
@@ -47,20 +69,21 @@ def read_persimmon(base: Any, head: Any, config: Any) -> Decoder:
 
 def _read_attention(module: Any, head_dim: int, rope: Rope, **changes: Any) -> Attention:
     heads = module.dense.in_features // head_dim
-    return Attention(
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        scale=float(module.scaling),
-        qkv=Matrix((module.query_key_value,)),
-        out=Matrix((module.dense,)),
-        rope=rope,
-        head_order=grouped_order(heads, heads),
-        **changes,
-    )
+    fields = {
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "qkv": Matrix((module.query_key_value,)),
+        "out": Matrix((module.dense,)),
+        "rope": rope,
+        "head_order": grouped_order(heads, heads),
+    }
+    return Attention(**{**fields, **changes})
 
 
 READERS = {
     "GPTNeoXForCausalLM": CausalLM(read_neox, base="gpt_neox"),
+    "GPTNeoXJapaneseForCausalLM": CausalLM(read_neox_japanese, base="gpt_neox_japanese", head="embed_out"),
     "PersimmonForCausalLM": CausalLM(read_persimmon),
 }
