@@ -22,10 +22,12 @@ from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
 from lookahead.backends.cpu.backend import CpuBackend
 from lookahead.backends.cpu.cells import HOME, SPARE
+from lookahead.backends.cpu.int8 import Int8Products
 from lookahead.backends.cpu.invariance import invariant_nodes, parts_of, reduced_model
 from lookahead.backends.cpu.lower import lower
 from lookahead.backends.cpu.onnx_model import Products
 from lookahead.config import SamplingParams
+from lookahead.models.facts import UnsupportedModelError
 from lookahead.models.reference import forward, forward_tree
 from lookahead.models.spec import Attention, Decoder, Norm
 
@@ -256,8 +258,8 @@ def test_shared_keys_and_values_are_exported_once() -> None:
 # Nodes
 
 
-def nodes_of(described: Decoder) -> list[str]:
-    file, _ = lower(described, Products())
+def nodes_of(described: Decoder, products: Products | None = None) -> list[str]:
+    file, _ = lower(described, products or Products())
     return [node.op_type for node in load_from_string(file).graph.node]
 
 
@@ -267,3 +269,19 @@ def test_factors_and_orders_of_heads_take_no_nodes() -> None:
         assert nodes_of(decoder(knob)) == plain, knob
     assert nodes_of(decoder("logit scale")) == nodes_of(decoder("tied head"))
     assert nodes_of(decoder("norms after, scaled")).count("Mul") == nodes_of(decoder("norms after")).count("Mul") + 1
+
+
+def test_parallel_halves_share_a_norm_and_its_bytes() -> None:
+    one, two = (nodes_of(decoder(f"parallel, {norms}"), Int8Products()) for norms in ("one norm", "two norms"))
+    assert one.count("QuantizeLinear") == 2 * 4 - 1  # of two layers
+    assert two.count("QuantizeLinear") == 3 * 4
+
+
+# Refusals
+
+
+def test_weights_that_are_not_in_memory_are_refused() -> None:
+    """Of a description, only device and dtype are."""
+    away = replace(decoder("scale"), embedding=decoder("scale").embedding.to("meta"))
+    with pytest.raises(UnsupportedModelError, match="the cpu backend does not run this model: it is on meta"):
+        backend(away)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,8 @@ from lookahead.backends.cpu.screen import CANDIDATES, MOST_SCREENED
 from lookahead.config import SamplingParams, StopRules
 from lookahead.engine.engine import Engine
 from lookahead.engine.request import Request
+from lookahead.models.read import read
+from lookahead.models.reference import forward
 
 Plain = Callable[[Any, Sequence[int], int], list[int]]
 AUTOREGRESSIVE = LookaheadConfig.autoregressive()
@@ -40,8 +43,8 @@ def screen_every_head() -> Iterator[None]:
         yield
 
 
-def heads(matrix: Any) -> Heads:
-    made = Heads(matrix_of(np.ascontiguousarray(matrix, dtype=np.float32)), Products(), threads=1)
+def heads(matrix: Any, cap: float | None = None) -> Heads:
+    made = Heads(matrix_of(np.ascontiguousarray(matrix, dtype=np.float32)), Products(), threads=1, cap=cap)
     assert made.screened is not None
     return made
 
@@ -136,6 +139,46 @@ def test_all_logits_many_rows_and_many_top_tokens_take_the_full_head() -> None:
     assert made.run(hidden[:2], CANDIDATES + 1, logits=False).ids.shape == (2, CANDIDATES + 1)
 
 
+# Scaled and capped logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [0.02, 0.5, 30.0])
+def test_the_argmax_of_capped_logits_is_the_full_heads(kind: str, size: float) -> None:
+    """Of logits in the linear part of the tanh, in the bent one, and where it makes most of them equal."""
+    matrix, hidden = random_case(kind, 500, 64, MOST_SCREENED, seed=7)
+    hidden *= np.float32(size / np.abs(hidden @ matrix.T).max(axis=1).mean())
+    made = heads(matrix, cap=4.0)
+    full = made.full.run(hidden, 8)
+    logits = full.logits.numpy().copy()
+    expected = 4 * np.tanh(hidden.astype(np.float64) @ matrix.T.astype(np.float64))
+    assert np.allclose(logits, expected, atol=1e-5)
+    either = made.run(hidden, 8, logits=False)
+    assert np.array_equal(either.ids[:, 0], full.ids[:, 0])
+    assert np.array_equal(either.values[:, 0], full.values[:, 0])
+    found, certain = made.screened.run(hidden, 8)
+    assert np.array_equal(found.values, np.take_along_axis(logits, found.ids, axis=1))
+    assert np.allclose(found.total[certain], full.total[certain], rtol=0.1)
+
+
+def test_equal_capped_logits_are_not_certain() -> None:
+    """The first token has the largest upper logit, but all tokens are equal under the cap. The lowest id wins."""
+    matrix = np.ones((300, 16))
+    matrix[200] = 9
+    made, hidden = heads(matrix, cap=2.0), np.full((1, 16), 4, np.float32)
+    assert not made.screened.run(hidden, 1)[1].any()
+    assert made.run(hidden, 1, logits=False).ids.tolist() == [[0]]
+    assert heads(matrix).run(hidden, 1, logits=False).ids.tolist() == [[200]]
+
+
+def test_a_bias_is_scaled_as_the_states_are() -> None:
+    matrix, hidden = random_case("random", 200, 32, 2, seed=5)
+    bias = np.linspace(-5, 5, 200, dtype=np.float32)
+    made = Heads(matrix_of(matrix, bias), Products(), threads=1, scale=0.2, cap=5.0)
+    expected = 5 * np.tanh((hidden @ matrix.T + bias) * np.float32(0.2))
+    assert np.allclose(made.run(hidden * np.float32(0.2), 1, logits=False).logits, expected, atol=1e-4)
+
+
 # The check at load
 
 
@@ -198,6 +241,18 @@ def test_greedy_tokens_are_transformers_own(settings: LookaheadConfig, plain: Pl
     assert made.runs["screened"] > 24
     assert made.runs["full"] == 0
     assert made.capabilities.kernels.endswith("screened head")
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (0.25, 2.0), (-0.5, 3.0)])
+def test_screened_texts_of_scaled_and_capped_logits(scale: float, cap: float | None, settings: LookaheadConfig) -> None:
+    """The screened head gives the tokens of the description, and the full head the same."""
+    described = replace(read(model(), "cpu"), logit_scale=scale, logit_softcap=cap)
+    made = CpuBackend(model(), probed=False, description=described)
+    assert made._heads.screened is not None
+    for prompt in PROMPTS[:2]:
+        (text,) = outputs(made, [prompt], settings.adapted(budget=MOST_SCREENED))
+        assert forward(described, prompt + text)[len(prompt) - 1 : -1].argmax(-1).tolist() == text
+        assert outputs(made, [prompt], AUTOREGRESSIVE, 24, SamplingParams(1e-4, seed=1)) == [text]
 
 
 def test_a_text_does_not_depend_on_the_head_that_its_neighbours_need(settings: LookaheadConfig) -> None:

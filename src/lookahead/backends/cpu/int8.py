@@ -42,12 +42,19 @@ def quantised_bytes(made: OnnxModel, x: str) -> tuple[str, str]:
     """Rows [R, in] as bytes, and their scales [R, 1]: x is about (bytes - MIDDLE) * scales.
 
     All that is quantised in one model must have the same number of rows. A row of zeros has the scale 0. Its
-    bytes may be any, because the scale multiplies what becomes of them.
+    bytes may be any, because the scale multiplies what becomes of them. Matrices that multiply the same x share both.
     """
+    steps = made.once(f"steps of {x}", lambda: _steps(made, x))
+    middles = made.once("middles", lambda: _middles(made, steps))
+    rows = made.once(f"bytes of {x}", lambda: made.add("QuantizeLinear", x, steps, middles, axis=0))
+    return rows, made.once(f"scales of {x}", lambda: made.add("Unsqueeze", steps, made.constant([1])))
+
+
+def _steps(made: OnnxModel, x: str) -> str:
+    """The scale of each row [R]."""
     largest = made.add("ReduceMax", made.add("Abs", x), made.constant([1]), keepdims=0)
-    steps = made.add("Mul", largest, made.constant(1 / LEVELS, np.float32))
-    rows = made.add("QuantizeLinear", x, steps, made.once("middles", lambda: _middles(made, steps)), axis=0)
-    return rows, made.add("Unsqueeze", steps, made.constant([1]))
+    steps: str = made.add("Mul", largest, made.constant(1 / LEVELS, np.float32))
+    return steps
 
 
 def _middles(made: OnnxModel, steps: str) -> str:
