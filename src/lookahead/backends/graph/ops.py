@@ -32,11 +32,11 @@ class Ops:
         locating: Any = reference_heads
         self.attend: Any = reference.attend
         if self.compiled:
-            from lookahead.backends.graph.kernels import attention, depths, fused, locate
+            from lookahead.backends.graph.kernels import attention, depths, fused, locate, workspace
             from lookahead.backends.graph.kernels import heads as compiled_heads
 
             kernels, heads, locating = fused, compiled_heads, locate
-            self.attend, self._attention, self._depths = attention.attend, attention, depths
+            self.attend, self._depths, self._workspace = attention.attend, depths, workspace.Workspace
             self._processors = processors or torch.cuda.get_device_properties(device).multi_processor_count
         self.embed, self.add_norm, self.gate = kernels.embed, kernels.add_norm, kernels.gate
         self.move_accepted, self.copy_pinned = kernels.move_accepted, kernels.copy_pinned
@@ -44,8 +44,8 @@ class Ops:
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
 
     def workspace(self) -> Any:
-        """Memory for the partial results of `attend`, shared by all captured steps; see `kernels.attention`."""
-        return self._attention.Workspace(self._device) if self.compiled else None
+        """Memory for the partial results of `attend`, shared by all captured steps; see `kernels.workspace`."""
+        return self._workspace(self._device) if self.compiled else None
 
     def order_by_depth(self, rows: Rows, work: Any, tiles: Any, group: int) -> None:
         """Sort the nodes of an invariant step's trees by depth for `attend`; see `kernels.depths`.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from attending import Step, parts_of
+from attending import Step, check_invariance, parts_of
 from flat import Part, rows_of, tables_of
 from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_by_depth, order_size
 from lookahead.backends.graph.kernels.tiles import NEAR_BLOCKS, Grid, HeadShape, Tiles, TileSize, Tiling, tiles_for
-from lookahead.backends.graph.sizes import PAGE
 
 DTYPES = [
     torch.float32,
@@ -42,7 +39,8 @@ UNITS = pytest.mark.skipif(not torch.cuda.is_available(), reason="is about how t
         slow_interpreted([(260, 0, 17), (3, 2, 5), (0, 0, 1), (90, 20, 0)], 4, 2, 80),
         slow_interpreted([(0, 70, 0), (64, 1, 1)], 2, 1, 64),  # a prompt, and a token that was computed elsewhere
         slow_interpreted([(100, 90, 3)], 2, 1, 64),
-        slow_interpreted([(257, 0, 70)], 2, 1, 256),
+        *(slow_interpreted([(257, 0, 70)], 2, 1, dim) for dim in (112, 192, 256, 512)),
+        *(slow_interpreted([(90, 20, 3), (700, 0, 1)], 8, 1, dim) for dim in (96, 256, 512)),
         slow_interpreted([(40, 0, 121)], 9, 3, 64),  # the embedded model's heads
     ],
 )
@@ -142,7 +140,9 @@ def test_tiles_fill_the_device(count: int, heads: int, kv_heads: int) -> None:
         slow_interpreted(2, 1, 64, 1400, 200, 1),
         slow_interpreted(2, 1, 256, 300, 31, 1),
         slow_interpreted(2, 2, 64, 64 * NEAR_BLOCKS + 117, 0, 1),
-        slow_interpreted(2, 1, 256, 60, 0, 5),
+        *(slow_interpreted(2, 1, dim, 60, 0, 5) for dim in (112, 192, 256, 512)),
+        pytest.param(2, 1, 256, 700, 128, 5, marks=UNITS),
+        pytest.param(2, 1, 512, 700, 128, 5, marks=UNITS),
         pytest.param(2, 2, 64, 90, 0, 5, marks=UNITS),
         pytest.param(2, 2, 64, 203, 0, 10, marks=UNITS),
         pytest.param(1, 1, 64, 90, 0, 25, marks=UNITS),
@@ -159,62 +159,10 @@ def test_a_row_is_the_same_alone_in_a_tree_and_in_a_prompt(
     window: int,
     spread: float,
 ) -> None:
-    """Bit for bit: a text's last tokens one step each, against the same tokens scattered over one tree, and against the
-    same tokens as part of a prompt. Other sequences run in the same steps, or not.
-
-    A large `spread` is as in a trained model: few keys have nearly all of the weight, the others next to none.
-    """
-    ahead, count = 16, 70
+    """A large `spread` is as in a trained model: few keys have nearly all of the weight, the others next to none."""
     if device.type == "cuda":  # the interpreter would take minutes
         heads, kv_heads = 16 * heads, 16 * kv_heads
-    rng = random.Random(length)
-    # The tree: node 0 and `ahead` more form the text, the other nodes hang somewhere.
-    text = [0, *sorted(rng.sample(range(1, count), ahead))]
-    parents = [-1, *(rng.randrange(i) for i in range(1, count))]
-    for before, node in pairwise(text):
-        parents[node] = before
-    tree = Step(device, dtype, [Part(length, 0, parents), Part(33, 0, (-1, 0))], heads, kv_heads, dim)
-    tree.q *= spread
-
-    def run(step: Step, small: bool, unsplit: bool = False) -> torch.Tensor:
-        grid = Grid.UNSPLIT if unsplit else Grid.SINGLE if len(step.parts) == 1 else Grid.SPLIT
-        tiling = Tiling(TileSize.SMALL if small else TileSize.LARGE, grid)
-        tiles = tiles_for(len(step.q), HeadShape(heads, kv_heads, dim), tiling, invariant=True)
-        tiles = replace(tiles, splits=5, near_splits=3, processors=1, programs=16)
-        out = torch.full_like(step.q, float("nan"), dtype=torch.float32)  # unrounded: no bit is hidden
-        return step.run(tiles, window, out)
-
-    in_tree = run(tree, False)
-    # The same K/V with the text's tokens next to each other behind the prefix.
-    keys, values = tree.keys.clone(), tree.values.clone()
-    table = tree.tables[0].long()
-
-    def at(place: int) -> tuple[torch.Tensor, slice, int]:
-        return table[place // PAGE], slice(None), place % PAGE
-
-    for depth, node in enumerate(text):
-        keys[at(length + depth)], values[at(length + depth)] = (
-            tree.keys[at(length + node)],
-            tree.values[at(length + node)],
-        )
-
-    def lined(part: Part, q: torch.Tensor, small: bool) -> torch.Tensor:
-        step = Step(device, dtype, [part], heads, kv_heads, dim)
-        step.tables, step.keys, step.values, step.q = tree.tables, keys, values, q.contiguous()
-        return run(step, small, unsplit=small)
-
-    for depth in (0, 1, 2, 7, 15, 16):
-        node = text[depth]
-        for small in (True, False):
-            alone = lined(Part(length + depth), tree.q[node : node + 1], small)
-            assert torch.equal(alone[0], in_tree[node]), depth
-    assert torch.equal(run(tree, False, unsplit=True), in_tree)  # as a batch with large trees is tiling
-    assert torch.equal(run(tree, True), in_tree)  # as a few small trees are
-    for small in (True, False):
-        prompt = lined(Part(length, ahead + 1, ()), tree.q[text], small)
-        assert torch.equal(prompt, in_tree[text])
-        prompt = lined(Part(length + 3, 5, ()), tree.q[text[3:8]], small)
-        assert torch.equal(prompt, in_tree[text[3:8]])
+    check_invariance(device, dtype, HeadShape(heads, kv_heads, dim), length, {"window": window}, spread=spread)
 
 
 def test_nodes_stand_in_groups_of_one_depth(device: torch.device) -> None:

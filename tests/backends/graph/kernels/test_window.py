@@ -1,8 +1,9 @@
-"""A sliding window in the attention kernel: which keys it reads, and that a row's bits do not depend on how."""
+"""Sliding windows and chunks in attention: which keys are read, and that a row's bits do not depend on how."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ from flat import Part
 from marks import slow_interpreted
 
 from lookahead.backends.graph.kernels import near, prefix
-from lookahead.backends.graph.kernels.tiles import NEAR_BLOCKS, Tiles
+from lookahead.backends.graph.kernels.tiles import (
+    NEAR_BLOCKS,
+    Grid,
+    HeadShape,
+    Tiles,
+    TileSize,
+    Tiling,
+    queries_per_tile,
+    tiles_for,
+)
 from lookahead.backends.graph.sizes import PAGE
 
 WINDOWS = [1, 7, 16, 31, 64, 100, 200]
@@ -35,70 +45,82 @@ def tilings(dim: int, near_keys: int) -> Iterator[Tiles]:
         )
 
 
-def unrounded(step: Step, tiles: Tiles, window: int) -> torch.Tensor:
+def unrounded(step: Step, tiles: Tiles) -> torch.Tensor:
     """The step's results [R, H, D] in fp32, so that no bit is hidden. Rows that pad it are zeros."""
-    return step.run(tiles, window, torch.zeros_like(step.q, dtype=torch.float32))
+    return step.run(tiles, out=torch.zeros_like(step.q, dtype=torch.float32))
 
 
-def invisible(step: Step, window: int) -> torch.Tensor:
-    """The places [pages, PAGE] that no row sees, of its own text or of others."""
+def invisible(step: Step) -> torch.Tensor:
+    """The cells [pages, PAGE] that no row sees, of its own text or of others."""
+    window, chunk = step.options.get("window", 0), step.options.get("chunk", 0)
     seen = torch.zeros(len(step.keys), PAGE, dtype=torch.bool, device=step.device)
     for line, part in enumerate(step.parts):
-        at = torch.arange(max(0, part.length - window + 1), part.end, device=step.device)
+        oldest = part.length // chunk * chunk if chunk else max(0, part.length - window + 1)
+        at = torch.arange(oldest, part.end, device=step.device)
         seen[step.tables[line, at // PAGE].long(), at % PAGE] = True
     return ~seen
 
 
+LIMITS = [*({"window": tokens} for tokens in WINDOWS), *({"chunk": tokens} for tokens in (16, 23, 64, 150))]
 CASES = [
-    (7, 64, FEW),
-    *(slow_interpreted(window, dim, shapes) for window in WINDOWS for dim in (64, 256) for shapes in (BATCH, LONG)),
-    *(slow_interpreted(window, 80, BATCH) for window in (7, 100)),
-    *(slow_interpreted(window, 64, FAR_AWAY) for window in (1, 100, 64 * NEAR_BLOCKS)),
+    ({"window": 7}, 64, FEW),
+    slow_interpreted({"chunk": 23}, 64, FEW),
+    *(slow_interpreted(limit, dim, shapes) for limit in LIMITS for dim in (64, 256) for shapes in (BATCH, LONG)),
+    *(slow_interpreted({"window": window}, 80, BATCH) for window in (7, 100)),
+    *(slow_interpreted({"window": window}, 64, FAR_AWAY) for window in (1, 100, 64 * NEAR_BLOCKS)),
+    *(slow_interpreted({"chunk": chunk}, 64, FAR_AWAY) for chunk in (100, 64 * NEAR_BLOCKS)),
 ]
 
 
-@pytest.mark.parametrize(("window", "dim", "shapes"), CASES)
+@pytest.mark.parametrize(("limit", "dim", "shapes"), [*CASES, ({"chunk": 23}, 16, FEW)])
 @pytest.mark.parametrize(("dtype", "near_keys"), [(torch.float32, 0), (torch.float16, 16)])
 def test_no_key_before_the_window_counts(
-    device: torch.device, dtype: torch.dtype, near_keys: int, window: int, dim: int, shapes: list[tuple[int, int, int]]
+    device: torch.device,
+    dtype: torch.dtype,
+    near_keys: int,
+    limit: dict[str, int],
+    dim: int,
+    shapes: list[tuple[int, int, int]],
 ) -> None:
-    """The results are right, and stay the same bit for bit with NaN in every place that no row sees. An invariant
+    """The results are right, and stay the same bit for bit with NaN in every cell that no row sees. An invariant
     step's are the same in every cut."""
     step = Step(device, dtype, parts_of(*shapes), 2, 1, dim, padding=2)
-    exact, rounded = (step.plain(kind, window) for kind in (torch.float64, dtype))
-    before = [unrounded(step, tiles, window) for tiles in tilings(dim, near_keys)]
+    step.options = limit
+    exact, rounded = (step.plain(kind) for kind in (torch.float64, dtype))
+    before = [unrounded(step, tiles) for tiles in tilings(dim, near_keys)]
     for found in before:
         assert relative_error(found, exact) <= 2 * relative_error(rounded, exact) + 1e-7
-    hidden = invisible(step, window)
+    hidden = invisible(step)
     assert hidden[step.tables[0, 0]].any()
     for cache in (step.keys, step.values):
         cache.transpose(1, 2)[hidden] = float("nan")
     for tiles, expected in zip(tilings(dim, near_keys), before, strict=True):
-        found = unrounded(step, tiles, window)
+        found = unrounded(step, tiles)
         assert found.isfinite().all()
         assert torch.equal(found, expected)
         assert not near_keys or torch.equal(found, before[0])
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("window", "dim", "shapes"), [(31, 64, FEW), *CASES[1:]])
+@pytest.mark.parametrize(("limit", "dim", "shapes"), [({"window": 31}, 64, FEW), *CASES[1:]])
 @pytest.mark.parametrize(("dtype", "near_keys"), [slow_interpreted(torch.float32, 0), (torch.float16, 16)])
 def test_a_walk_over_the_whole_context_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     dtype: torch.dtype,
     near_keys: int,
-    window: int,
+    limit: dict[str, int],
     dim: int,
     shapes: list[tuple[int, int, int]],
 ) -> None:
     """Blocks before the window add exact zeros: with all of them, under the mask alone, no bit changes."""
     step = Step(device, dtype, parts_of(*shapes), 2, 1, dim)
-    found = [unrounded(step, tiles, window) for tiles in tilings(dim, near_keys)]
+    step.options = limit
+    found = [unrounded(step, tiles) for tiles in tilings(dim, near_keys)]
     for module in (prefix, near):
-        monkeypatch.setattr(module, "lowest_key", lambda position, WINDOW: prefix.tl.min(position, 0) * 0)
+        monkeypatch.setattr(module, "lowest_key", lambda oldest, BOUNDED: prefix.tl.min(oldest, 0) * 0)
     for tiles, ours in zip(tilings(dim, near_keys), found, strict=True):
-        assert torch.equal(unrounded(step, tiles, window), ours)
+        assert torch.equal(unrounded(step, tiles), ours)
 
 
 @pytest.mark.parametrize("shapes", [FEW, *map(slow_interpreted, (BATCH, LONG, FAR_AWAY))])
@@ -106,34 +128,53 @@ def test_a_window_longer_than_the_text_changes_nothing(
     device: torch.device, shapes: list[tuple[int, int, int]]
 ) -> None:
     """Bit for bit, in an invariant step: although one program does a window's splits by another loop, and masks where
-    it need not."""
+    it need not. Nor does a chunk that no row leaves."""
     step = Step(device, torch.float16, parts_of(*shapes), 2, 1, 64)
     for tiles in list(tilings(64, 16))[1:3]:
-        assert torch.equal(unrounded(step, tiles, 5000), unrounded(step, tiles, 0))
+        expected = unrounded(step, tiles)
+        for limit in ("window", "chunk"):
+            step.options = {limit: 5000}
+            assert torch.equal(unrounded(step, tiles), expected)
+        step.options = {}
 
 
-@pytest.mark.parametrize("window", [7, 100, *map(slow_interpreted, (1, 16, 31, 64, 200))])
+@pytest.mark.parametrize(
+    "limit", [{"window": 7}, *map(slow_interpreted, (*LIMITS, {"chunk": 155})), {"window": 100}], ids=str
+)
 @pytest.mark.parametrize(("dim", "length"), [(64, 150), slow_interpreted(64, 1490), slow_interpreted(256, 1490)])
-def test_a_row_is_the_same_alone_and_in_a_prompt(device: torch.device, window: int, dim: int, length: int) -> None:
+def test_a_row_is_the_same_alone_and_in_a_prompt(
+    device: torch.device, limit: dict[str, int], dim: int, length: int
+) -> None:
     """Bit for bit, in an invariant step: a prompt chunk's rows, whose windows begin at different keys, and each of them
     as a step of its own, which reads less."""
     chunk = Step(device, torch.float16, [Part(length, 20, ())], 2, 1, dim)
+    chunk.options = limit
     for tiles in list(tilings(dim, 16))[1:3]:
-        together = unrounded(chunk, tiles, window)
+        together = unrounded(chunk, tiles)
         for row in (0, 7, 19):
             alone = Step(device, torch.float16, [Part(length + row, 0, (-1,))], 2, 1, dim)
             alone.tables, alone.keys, alone.values = chunk.tables, chunk.keys, chunk.values
-            alone.q = chunk.q[row : row + 1]
+            alone.q, alone.options = chunk.q[row : row + 1], limit
             for own in list(tilings(dim, 16))[::2]:
-                assert torch.equal(unrounded(alone, own, window)[0], together[row]), (row, own)
+                assert torch.equal(unrounded(alone, own)[0], together[row]), (row, own)
 
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("length", "window", "blocks"), [(1450, 100, 2), (1450, 200, 4), (1450, 1, 1), (1408, 65, 1), (1408, 1, 0)]
+    ("length", "limit", "blocks"),
+    [
+        (1450, {"window": 100}, 2),
+        (1450, {"window": 200}, 4),
+        (1450, {"window": 1}, 1),
+        (1408, {"window": 65}, 1),
+        (1408, {"window": 1}, 0),
+        (1450, {"chunk": 100}, 2),
+        (1450, {"chunk": 725}, 1),
+        (1408, {"chunk": 704}, 0),
+    ],
 )
 def test_only_the_blocks_of_the_window_are_read(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, length: int, window: int, blocks: int
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, length: int, limit: dict[str, int], blocks: int
 ) -> None:
     """Of 23 blocks of 64 keys; a program that does all splits reads them in halves."""
     calls = []
@@ -145,7 +186,36 @@ def test_only_the_blocks_of_the_window_are_read(
 
     monkeypatch.setattr(prefix, "load_keys", counted)
     step = Step(device, torch.float32, [Part(length)], 2, 1, 64)
+    step.options = limit
     for unsplit, parts in ((False, 1), (True, 2)):
         calls.clear()
-        step.run(Tiles(16, 64, 5, near_splits=3, unsplit=unsplit, part_n=32), window)
+        step.run(Tiles(16, 64, 5, near_splits=3, unsplit=unsplit, part_n=32))
         assert len(calls) == blocks * parts
+
+
+def test_a_short_window_has_no_more_splits_than_blocks() -> None:
+    """And the same in all invariant steps. A long window is divided like a long context."""
+    shape = HeadShape(16, 2, 64)
+    for window, splits, near_splits in ((1, 1, 1), (128, 3, 3), (1024, 4, 4), (64 * NEAR_BLOCKS, 15, 4), (0, 15, 4)):
+        for size, grid, rows in product(TileSize, Grid, (1, 128)):
+            tiles = tiles_for(rows, shape, Tiling(size, grid), invariant=True).for_layer(64, 2, window)
+            assert (tiles.splits, tiles.near_splits) == (splits, near_splits)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 192, 256, 512])
+def test_all_invariant_steps_divide_keys_alike(dim: int) -> None:
+    for heads, kv_heads in ((4, 1), (9, 3), (16, 8), (64, 64)):
+        shape, found = HeadShape(heads, kv_heads, dim), set()
+        for size, grid, rows in product(TileSize, Grid, (1, 16, 128, 1024)):
+            tiles = tiles_for(rows, shape, Tiling(size, grid), invariant=True)
+            found.add((tiles.block_n, tiles.splits, tiles.near_splits))
+            assert tiles.block_m == queries_per_tile(dim, size)
+            assert tiles.block_n % tiles.part_n == 0
+            assert tiles.part_n % 16 == 0
+        assert len(found) == 1
+        assert PAGE % tiles.block_n == 0
+
+
+def test_heads_that_are_too_wide_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads of 576 columns"):
+        tiles_for(1, HeadShape(16, 1, 576), Tiling(TileSize.SMALL, Grid.SINGLE), invariant=True)

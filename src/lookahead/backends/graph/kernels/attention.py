@@ -14,8 +14,9 @@ so that the end of a block does not depend on the context length. The last split
 context more splits take part after the first blocks (`tiles.NEAR_BLOCKS`). The last split waits for the others and
 joins all partial sums by their log-sum-exp. With many tiles, one program handles all splits of a tile, one after the
 other; in an invariant step with the same bits. The prefix's length is read on the device, so that one captured graph
-serves all lengths. With a sliding window a tile starts at the block of the lowest key that one of its rows sees.
-Earlier blocks would add exact zeros, and their pages may belong to another sequence by now.
+serves all lengths. With a sliding window, or in chunks, a tile starts at the block of the lowest key that one of its
+rows sees. Earlier blocks would add exact zeros, and their pages may belong to another sequence by now. A logit without
+a value (an attention sink) is added by the last split, after all keys.
 
 Invariant steps: a token that is decoded alone finds its ancestors in the prefix, not in a tree. Sums are rounded, so
 adding its keys in another order would change bits, and in half precision soon the text. An *invariant* step
@@ -33,29 +34,27 @@ are its prefix, regardless of the pass that computed them.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import triton
 import triton.language as tl
 
 from lookahead.backends.graph.kernels.depths import most_nodes_of, order_size
 from lookahead.backends.graph.kernels.near import add_near, add_tree
-from lookahead.backends.graph.kernels.prefix import add_all_splits, add_split, add_window_splits, splits_in_use
+from lookahead.backends.graph.kernels.prefix import add_all_splits, add_bounded_splits, add_split, splits_in_use
 from lookahead.backends.graph.kernels.records import load_tile
 from lookahead.backends.graph.kernels.rows import Rows
-from lookahead.backends.graph.kernels.softmax import LOWEST, join, no_keys
+from lookahead.backends.graph.kernels.softmax import LOG2E, LOWEST, add_sink, join, no_keys, oldest_key
 from lookahead.backends.graph.kernels.tiles import Tiles
+from lookahead.backends.graph.kernels.workspace import Workspace, padded_dim
 
-LOG2E = 1.4426950408889634
 STAGGER_FROM = tl.constexpr(6)
 """From this many programs per multiprocessor on, staggering them pays (see `_add_unsplit`)."""
 
 
 @triton.jit
 def _add_unsplit(
-    prefix_last, query, text, rows, cut, tree, by_depth, scale,
-    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, NEAR_KEYS: tl.constexpr,
+    prefix_last, query, text, rows, cut, tree, by_depth, scoring,
+    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, BOUNDED: tl.constexpr, NEAR_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """A tile in one program: the sums over the prefix, and those over near keys and the tree.
@@ -63,7 +62,7 @@ def _add_unsplit(
     With `prefix_last` the prefix comes second. The prefix is memory-bound and the near keys are compute-bound, so it is
     faster if some programs work on the one while others work on the other.
     """
-    _end, _first_row, _row, _count, is_tree, _token, _position, _border = rows
+    _end, _first_row, _row, _count, is_tree, _token, _position, _border, _oldest = rows
     BLOCK_M: tl.constexpr = query.shape[0]
     DIM: tl.constexpr = query.shape[1]
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -72,28 +71,29 @@ def _add_unsplit(
     own_top, own_total, own_acc = no_keys(BLOCK_M, DIM)
     for turn in range(0, 2):
         if turn == prefix_last:
-            if WINDOW > 0:
-                top, mass, acc = add_window_splits(
-                    query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, WINDOW, NEAR_KEYS > 0, PAGE
-                )  # fmt: skip
+            if BOUNDED:
+                top, mass, acc = add_bounded_splits(
+                    query, text, rows, cut, scoring, HEAD, BLOCK_N, PART_N, NEAR_KEYS > 0, PAGE
+                )
             else:
                 top, mass, acc = add_all_splits(
-                    query, text, rows, cut, scale, HEAD, BLOCK_N, PART_N, NEAR_KEYS > 0, PAGE
+                    query, text, rows, cut, scoring, HEAD, BLOCK_N, PART_N, NEAR_KEYS > 0, PAGE
                 )
         elif NEAR_KEYS > 0:
-            own_top, own_total, own_acc = add_near(query, text, rows, by_depth, scale, HEAD, PART_N, WINDOW, PAGE)
+            own_top, own_total, own_acc = add_near(query, text, rows, by_depth, scoring, HEAD, PART_N, BOUNDED, PAGE)
         elif is_tree == 1:
             own_top, own_total, own_acc = add_tree(
-                query, text, rows, tree, scale, (own_top, own_total, own_acc), HEAD, WINDOW, PAGE
+                query, text, rows, tree, scoring, (own_top, own_total, own_acc), HEAD, BOUNDED, PAGE
             )
     return top, mass, acc, own_top, tl.max(own_total, 1), own_acc
 
 
 @triton.jit
 def _attend_tile(
-    tile, prefix_last, q, cache, step, order, out, work, scale, sizes,
+    tile, prefix_last, q, cache, step, order, sinks, out, work, scoring, sizes,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART_N: tl.constexpr, WINDOW: tl.constexpr, NEAR_KEYS: tl.constexpr, PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, NEAR_KEYS: tl.constexpr, PAGE: tl.constexpr,
+    UNSPLIT: tl.constexpr,
 ):  # fmt: skip
     """This program's part of a tile: one K/V head, and one split or (with UNSPLIT) all of them.
 
@@ -101,6 +101,7 @@ def _attend_tile(
     tile's BLOCK_M pairs of row and head, and what they see. `cut`: the blocks of the prefix, and the splits that share
     them.
     """
+    BOUNDED: tl.constexpr = WINDOW + CHUNK > 0
     head, split = tl.program_id(0), tl.program_id(2)
     keys, values = cache
     _counts, tiles, tables, positions, cells, bits = step
@@ -128,7 +129,7 @@ def _attend_tile(
         live = tl.maximum(live, 1)
     if UNSPLIT or (split < live) | (split >= splits):
         text = keys, values, table, longest, head, kv_heads
-        rows = end, first_row, row, count, is_tree, token, position, border
+        rows = end, first_row, row, count, is_tree, token, position, border, oldest_key(position, WINDOW, CHUNK)
         cut, tree = (blocks, splits, near_splits), (cells, positions, bits, words)
         query_index = (row * kv_heads + head) * GROUP + pair % GROUP
         query = tl.load(q + query_index[:, None] * HEAD + dim[None, :], mask=in_head[None, :], other=0.0)
@@ -141,21 +142,21 @@ def _attend_tile(
         if UNSPLIT:
             top, mass, acc, own_top, own_mass, own_acc = _add_unsplit(
                 prefix_last, query, text, rows, cut, tree, (order + tile * order_size, most_nodes, first_pair // GROUP),
-                scale, HEAD, BLOCK_N, PART_N, WINDOW, NEAR_KEYS, PAGE,
+                scoring, HEAD, BLOCK_N, PART_N, BOUNDED, NEAR_KEYS, PAGE,
             )  # fmt: skip
         elif split < splits:
             own_top, total, own_acc = add_split(
-                query, text, rows, cut, split, scale, HEAD, BLOCK_N, WINDOW, NEAR_KEYS > 0, PAGE
+                query, text, rows, cut, split, scoring, HEAD, BLOCK_N, BOUNDED, NEAR_KEYS > 0, PAGE
             )  # fmt: skip
             if NEAR_KEYS == 0:  # noqa: SIM102 (the outer condition is known at compile time)
                 if (split == live - 1) & (is_tree == 1):
                     own_top, total, own_acc = add_tree(
-                        query, text, rows, tree, scale, (own_top, total, own_acc), HEAD, WINDOW, PAGE
+                        query, text, rows, tree, scoring, (own_top, total, own_acc), HEAD, BOUNDED, PAGE
                     )  # fmt: skip
             own_mass = tl.max(total, 1)
         elif NEAR_KEYS > 0:
             by_depth = order + tile * order_size, most_nodes, first_pair // GROUP
-            own_top, total, own_acc = add_near(query, text, rows, by_depth, scale, HEAD, PART_N, WINDOW, PAGE)
+            own_top, total, own_acc = add_near(query, text, rows, by_depth, scoring, HEAD, PART_N, BOUNDED, PAGE)
             own_mass = tl.max(total, 1)
         # 3. All splits but the last store their partial sums. The last one waits for them and joins them, in the order
         # of the splits, and then its own. It must be the last to start: if waiting programs filled the device, it would
@@ -183,6 +184,9 @@ def _attend_tile(
                     its_acc = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
                     top, mass, acc = join((top, mass, acc), (its_top, its_mass, its_acc))
             top, mass, acc = join((top, mass, acc), (own_top, own_mass, own_acc))
+            if sinks is not None:
+                sink = tl.load(sinks + head * GROUP + pair % GROUP).to(tl.float32) * LOG2E
+                top, mass, acc = add_sink((top, mass, acc), sink, keys.dtype.element_ty)
             acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
             inside = real[:, None] & in_head[None, :]
             tl.store(out + query_index[:, None] * HEAD + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
@@ -197,10 +201,11 @@ def _attend_tile(
     ]
 )  # fmt: skip
 def _attend(
-    q, cache, step, order, out, work,
+    q, cache, step, order, sinks, out, work,
     scale, longest, kv_heads, splits, near_splits, words, order_size, most_nodes, processors,
     GROUP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PART_N: tl.constexpr, WINDOW: tl.constexpr, NEAR_KEYS: tl.constexpr, PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
+    PART_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, NEAR_KEYS: tl.constexpr,
+    PAGE: tl.constexpr, UNSPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv_heads, tiles at a time, splits; with NEAR_KEYS one more; with UNSPLIT one).
 
@@ -215,8 +220,8 @@ def _attend(
         tile = tl.program_id(1)
         if tile < count:
             _attend_tile(
-                tile, 0, q, cache, step, order, out, work, scale, sizes,
-                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, NEAR_KEYS, PAGE, UNSPLIT,
+                tile, 0, q, cache, step, order, sinks, out, work, (scale, CAP), sizes,
+                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, CHUNK, NEAR_KEYS, PAGE, UNSPLIT,
             )  # fmt: skip
     else:
         # With enough programs, every other one of a multiprocessor takes its prefix last (see `_add_unsplit`).
@@ -224,49 +229,9 @@ def _attend(
         prefix_last = tl.where(many, number // processors % 2, 0)
         for tile in range(tl.program_id(1), count, tl.num_programs(1)):
             _attend_tile(
-                tile, prefix_last, q, cache, step, order, out, work, scale, sizes,
-                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, NEAR_KEYS, PAGE, UNSPLIT,
+                tile, prefix_last, q, cache, step, order, sinks, out, work, (scale, CAP), sizes,
+                GROUP, HEAD, DIM, BLOCK_M, BLOCK_N, PART_N, WINDOW, CHUNK, NEAR_KEYS, PAGE, UNSPLIT,
             )  # fmt: skip
-
-
-class Workspace:
-    """Memory for the partial sums of splits, a counter of splits per tile and head, and the order of tree nodes.
-
-    One workspace serves all layers and all captured steps, which never run at the same time. It must be large enough
-    for the largest of them from the start: a captured graph keeps writing to the memory it was captured with. `part`
-    holds the sums of values, `top` the maxima and sums of weights, `arrived` the number of splits that have stored.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.part = torch.empty(0, dtype=torch.float32, device=device)
-        self.top = torch.empty(0, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        self.order = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def with_own_order(self) -> Workspace:
-        """The same memory with a separate `order`, for an attention group with its own pages."""
-        other = copy.copy(self)
-        other.order = torch.zeros_like(self.order)
-        return other
-
-    def reserve(self, rows: int, most_tiles: int, tiles: Tiles, heads: int, kv_heads: int, dim: int) -> None:
-        """Make room for steps of up to this many rows and tiles."""
-        parts = tiles.parts
-        queries = rows * heads
-        if parts > 1 and self.part.numel() < queries * parts * padded_dim(dim):
-            self.part = self.part.new_empty(queries * parts * padded_dim(dim))
-            self.top = self.top.new_empty(queries * parts * 2)
-        if self.arrived.numel() < most_tiles * kv_heads:
-            self.arrived = self.arrived.new_zeros(most_tiles * kv_heads)
-        if tiles.near_keys:
-            needed = most_tiles * order_size(most_nodes_of(rows), tiles, heads // kv_heads)
-            if self.order.numel() < needed:
-                self.order = self.order.new_zeros(needed)
-
-
-def padded_dim(dim: int) -> int:
-    """A head's width in the kernel: a power of two, and at least 16, as Triton's matrix products require."""
-    return max(16, triton.next_power_of_2(dim))
 
 
 def attend(
@@ -280,23 +245,34 @@ def attend(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a step's rows, each over its own text and tree, into `out`.
 
     q, out [R, H, D]; keys, values [pages, Hkv, PAGE, D], including the step's own. A chunk's row sees its text up to
-    itself; a tree's row its text before the tree, and the nodes in its bits. `window`: tokens of the sliding window, 0
-    for none. With `tiles.near_keys`, `depths.order_by_depth` must have filled `work.order`.
+    itself; a tree's row its text before the tree, and the nodes in its bits. With `tiles.near_keys`,
+    `depths.order_by_depth` must have filled `work.order`.
+
+    `window`: tokens of the sliding window, 0 for none. `chunk`: tokens of an attention chunk, 0 for none; a row sees
+    only keys whose position // chunk is its own. Not both are set. `softcap`: scores become
+    softcap * tanh(score / softcap), 0 for none. `sinks` [H]: a logit per head that takes part in the softmax, but has
+    no value.
     """
     size, heads, dim = q.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     group, most_nodes = heads // kv_heads, most_nodes_of(size)
+    factor = scale / softcap if softcap else scale * LOG2E.value
+    tiles = tiles.for_layer(dim, q.element_size(), window or chunk)
     _attend[(kv_heads, min(tiles.programs, len(rows.tiles)), tiles.parts)](
         q, (keys, values), (rows.counts, rows.tiles, rows.tables, rows.positions, rows.cells, rows.bits),
-        work.order, out, (work.part, work.top, work.arrived),
-        scale * LOG2E, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
+        work.order, sinks, out, (work.part, work.top, work.arrived),
+        factor, rows.tables.shape[1], kv_heads, tiles.splits, tiles.near_splits or tiles.splits,
         rows.bits.shape[1], order_size(most_nodes, tiles, group), most_nodes, tiles.processors,
         GROUP=group, HEAD=dim, DIM=padded_dim(dim), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        PART_N=tiles.part_n, WINDOW=window, NEAR_KEYS=tiles.near_keys, PAGE=page, UNSPLIT=tiles.unsplit,
+        PART_N=tiles.part_n, WINDOW=window, CHUNK=chunk, CAP=float(softcap) * LOG2E.value, NEAR_KEYS=tiles.near_keys,
+        PAGE=page, UNSPLIT=tiles.unsplit,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """Attention sums over the prefix of a tile's sequence, block of keys by block: of one split, or of all of them.
 
-The prefix lies in pages. Of n splits, each takes every n-th block (see `attention`). With a sliding window a tile reads
-only the blocks of its window. Which split takes a block does not depend on the window, so a row's sums do not depend on
-the other rows.
+The prefix lies in pages. Of n splits, each takes every n-th block (see `attention`). With a sliding window or a chunk a
+tile reads only the blocks from the lowest key on that one of its rows sees (BOUNDED). Which split takes a block does
+not depend on that key, so a row's sums do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def _blocks_below(end, split, near, splits, near_splits):
 
 @triton.jit
 def add_split(
-    query, text, rows, cut, split, scale,
-    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr, PAGE: tl.constexpr,
+    query, text, rows, cut, split, scoring,
+    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDED: tl.constexpr, EXACT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The partial sums of one split: its blocks of keys before the border. `text`, `rows` and `cut`: see
     `attention._attend_tile`.
 
-    A block entirely before the border needs no mask, unless there is a sliding window.
+    A block entirely before the border needs no mask, unless rows are BOUNDED.
     """
     keys, values, table, longest, head, kv_heads = text
-    end, _first_row, _row, _count, _is_tree, _token, position, border = rows
+    end, _first_row, _row, _count, _is_tree, _token, _position, border, oldest = rows
     blocks, splits, near_splits = cut
     DIM: tl.constexpr = query.shape[1]
     dim = tl.arange(0, DIM)
@@ -61,9 +61,9 @@ def add_split(
     top, total, acc = no_keys(query.shape[0], DIM)
     ones = tl.full([BLOCK_N, 8], 1.0, values.dtype.element_ty)
     near = _near_blocks(split, near_splits)
-    lowest = lowest_key(position, WINDOW)
-    first = _blocks_below(lowest // BLOCK_N, split, near, splits, near_splits) if WINDOW > 0 else 0
-    masked = first if WINDOW > 0 else _blocks_below(tl.min(border, 0) // BLOCK_N, split, near, splits, near_splits)
+    lowest = lowest_key(oldest, BOUNDED)
+    first = _blocks_below(lowest // BLOCK_N, split, near, splits, near_splits) if BOUNDED else 0
+    masked = first if BOUNDED else _blocks_below(tl.min(border, 0) // BLOCK_N, split, near, splits, near_splits)
     at = tl.arange(0, BLOCK_N)[:, None] * HEAD + dim[None, :]
     # A block's page is looked up one block ahead, so that the lookup does not delay the loads of its keys.
     key0 = _block(first, split, near, splits, near_splits) * BLOCK_N
@@ -78,19 +78,17 @@ def add_split(
         else:
             k = tl.load(keys + base + at, mask=in_head[None, :], other=0.0)
             v = tl.load(values + base + at, mask=in_head[None, :], other=0.0)
-        top, total, acc = add(query, k, v, ones, scale, True, (top, total, acc), False, EXACT)
+        top, total, acc = add(query, k, v, ones, scoring, True, (top, total, acc), False, EXACT)
     for i in range(masked, _blocks_below(blocks, split, near, splits, near_splits)):
         base = ((page * kv_heads + head) * PAGE + key0 % PAGE) * HEAD
         key = key0 + tl.arange(0, BLOCK_N)
         key0 = _block(i + 1, split, near, splits, near_splits) * BLOCK_N
         page = tl.load(table + tl.minimum(key0 // PAGE, longest - 1)).to(tl.int64)
-        k, v = load_keys(
-            keys + base, values + base, at, (key < end) & (key >= lowest) if WINDOW > 0 else key < end, HEAD
-        )
+        k, v = load_keys(keys + base, values + base, at, (key < end) & (key >= lowest) if BOUNDED else key < end, HEAD)
         seen = key[None, :] < border[:, None]
-        if WINDOW > 0:
-            seen = seen & (position[:, None] - key[None, :] < WINDOW)
-        top, total, acc = add(query, k, v, ones, scale, seen, (top, total, acc), True, EXACT)
+        if BOUNDED:
+            seen = seen & (key[None, :] >= oldest[:, None])
+        top, total, acc = add(query, k, v, ones, scoring, seen, (top, total, acc), True, EXACT)
     return top, total, acc
 
 
@@ -108,7 +106,7 @@ def _next_block(block, split, cut):
 
 @triton.jit
 def add_all_splits(
-    query, text, rows, cut, scale,
+    query, text, rows, cut, scoring,
     HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, EXACT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The sums of all splits, one after the other, joined in their order. In an invariant step the bits are those of a
@@ -118,7 +116,7 @@ def add_all_splits(
     is added in parts of PART_N keys, of which `Tiles.stages` are loaded ahead.
     """
     keys, values, table, longest, head, kv_heads = text
-    end, _first_row, _row, _count, _is_tree, _token, _position, border = rows
+    end, _first_row, _row, _count, _is_tree, _token, _position, border, _oldest = rows
     blocks, _splits, _near_splits = cut
     BLOCK_M: tl.constexpr = query.shape[0]
     DIM: tl.constexpr = query.shape[1]
@@ -141,7 +139,7 @@ def add_all_splits(
         page = tl.load(table + tl.minimum(block * BLOCK_N // PAGE, longest - 1)).to(tl.int64)
         k, v = load_keys(keys + base, values + base, at, key < end, HEAD)
         seen = key[None, :] < border[:, None]
-        top, total, acc = add(query, k, v, ones, scale, seen, (top, total, acc), True, EXACT)
+        top, total, acc = add(query, k, v, ones, scoring, seen, (top, total, acc), True, EXACT)
         if last & over:
             all_top, all_mass, all_acc = join((all_top, all_mass, all_acc), (top, tl.max(total, 1), acc))
             top, total, acc = no_keys(BLOCK_M, DIM)
@@ -149,15 +147,14 @@ def add_all_splits(
 
 
 @triton.jit
-def add_window_splits(
-    query, text, rows, cut, scale,
-    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
-    PAGE: tl.constexpr,
+def add_bounded_splits(
+    query, text, rows, cut, scoring,
+    HEAD: tl.constexpr, BLOCK_N: tl.constexpr, PART_N: tl.constexpr, EXACT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """As `add_all_splits`, over the blocks of a sliding window only: a loop over splits around a loop over the
-    split's blocks. A split that has no block in the window adds nothing."""
+    """As `add_all_splits`, over the blocks of a sliding window or a chunk only: a loop over splits around a loop over
+    the split's blocks. A split that has none of these blocks adds nothing."""
     keys, values, table, longest, head, kv_heads = text
-    end, _first_row, _row, _count, _is_tree, _token, position, border = rows
+    end, _first_row, _row, _count, _is_tree, _token, _position, border, oldest = rows
     blocks, splits, near_splits = cut
     BLOCK_M: tl.constexpr = query.shape[0]
     DIM: tl.constexpr = query.shape[1]
@@ -168,7 +165,7 @@ def add_window_splits(
     all_mass = tl.zeros([BLOCK_M], tl.float32)
     all_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     at = tl.arange(0, PART_N)[:, None] * HEAD + dim[None, :]
-    lowest = lowest_key(position, WINDOW)
+    lowest = lowest_key(oldest, True)
     for split in range(0, splits_in_use(blocks, splits, near_splits)):
         near = _near_blocks(split, near_splits)
         first = _blocks_below(lowest // BLOCK_N, split, near, splits, near_splits)
@@ -183,7 +180,7 @@ def add_window_splits(
             block = _block((i + 1) // PARTS, split, near, splits, near_splits)
             page = tl.load(table + tl.minimum(block * BLOCK_N // PAGE, longest - 1)).to(tl.int64)
             k, v = load_keys(keys + base, values + base, at, (key < end) & (key >= lowest), HEAD)
-            seen = (key[None, :] < border[:, None]) & (position[:, None] - key[None, :] < WINDOW)
-            top, total, acc = add(query, k, v, ones, scale, seen, (top, total, acc), True, EXACT)
+            seen = (key[None, :] < border[:, None]) & (key[None, :] >= oldest[:, None])
+            top, total, acc = add(query, k, v, ones, scoring, seen, (top, total, acc), True, EXACT)
         all_top, all_mass, all_acc = join((all_top, all_mass, all_acc), (top, tl.max(total, 1), acc))
     return all_top, all_mass, all_acc

@@ -20,15 +20,18 @@ def attend(
     *,
     scale: float,
     window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `attention.attend`, with a dense mask, in the dtype of `q`. `work` and `tiles` are ignored."""
     heads, kv_heads, page = q.shape[1], keys.shape[1], keys.shape[2]
     records = rows.sequences.tolist()
     for sequence in sorted(set(rows.sequence_of.tolist()) - {-1}):
         record = records[sequence]
-        first, chunk = record[SequenceRecord.FIRST_ROW], record[SequenceRecord.CHUNK_ROWS]
-        nodes, end = record[SequenceRecord.NODES], record[SequenceRecord.LENGTH] + chunk
-        root, last = first + chunk, first + chunk + nodes
+        first, prompt = record[SequenceRecord.FIRST_ROW], record[SequenceRecord.CHUNK_ROWS]
+        nodes, end = record[SequenceRecord.NODES], record[SequenceRecord.LENGTH] + prompt
+        root, last = first + prompt, first + prompt + nodes
         pages = rows.tables[record[SequenceRecord.SLOT], : -(-(end + nodes) // page)].long()
         k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, : end + nodes] for part in (keys, values))
         k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
@@ -37,14 +40,22 @@ def attend(
         seen = torch.arange(end, device=q.device) <= position[:, None]
         node = torch.arange(nodes, device=q.device)
         bits = (rows.bits[first:last, node // 32] >> (node % 32)) & 1 == 1
-        bits[:chunk] = False
+        bits[:prompt] = False
         seen = torch.cat([seen, bits], dim=1)
         if window:
             seen &= position[:, None] - key_position[None, :] < window
+        if chunk:
+            seen &= position[:, None] // chunk == key_position[None, :] // chunk
         v = v.masked_fill(~seen.any(dim=0)[:, None], 0)  # keys that no row sees may be NaN
         scores = torch.einsum("khd,hnd->hkn", q[first:last], k) * scale
-        scores = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        out[first:last] = torch.einsum("hkn,hnd->khd", scores, v)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            sink = sinks.to(scores.dtype)[:, None, None].expand(-1, len(position), 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[:, :, : end + nodes]
+        out[first:last] = torch.einsum("hkn,hnd->khd", weights, v)
     return out
 
 

@@ -6,10 +6,10 @@ A query is a pair of row and head. An invariant step's keys are divided the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 NEAR_KEYS = 16
 """In an invariant step, keys nearer to a row than this are added one by one. No draft token is deeper in a tree."""
@@ -22,7 +22,7 @@ class TileSize(IntEnum):
     """Queries per tile: small tiles for sequences with few rows each, large ones for large trees and for prompts.
 
     A tile's keys are read once for all of its queries, and a tile of 64 queries takes longer than reading its keys.
-    With heads wider than 128 a large tile has 32 queries.
+    With wide heads a large tile has fewer queries (`WidthTuning.queries`).
     """
 
     SMALL = 16
@@ -102,10 +102,77 @@ class Tiles:
         """Programs per tile and K/V head."""
         return 1 if self.unsplit else self.splits + (self.near_keys > 0)
 
+    def for_layer(self, dim: int, element_size: int, span: int) -> Tiles:
+        """The parameters for a layer with heads of this width, and rows that see at most `span` keys (0: all of them).
+
+        A window of at most `NEAR_BLOCKS` blocks is read like a short context, with no more splits than blocks. Wide
+        heads in fp32 leave no shared memory for keys that are loaded ahead.
+        """
+        tiles, blocks = self, (span - 2) // self.block_n + 2
+        if span and blocks <= NEAR_BLOCKS:
+            splits = min(self.near_splits or self.splits, blocks)
+            tiles = replace(tiles, splits=splits, near_splits=splits)
+        return replace(tiles, stages=1) if element_size > 2 and dim > 128 else tiles
+
+
+class Launch(NamedTuple):
+    """What Triton's compiler is given for one kind of tile: see `Tiles`."""
+
+    part_n: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class WidthTuning:
+    """Launch parameters for heads of one width, rounded up to a power of two.
+
+    block_n: keys per block. queries: of a large tile. resident: programs of a step of 128 tokens that fit on a
+    multiprocessor. near: the least and the most near splits, and splits: the most splits of an invariant step. Small
+    tiles of `Grid.SINGLE`, `Grid.SPLIT` and `Grid.UNSPLIT` have a launch each, large tiles have one.
+    """
+
+    block_n: int
+    queries: int
+    resident: int
+    near: tuple[int, int]
+    splits: int
+    single: Launch
+    split: Launch
+    unsplit: Launch
+    large: Launch
+
+    def launch(self, tiling: Tiling) -> Launch:
+        """The launch parameters of a tiling."""
+        return self.large if tiling.size is TileSize.LARGE else (self.single, self.split, self.unsplit)[tiling.grid]
+
+
+TUNED = {
+    64: WidthTuning(
+        64, 64, 3, (2, 4), 15, Launch(64, 4, 3, 168), Launch(64, 2, 3), Launch(32, 1, 3), Launch(64, 4, 3, 168)
+    ),
+    128: WidthTuning(64, 64, 2, (2, 4), 15, Launch(64, 4, 3), Launch(64, 4, 3), Launch(32, 2, 3), Launch(64, 4, 3)),
+    256: WidthTuning(64, 32, 2, (4, 8), 31, Launch(64, 4, 3), Launch(64, 4, 3), Launch(32, 4, 3), Launch(64, 8, 2)),
+    512: WidthTuning(32, 32, 1, (4, 8), 31, Launch(32, 8, 3), Launch(32, 8, 3), Launch(16, 8, 3), Launch(32, 8, 2)),
+}
+"""The tuning of heads of up to this width. Those of 64 and 128 were measured on an H200 (see benchmarks/NOTES.md). The
+wider ones are the largest blocks whose K/V fit into shared memory together with the next block's, so that one program
+per multiprocessor keeps the memory busy; `benchmarks/attention_tiles.py` measures others."""
+
+
+@cache
+def tuning_for(dim: int) -> WidthTuning:
+    """The tuning of heads of this width."""
+    for width, tuning in TUNED.items():
+        if dim <= width:
+            return tuning
+    raise ValueError(f"heads of {dim} columns; attention runs up to {max(TUNED)}")
+
 
 def queries_per_tile(dim: int, size: TileSize) -> int:
     """Queries per tile, with heads of this width."""
-    return min(int(size), 32) if dim > 128 else int(size)
+    return tuning_for(dim).queries if size is TileSize.LARGE else int(size)
 
 
 @cache
@@ -117,8 +184,8 @@ def most_split(shape: HeadShape, processors: int, size: TileSize) -> int:
 
 def tiles_for(rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool, processors: int = 132) -> Tiles:
     """The launch parameters for a step of this many rows. With `Grid.SPLIT` there are at most `most_split` tiles."""
-    (size, grid), dim = tiling, shape.dim
-    block_m = queries_per_tile(dim, size)
+    tuning, launch, (size, grid) = tuning_for(shape.dim), tuning_for(shape.dim).launch(tiling), tiling
+    block_m = queries_per_tile(shape.dim, size)
     tiles = -(-rows * shape.group // block_m)
     near, splits = _invariant_splits(shape, processors)
     if grid is Grid.SINGLE and not invariant:  # about two programs per multiprocessor
@@ -129,25 +196,28 @@ def tiles_for(rows: int, shape: HeadShape, tiling: Tiling, *, invariant: bool, p
         Grid.SPLIT: most_split(shape, processors, size),
         Grid.UNSPLIT: tiles + SPARE_PROGRAMS,
     }
-    known: dict[str, Any] = {"splits": splits, "near_splits": near, "near_keys": NEAR_KEYS if invariant else 0}
-    known |= {"unsplit": grid is Grid.UNSPLIT, "programs": programs[grid], "processors": processors}
-    small = size is TileSize.SMALL
-    if dim > 128:
-        return Tiles(block_m, 32, warps=8, stages=1, **known)
-    if small and grid is Grid.UNSPLIT:
-        return Tiles(block_m, 64, stages=3, warps=1 if dim <= 64 else 2, **known)
-    if small and grid is Grid.SPLIT and dim <= 64:
-        return Tiles(block_m, 64, part_n=64, stages=3, warps=2, **known)
-    return Tiles(block_m, 64, part_n=64, stages=3, registers=168 if dim <= 64 else None, **known)
+    return Tiles(
+        block_m,
+        tuning.block_n,
+        splits,
+        near_splits=near,
+        near_keys=NEAR_KEYS if invariant else 0,
+        unsplit=grid is Grid.UNSPLIT,
+        programs=programs[grid],
+        processors=processors,
+        **launch._asdict(),
+    )
 
 
 def _invariant_splits(shape: HeadShape, processors: int) -> tuple[int, int]:
     """Near splits and splits of an invariant step: the same for all steps of layers with these heads.
 
     Near splits are few enough that all programs of a step of 128 tokens fit on the GPU at once. Otherwise some would
-    wait for others, and the step would take twice as long. Three programs fit on a multiprocessor with heads of 64, two
-    with heads of 128.
+    wait for others, and the step would take twice as long. Wide heads have at least four: their blocks take longer to
+    read, and a single row has few programs.
     """
-    room = processors * (3 if shape.dim <= 64 else 2)
-    near = max(2, min(4, room // (2 * shape.heads) - 1))
-    return near, max(near, min(15, processors // 2 // shape.kv_heads))
+    tuning = tuning_for(shape.dim)
+    fewest, most = tuning.near
+    room = processors * tuning.resident * tuning.queries // (128 * shape.heads)
+    near = max(fewest, min(most, room - 1))
+    return near, max(near, min(tuning.splits, processors // 2 // shape.kv_heads))
