@@ -104,7 +104,7 @@ def chunks(config: Any) -> dict[str, int]:
 
 WINDOWLESS = frozenset({
     "moshi", "llama", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "cohere", "seed_oss", "helium",
-    "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2",
+    "hunyuan_v1_dense", "ernie4_5", "arcee", "apertus", "nanochat", "jais2", "hyperclovax",
 })  # fmt: skip
 """Types of models whose attention has no window, whatever their config says."""
 

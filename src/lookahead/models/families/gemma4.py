@@ -27,9 +27,9 @@ _norm = partial(read_norm, rounds_first=False)
 
 def read_gemma4(base: Any, head: Any, config: Any) -> Decoder:
     check_causal(config)
-    if config.hidden_size_per_layer_input:
+    if getattr(config, "hidden_size_per_layer_input", None):
         raise UnsupportedModelError("its layers have embeddings of their own")
-    if config.enable_moe_block:
+    if getattr(config, "enable_moe_block", False):
         raise UnsupportedModelError("it has experts")
     ropes = read_ropes_by_type(base.rotary_emb, config)
     blocks = [
@@ -83,4 +83,4 @@ def _read_attention(module: Any, rope: Rope, window: int | None, config: Any) ->
     )
 
 
-READERS = {"Gemma4ForCausalLM": CausalLM(read_gemma4)}
+READERS = {"Gemma4ForCausalLM": CausalLM(read_gemma4), "Gemma4UnifiedForCausalLM": CausalLM(read_gemma4)}
