@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.request import Request, urlopen
@@ -77,6 +78,7 @@ def test_a_model_that_is_prepared_captures_nothing_for_one_answer(made: Lookahea
     assert made.prepare(log=said.append) >= 0
     ready = made.backend.captures
     assert [line.split(" in ")[0] for line in said] == [f"captured {ready - before} parts of steps"]
+    assert re.search(r" s \(so far: search \d+\.\d s, compile \d+\.\d s, capture \d+\.\d s\)$", said[0])
     for options in ({}, {"temperature": 0.8, "seed": 1}, {"logprobs": 2}, {"repetition_penalty": 1.2}):
         for prompt in ([5], [7, 8, 9] * 40):
             made.generate(prompt, max_tokens=6, **options)

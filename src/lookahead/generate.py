@@ -85,8 +85,9 @@ class LookaheadModel:
         """
         begin, before, backend = perf_counter(), self.backend.captures, self.backend
         budget = max(self.default_config.budget, default_within(backend).budget)
+        times: Mapping[str, float] = {}
         try:
-            self.client.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
+            times = self.client.call(lambda: backend.prepare(backend.max_length or LONGEST, budget, sequences))
         except RuntimeError as error:  # torch's own error for it, or CUDA's while it captures
             if not out_of_memory(error):
                 raise
@@ -94,7 +95,8 @@ class LookaheadModel:
             warn(f"note: not all steps are captured in advance, and some requests will wait: {brief(error)}")
         seconds = perf_counter() - begin
         if log is not None and backend.captures > before:
-            log(f"captured {backend.captures - before} parts of steps in {seconds:.1f} s")
+            spent = ", ".join(f"{what} {taken:.1f} s" for what, taken in times.items())
+            log(f"captured {backend.captures - before} parts of steps in {seconds:.1f} s (so far: {spent})")
         return seconds
 
     def remember_fits(self, log: Callable[[str], None]) -> None:

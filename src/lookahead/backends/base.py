@@ -12,7 +12,7 @@ To add a backend:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -186,9 +186,10 @@ class Backend(Protocol):
 
     # A step
 
-    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> Mapping[str, float]:
         """Compile and capture in advance what up to `sequences` concurrent sequences need, with prompts of up to
-        `tokens` tokens and trees of up to `budget` nodes each."""
+        `tokens` tokens and trees of up to `budget` nodes each. Returns the seconds that the backend has spent on it so
+        far, by what it did."""
         ...
 
     def launch(self, inputs: Sequence[StepInput]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -77,5 +77,6 @@ class BatchedSlots(Generic[BufferT]):
     def remember(self, slot: int, tokens: Sequence[int]) -> None:
         """Nothing is shared between sequences here."""
 
-    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> Mapping[str, float]:
         """Nothing is captured here, so nothing has to be prepared."""
+        return {}

@@ -104,6 +104,7 @@ def graph_backend(model: Any, *, capture_after: int = 0, drop_pages: bool = True
         check_triton()
     with clear_errors(input_device(model), "the graph backend"):
         backend = GraphBackend(model, capture_after=capture_after, drop_pages=drop_pages)
+        backend.compile_kernels()
         probe(backend)
     return backend
 

@@ -13,7 +13,7 @@ communication, and adds one or two tokens to a pass of dozens (`Counters.caught_
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -181,8 +181,8 @@ class ParallelBackend:
         with self.group.guarded():
             self.inner.commit(own)
 
-    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
-        self.inner.prepare(tokens, budget, sequences)
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> Mapping[str, float]:
+        return self.inner.prepare(tokens, budget, sequences)
 
     def adopt(self, slot: int, length: int, layers: Layers, offset: Sequence[int] = ()) -> None:
         """Every rank gets the same K/V."""

@@ -14,7 +14,8 @@ On a CPU the same steps run uncaptured, with the kernels' reference implementati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -202,21 +203,34 @@ class GraphBackend:
     # Capturing in advance.
 
     @on_model_device
-    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> None:
+    def compile_kernels(self) -> None:
+        """Compile the kernels of one sequence's steps in several threads. Otherwise each of them is compiled when it is
+        first launched, one after the other. Where steps are captured lazily, only fallback steps are compiled."""
+        self.runner.compile_kernels(fallbacks=self._lazy)
+
+    @property
+    def _lazy(self) -> bool:
+        """Whether steps of a new kind run as fallback steps first."""
+        return bool(self.capture and self.planner.capture_after and self.invariant)
+
+    @on_model_device
+    def prepare(self, tokens: int, budget: int, sequences: int = 1) -> Mapping[str, float]:
         """Capture all steps that up to `sequences` sequences of up to `tokens` tokens and this budget need.
 
-        Otherwise the first prompt or step of a new size has to wait for its capture.
+        Otherwise the first prompt or step of a new size has to wait for its capture. Returns the `PrepareTimes` of the
+        backend so far.
         """
         self._ahead.drop()
         sequences = min(sequences, MOST_SEQUENCES, self.runner.most_prepared)
         self.planner.rules.reserve(sequences)
         self.runner.prepare(tokens, budget, sequences)
+        return asdict(self.runner.state.times)
 
     @on_model_device
     def prepare_fallbacks(self, noise: bool = False) -> None:
         """Capture the fallback steps of a single sequence with a typical prompt; with `noise` those that sample with
         it. The first call then takes a moment longer, and later ones do not wait for captures."""
-        if self.capture and self.planner.capture_after and self.invariant:
+        if self._lazy:
             self.runner.prepare_fallbacks(Sampler.MULTINOMIAL if noise else Sampler.GREEDY)
 
     # A step.

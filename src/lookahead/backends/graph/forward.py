@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lookahead.backends.graph.kernels.rows import new_rows
@@ -9,6 +11,7 @@ from lookahead.backends.graph.kernels.tiles import queries_per_tile
 from lookahead.backends.graph.kinds import ForwardKind
 from lookahead.backends.graph.layers.attention import plan_group
 from lookahead.backends.graph.layers.step import StepContext
+from lookahead.backends.graph.model import PlannedBlock
 from lookahead.backends.graph.packet import Packet
 from lookahead.backends.graph.records import SequenceRecord, Tile
 from lookahead.backends.graph.sizes import MOST_NEEDED
@@ -50,9 +53,9 @@ class CapturedForward(Captured):
         planned = [plan_group(group, number, step, state.ops) for number, group in enumerate(model.groups)]
         self.commits, self.locates = zip(*planned, strict=True)
         self.embed = model.embedding.plan(step)
-        self.blocks = [block.plan(step, first=number == 0) for number, block in enumerate(model.blocks)]
-        self.head = model.head.plan(step, buffers.logits)
-        self.compile_and_capture()
+        with state.times.timing("search"):
+            self.blocks = [block.plan(step, first=number == 0) for number, block in enumerate(model.blocks)]
+            self.head = model.head.plan(step, buffers.logits)
 
     def run_ahead(self) -> None:
         """Run the one-token pass after the last step of this kind.
@@ -66,9 +69,20 @@ class CapturedForward(Captured):
         if self.state.capture:
             self.graph_ahead = self.state.captured_ahead(self._run_ahead)
 
-    @torch.inference_mode()
     def _run(self) -> None:
         """Run a pass, on the device."""
+        self._run_blocks(self.blocks)
+
+    def launch_kernels(self) -> None:
+        """Two blocks of each attention group are launched: the others have the same kernels, and the first of all adds
+        nothing to the residual stream. A kernel that only another block has is compiled when that runs."""
+        by_group: dict[int, list[PlannedBlock]] = {}
+        for block, planned in zip(self.state.model.blocks, self.blocks, strict=True):
+            by_group.setdefault(block.attention.group, []).append(planned)
+        self._run_blocks([planned for blocks in by_group.values() for planned in blocks[:2]])
+
+    @torch.inference_mode()
+    def _run_blocks(self, blocks: Sequence[PlannedBlock]) -> None:
         # 1. Copy the packet to the device, and update the page tables.
         host = self.host_views
         self.state.ops.copy_packet(
@@ -78,7 +92,7 @@ class CapturedForward(Captured):
         for commit in self.commits:
             commit()
         # 3. The layers.
-        self._layers()
+        self._layers(blocks)
 
     @torch.inference_mode()
     def _run_ahead(self) -> None:
@@ -90,9 +104,9 @@ class CapturedForward(Captured):
         views["sequences"][:, SequenceRecord.LENGTH].add_(1)  # cached tokens, repeated in the tiles
         for shape in range(len(self.queries)):
             views[f"tiles_{shape}"][:, Tile.END].add_(1)
-        self._layers()
+        self._layers(self.blocks)
 
-    def _layers(self) -> None:
+    def _layers(self, blocks: Sequence[PlannedBlock]) -> None:
         """From the packet's device copy to the logits of the needed rows.
 
         The residual stream, a layer's output (`delta`) and its normed input (`normed`) are buffers. A norm first adds
@@ -101,7 +115,7 @@ class CapturedForward(Captured):
         for locate in self.locates:
             locate()
         self.embed()
-        for block in self.blocks:
+        for block in blocks:
             block.attention_norm()
             block.attention()
             block.feed_forward_norm()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ import torch
 from lookahead.backends.graph.kernels import reference, reference_draw, reference_heads
 from lookahead.backends.graph.kernels.rows import Rows
 from lookahead.backends.graph.kernels.tiles import HeadShape, Tiling, tiles_for
+from lookahead.machine import cores
+
+COMPILE_THREADS = 16
+"""The most kernels that are compiled at once. A 7B Llama has 54, of which attention's four take half of the time."""
 
 
 class Ops:
@@ -42,6 +47,13 @@ class Ops:
         self.move_accepted, self.copy_pinned = kernels.move_accepted, kernels.copy_pinned
         self.copy_packet, self.locate_rows = kernels.copy_packet, locating.locate_rows
         self.norm_heads, self.rotate_write = heads.norm_heads, heads.rotate_write
+
+    def compile_launched(self, work: Callable[[], object]) -> None:
+        """Compile, in several threads, the kernels that `work` launches, without running them; nothing on a CPU."""
+        if self.compiled:
+            from lookahead.backends.graph.kernels.compiling import compile_launched
+
+            compile_launched(work, threads=min(cores(), COMPILE_THREADS))
 
     def workspace(self) -> Any:
         """Memory for the partial results of `attend`, shared by all captured steps; see `kernels.workspace`."""

@@ -145,25 +145,46 @@ class Runner:
     def prepare(self, tokens: int, budget: int, sequences: int) -> None:
         """Capture all steps of up to `sequences` sequences of up to `tokens` tokens, with trees of up to `budget`
         nodes, and the one-token steps that run ahead."""
+        forwards, targets = self._kinds(tokens, budget, sequences)
+        self.steps.compile_kernels([*forwards, *targets])
+        for forward in forwards:
+            self.steps.forward_for(forward)
+        for one in targets:
+            self.steps.targets_for(one)
+        for kind in forward_kinds_ahead(self.traits, sequences) if self.state.capture else ():
+            for sampler in (Sampler.GREEDY, Sampler.INVERSE_CDF):
+                self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler))).capture_ahead()
+
+    def _kinds(self, tokens: int, budget: int, sequences: int) -> tuple[list[ForwardKind], list[TargetsKind]]:
+        """The kinds of all forward passes and targets graphs of these steps, the largest first."""
         most = self.most_prepared
         forwards = list(
             every_forward_kind(self.traits, sequences, min(tokens, most), min(budget, MOST_NEEDED, most), most)
         )
-        for kind in forwards:
-            self.steps.forward_for(kind)
-        for needed in sorted({kind.needed for kind in forwards}, reverse=True):
-            for targets in every_targets_kind(needed):
-                self.steps.targets_for(targets)
-        for kind in forward_kinds_ahead(self.traits, sequences) if self.state.capture else ():
-            for sampler in (Sampler.GREEDY, Sampler.INVERSE_CDF):
-                self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler))).capture_ahead()
+        needed = sorted({kind.needed for kind in forwards}, reverse=True)
+        return forwards, [kind for rows in needed for kind in every_targets_kind(rows)]
 
     def prepare_fallbacks(self, sampler: Sampler) -> None:
         """Capture, once, the fallback steps with this sampler."""
         if sampler not in self._prepared:
             self._prepared.add(sampler)
-            for kind in usual_fallbacks(self.traits, self.most_prepared):
-                self.steps.get(StepKind(kind, TargetsKind(kind.needed, sampler)))
+            kinds = self._fallback_kinds(sampler)
+            self.steps.compile_kernels([part for kind in kinds for part in kind])
+            for kind in kinds:
+                self.steps.get(kind)
+
+    def _fallback_kinds(self, sampler: Sampler) -> list[StepKind]:
+        kinds = usual_fallbacks(self.traits, self.most_prepared)
+        return [StepKind(kind, TargetsKind(kind.needed, sampler)) for kind in kinds]
+
+    def compile_kernels(self, *, fallbacks: bool) -> None:
+        """Compile the kernels of the steps of one sequence with the default budget, or only those of its greedy
+        fallback steps, without capturing anything."""
+        if fallbacks:
+            self.steps.compile_kernels([part for kind in self._fallback_kinds(Sampler.GREEDY) for part in kind])
+            return
+        forwards, targets = self._kinds(self._context or self.most_prepared, INVARIANT_ROWS, 1)
+        self.steps.compile_kernels([*forwards, *targets])
 
     # K/V.
 

@@ -10,10 +10,11 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from threading import Lock
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,6 +37,25 @@ NOISE_ROWS = 32
 
 
 @dataclass(slots=True)
+class PrepareTimes:
+    """Seconds spent before steps could run: searching for the fastest matrix products, compiling kernels in advance,
+    and capturing, which includes one run of the step, and compiling what was not compiled in advance."""
+
+    search: float = 0.0
+    compile: float = 0.0
+    capture: float = 0.0
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Add the time of the context to the field of this name."""
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + perf_counter() - begin)
+
+
+@dataclass(slots=True)
 class DeviceState:
     """State shared by all CUDA graphs of a backend.
 
@@ -55,6 +75,7 @@ class DeviceState:
     most_rows: int
     captures: int = 0
     full: bool = False
+    times: PrepareTimes = field(default_factory=PrepareTimes)
 
     @property
     def device(self) -> torch.device:
@@ -174,7 +195,7 @@ def most_tiles(rows: int, group: int, block: int) -> int:
 
 
 class Captured:
-    """Device work that reads a packet and is replayed as a CUDA graph.
+    """Device work that reads a packet and is replayed as a CUDA graph, once `compile_and_capture` has been called.
 
     `_run` is that work. `graph_ahead` is the same for a step ahead, captured when first needed.
     """
@@ -188,11 +209,15 @@ class Captured:
 
     def compile_and_capture(self) -> None:
         """Compile the kernels and capture the work, on a packet that is all padding, so that nothing is changed."""
-        with named_kernels():
+        with named_kernels(), self.state.times.timing("capture"):
             if self.state.capture:
                 self.packet.write_padding()
                 self._run()
             self.graph = self.state.captured(self._run)
+
+    def launch_kernels(self) -> None:
+        """Launch each kernel of the work at least once, in a context where that only compiles it."""
+        self._run()
 
     def run(self) -> None:
         """Run the work that the packet describes."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any
 
-from lookahead.backends.failures import DeviceMemoryError
+from lookahead.backends.failures import DeviceMemoryError, named_kernels, out_of_memory
 from lookahead.backends.graph.forward import CapturedForward
 from lookahead.backends.graph.kinds import ForwardKind, StepKind, TargetsKind
 from lookahead.backends.graph.memory import with_room
 from lookahead.backends.graph.state import DeviceState
 from lookahead.backends.graph.targets import CapturedTargets
 from lookahead.backends.graph.targets_packet import StepPacket
-
-C = TypeVar("C")
 
 
 class CapturedStep:
@@ -44,13 +42,39 @@ class CapturedStep:
 
 
 class CapturedSteps:
-    """Captured forward passes, targets graphs, and pairs of the two, by kind. Each is captured when first needed."""
+    """Captured forward passes, targets graphs, and pairs of the two, by kind. Each is captured when first needed.
+
+    `planned` are those whose kernels are compiled, and which are not captured yet.
+    """
 
     def __init__(self, state: DeviceState) -> None:
         self.state = state
         self.forwards: dict[ForwardKind, CapturedForward] = {}
         self.targets: dict[TargetsKind, CapturedTargets] = {}
         self.pairs: dict[StepKind, CapturedStep] = {}
+        self.planned: dict[ForwardKind | TargetsKind, CapturedForward | CapturedTargets] = {}
+
+    def compile_kernels(self, kinds: Iterable[ForwardKind | TargetsKind]) -> None:
+        """Plan forward passes and targets graphs of these kinds, and compile their kernels, many at once. Capturing
+        them then finds all of that. Where memory runs out, or nothing is captured, that is left to the capture."""
+        state = self.state
+        if not state.capture or state.full:
+            return
+        known = self.forwards.keys() | self.targets.keys() | self.planned.keys()
+        try:
+            new = {kind: self._plan(kind) for kind in dict.fromkeys(kinds) if kind not in known}
+            if new:
+                with named_kernels(), state.times.timing("compile"):
+                    state.ops.compile_launched(lambda: [planned.launch_kernels() for planned in new.values()])
+            self.planned |= new
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+
+    def _plan(self, kind: ForwardKind | TargetsKind) -> CapturedForward | CapturedTargets:
+        if isinstance(kind, ForwardKind):
+            return CapturedForward(self.state, kind)
+        return CapturedTargets(self.state, kind)
 
     def get(self, kind: StepKind) -> CapturedStep:
         """The captured step of this kind."""
@@ -65,20 +89,26 @@ class CapturedSteps:
         """The captured forward pass of this kind."""
         if kind not in self.forwards:
             what = f"a step of {kind.rows} tokens"
-            self.forwards[kind] = self._capture(lambda: CapturedForward(self.state, kind), what)
+            self.forwards[kind] = self._capture(kind, what)
         return self.forwards[kind]
 
     def targets_for(self, kind: TargetsKind) -> CapturedTargets:
         """The captured targets graph of this kind."""
         if kind not in self.targets:
             what = f"sampling the targets of {kind.needed} rows"
-            self.targets[kind] = self._capture(lambda: CapturedTargets(self.state, kind), what)
+            self.targets[kind] = self._capture(kind, what)
         return self.targets[kind]
 
-    def _capture(self, make: Callable[[], C], what: str) -> C:
-        """Compile and capture with `make`. If memory runs out, the work stays uncaptured; if even that does not fit,
-        DeviceMemoryError is raised."""
+    def _capture(self, kind: ForwardKind | TargetsKind, what: str) -> Any:
+        """Plan, compile and capture the work of this kind. If memory runs out, the work stays uncaptured; if even that
+        does not fit, DeviceMemoryError is raised."""
         state = self.state
+
+        def make() -> CapturedForward | CapturedTargets:
+            planned = self.planned.pop(kind, None) or self._plan(kind)
+            planned.compile_and_capture()
+            return planned
+
         try:
             return with_room(make, self.drop_unused, what, state.device)
         except DeviceMemoryError as error:
@@ -88,18 +118,20 @@ class CapturedSteps:
         return with_room(make, self.drop_unused, what, state.device)
 
     def drop_unused(self) -> None:
-        """Drop graphs that were captured in advance and never used: they are in no pair."""
+        """Drop graphs that were planned or captured in advance and never used: they are in no pair."""
+        self.planned.clear()
         forwards, targets = {kind.forward for kind in self.pairs}, {kind.targets for kind in self.pairs}
         self.forwards = {kind: forward for kind, forward in self.forwards.items() if kind in forwards}
         self.targets = {kind: graph for kind, graph in self.targets.items() if kind in targets}
 
     def clear(self) -> None:
         """Drop all captured steps, because the memory they read is replaced."""
-        for steps in (self.forwards, self.targets, self.pairs):
+        for steps in (self.forwards, self.targets, self.pairs, self.planned):
             steps.clear()
         self.state.full = False
 
     def drop_adjusted(self) -> None:
         """Drop the targets graphs that adjust logits, because the tables they read are replaced."""
+        self.planned = {kind: graph for kind, graph in self.planned.items() if not getattr(kind, "adjusted", False)}
         self.targets = {kind: graph for kind, graph in self.targets.items() if not kind.adjusted}
         self.pairs = {kind: step for kind, step in self.pairs.items() if not kind.targets.adjusted}

@@ -41,7 +41,6 @@ class CapturedTargets(Captured):
         if kind.logprobs:
             top = min(MOST_LOGPROBS, buffers.logits.shape[1])
             self.logprobs = LogProbs(kind.needed, top, device, buffers.top_work(top))
-        self.compile_and_capture()
 
     def run_ahead(self, turn: int) -> None:
         """Sample the targets of a step ahead, and send its results to host copy `turn`.
