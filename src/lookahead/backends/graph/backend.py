@@ -152,7 +152,8 @@ class GraphBackend:
 
     def close(self, slot: int) -> None:
         """Free the slot and its pages. What was given to `remember` stays cached until its pages are needed."""
-        self._shift(self.slots[slot], 0)
+        if self.slots[slot].shift:
+            self._shift(self.slots[slot], 0)
         self.slots.close(slot)
         self.planner.rules.close(slot)
 
@@ -289,7 +290,8 @@ class GraphBackend:
             state.length = before
             raise
         self.runner.write_kv(self.slots.device_pages(state), length, layers)
-        self._shift(state, shift)
+        if state.shift != shift:
+            self._shift(state, shift)
 
     @on_model_device
     @torch.inference_mode()
@@ -304,8 +306,7 @@ class GraphBackend:
     @torch.inference_mode()
     def _shift(self, slot: Slot, shift: int) -> None:
         """Let a sequence add this to its positions from the next step on."""
-        if slot.shift != shift:
-            self.kv.shifts[slot.table_index] = slot.shift = shift
+        self.kv.shifts[slot.table_index] = slot.shift = shift
 
     def _move_pending(self) -> None:
         """Move the accepted K/V of all pending commits now, without a step."""
