@@ -259,8 +259,9 @@ def test_a_planted_bug_is_seen(bug: str, plain: Plain, monkeypatch: pytest.Monke
     elif bug == "accepted K/V does not move":
         monkeypatch.setattr(backend.runner.state.ops, "move_accepted", lambda *args: None)
     else:
-        rotary = backend.kv.rotary
-        monkeypatch.setattr(backend.kv, "rotary", lambda rope, dim: rotary(None, dim))
+        cosine, sine = backend.kv.rotary(backend.layers.blocks[0].attention.spec.rope)
+        cosine, sine = torch.ones_like(cosine), torch.zeros_like(sine)
+        monkeypatch.setattr(backend.kv, "rotary", lambda rope: (cosine, sine))
     found = []
     for seed in range(8):
         prompt = random.Random(seed).choices(range(VOCABULARY), k=20) * 2
