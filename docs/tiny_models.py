@@ -183,6 +183,8 @@ the model would contradict itself, so it stays unset there.
 OUTSIDE = {"VibeVoiceForConditionalGeneration": "its generate needs the diffusers package"}
 """What would depend on the packages that happen to be installed."""
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},  # the large models have none
+    "gemma4": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
     "gemma4_assistant": {
         "text_config": {
             "model_type": "gemma4_text",

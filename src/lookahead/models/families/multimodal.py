@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.families import llama, neox, phi, phi3, smollm3, starcoder2
-from lookahead.models.parts import CausalLM, TextReader
+from lookahead.models.families import cohere, gemma, gemma4, glm, granite, hunyuan, llama, olmo, phi3, smollm3
+from lookahead.models.parts import TextReader
 from lookahead.models.spec import Decoder, Rope
 
 
@@ -44,17 +44,14 @@ def read_three_axes(base: Any, head: Any, config: Any) -> Decoder:
     return replace(described, blocks=blocks)
 
 
+FAMILIES = (cohere, gemma, gemma4, glm, granite, hunyuan, llama, olmo, phi3, smollm3)
 TEXT: Mapping[str, TextReader] = {
-    "LlamaModel": llama.read_llama,
-    "MistralModel": llama.read_mistral,
-    "Qwen2Model": llama.read_qwen,
-    "Qwen3Model": llama.read_qwen,
-    "PersimmonModel": neox.read_persimmon,
-    "PhiModel": phi.read_phi,
-    "Phi3Model": phi3.read_phi3,
-    "SmolLM3Model": smollm3.read_smollm3,
-    "StableLmModel": starcoder2.read_stablelm,
-    "Starcoder2Model": starcoder2.read_starcoder2,
+    **{
+        name.replace("ForCausalLM", ending): reader.read_text
+        for family in FAMILIES
+        for name, reader in family.READERS.items()
+        for ending in ("Model", "TextModel")
+    },
     "Qwen2VLTextModel": read_three_axes,
     "Qwen2_5_VLTextModel": read_three_axes,
     "Qwen3VLTextModel": read_three_axes,
@@ -89,14 +86,19 @@ READERS = {
     **dict.fromkeys(
         (
             "AudioFlamingo3ForConditionalGeneration",
+            "AyaVisionForConditionalGeneration",
+            "Cohere2VisionForConditionalGeneration",
             "Cosmos3OmniForConditionalGeneration",
             "DeepseekVLForConditionalGeneration",
             "DeepseekVLHybridForConditionalGeneration",
+            "Exaone4_5_ForConditionalGeneration",
             "FastVlmForConditionalGeneration",
             "FunAsrNanoForConditionalGeneration",
-            "FuyuForCausalLM",
+            "Gemma3ForConditionalGeneration",
             "GlmAsrForConditionalGeneration",
             "GotOcr2ForConditionalGeneration",
+            "GraniteSpeechForConditionalGeneration",
+            "GraniteSpeechPlusForConditionalGeneration",
             "InternVLForConditionalGeneration",
             "JanusForConditionalGeneration",
             "LightOnOcrForConditionalGeneration",
@@ -134,6 +136,5 @@ READERS = {
         ),
         WithText("text_model"),
     ),
-    "Emu3ForCausalLM": CausalLM(llama.read_llama),
-    "Phi4MultimodalForCausalLM": CausalLM(phi3.read_phi3),
+    "Gemma4ForConditionalGeneration": WithText(own_logits=True),
 }
