@@ -284,6 +284,7 @@ KNOBS: dict[str, Callable[[Maker], Decoder]] = {
     "logit scale": _decoder(logit_scale=0.3),
     "logit softcap": _decoder(logit_softcap=2.0),
     "logit scale and softcap": _decoder(logit_scale=0.5, logit_softcap=2.0),
+    "tokens read as others": _decoder(aliases=((3, 50), (7, 2), (11, 2))),
     "tied head": lambda make: _tied(make.decoder(make.block(), make.block())),
 }
 

@@ -68,6 +68,8 @@ class Rows(NamedTuple):
 
 def run_blocks(model: Decoder, ids: torch.Tensor, rows: Rows) -> torch.Tensor:
     """The residual stream [rows, hidden] after the last block; ids [rows]."""
+    for token, other in model.aliases:
+        ids = torch.where(ids == token, other, ids)
     x = model.embedding[ids] * model.embedding_scale
     if model.position_embedding is not None:
         x = x + model.position_embedding[rows.positions]

@@ -254,8 +254,9 @@ class Decoder:
     """A model: embedding [vocabulary, hidden], the blocks, the final norm, and the LM head.
 
     A token's vector is its embedding times `embedding_scale` plus, with learned positions, its row of
-    `position_embedding` [positions, hidden]. The head's weight [vocabulary, hidden] may be the embedding itself. Logits
-    are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
+    `position_embedding` [positions, hidden]. `aliases` are pairs of a token and another one whose embedding it has: a
+    class may read placeholders of images as padding. The head's weight [vocabulary, hidden] may be the embedding
+    itself. Logits are multiplied by `logit_scale`; then `logit_softcap` limits them to cap tanh(logit / cap).
     """
 
     embedding: torch.Tensor
@@ -266,6 +267,7 @@ class Decoder:
     position_embedding: torch.Tensor | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    aliases: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         _check_shape("head", self.head, (None, self.embedding.shape[1]))

@@ -76,7 +76,10 @@ def state_scale(decoder: Decoder) -> float:
 def lower(decoder: Decoder, products: Products) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
     """The ONNX file of a step, and the arrays of the weights that it names."""
     made, groups = OnnxModel(), layer_groups(decoder)
-    x: str = made.add("Gather", made.weight("embedding", array(decoder.embedding)), "tokens")
+    tokens = "tokens"
+    for token, other in decoder.aliases:
+        tokens = made.add("Where", made.add("Equal", tokens, made.constant(token)), made.constant(other), tokens)
+    x: str = made.add("Gather", made.weight("embedding", array(decoder.embedding)), tokens)
     if decoder.embedding_scale != 1.0:
         x = made.add("Mul", x, made.constant(decoder.embedding_scale, np.float32))
     added: str | None = None  # what the next norm adds to x: the previous block's output, or learned positions

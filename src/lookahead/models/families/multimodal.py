@@ -7,7 +7,7 @@ position along all of them, shifted by a number per sequence that the backend is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,11 +67,13 @@ class WithText:
     """The reader of a class with a text model of this name inside, and a head on it.
 
     Most classes take the head's logits as they are, even if the text model's own class scales or caps them.
-    `own_logits`: this one scales and caps them, too.
+    `own_logits`: this one scales and caps them, too. `aliases`: of its config, the placeholder tokens that it reads as
+    other ones where there is no image or sound.
     """
 
     name: str = "language_model"
     own_logits: bool = False
+    aliases: Callable[[Any], tuple[tuple[int, int], ...]] = lambda config: ()
 
     def __call__(self, model: Any) -> Decoder:
         base = getattr(model.model, self.name)
@@ -79,7 +81,13 @@ class WithText:
         if kind not in TEXT:
             raise UnsupportedModelError(f"there is no reader for its {kind}")
         described = TEXT[kind](base, model.lm_head, base.config)
+        described = replace(described, aliases=self.aliases(model.config))
         return described if self.own_logits else replace(described, logit_scale=1.0, logit_softcap=None)
+
+
+def _gemma4_placeholders(config: Any) -> tuple[tuple[int, int], ...]:
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return tuple((getattr(config, name), config.text_config.pad_token_id) for name in names)
 
 
 READERS = {
@@ -97,8 +105,6 @@ READERS = {
             "Gemma3ForConditionalGeneration",
             "GlmAsrForConditionalGeneration",
             "GotOcr2ForConditionalGeneration",
-            "GraniteSpeechForConditionalGeneration",
-            "GraniteSpeechPlusForConditionalGeneration",
             "InternVLForConditionalGeneration",
             "JanusForConditionalGeneration",
             "LightOnOcrForConditionalGeneration",
@@ -136,5 +142,12 @@ READERS = {
         ),
         WithText("text_model"),
     ),
-    "Gemma4ForConditionalGeneration": WithText(own_logits=True),
+    **dict.fromkeys(
+        ("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
+        WithText(aliases=lambda config: ((config.audio_token_id, 0),)),
+    ),
+    **dict.fromkeys(
+        ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        WithText(own_logits=True, aliases=_gemma4_placeholders),
+    ),
 }
