@@ -110,7 +110,7 @@ def test_a_probe_of_one_picture_serves_the_next(monkeypatch: pytest.MonkeyPatch)
 READ = [name for name, family in FAMILIES.items() if family.name + family.ending in readers() and name not in REFUSED]
 
 
-@pytest.mark.parametrize("name", slow_but(READ, "idefics3"))
+@pytest.mark.parametrize("name", slow_but(READ, "qwen2_5_vl", "idefics3"))
 def test_on_the_graph_backend(both: Any, name: str) -> None:
     """The graph backend continues behind the prompt's own pass, also where positions are shifted; a picture, two of
     them in a batch, and none."""

@@ -14,8 +14,22 @@ from typing import Any
 import torch
 
 from lookahead.models.facts import UnsupportedModelError
-from lookahead.models.families import cohere, gemma, gemma4, glm, granite, hunyuan, llama, olmo, phi3, smollm3
-from lookahead.models.parts import TextReader
+from lookahead.models.families import (
+    cohere,
+    gemma,
+    gemma4,
+    glm,
+    granite,
+    hunyuan,
+    llama,
+    neox,
+    olmo,
+    phi,
+    phi3,
+    smollm3,
+    starcoder2,
+)  # fmt: skip
+from lookahead.models.parts import CausalLM, TextReader
 from lookahead.models.spec import Decoder, Rope
 
 
@@ -44,7 +58,7 @@ def read_three_axes(base: Any, head: Any, config: Any) -> Decoder:
     return replace(described, blocks=blocks)
 
 
-FAMILIES = (cohere, gemma, gemma4, glm, granite, hunyuan, llama, olmo, phi3, smollm3)
+FAMILIES = (cohere, gemma, gemma4, glm, granite, hunyuan, llama, neox, olmo, phi, phi3, smollm3, starcoder2)
 TEXT: Mapping[str, TextReader] = {
     **{
         name.replace("ForCausalLM", ending): reader.read_text
@@ -103,6 +117,7 @@ READERS = {
             "FastVlmForConditionalGeneration",
             "FunAsrNanoForConditionalGeneration",
             "Gemma3ForConditionalGeneration",
+            "FuyuForCausalLM",
             "GlmAsrForConditionalGeneration",
             "GotOcr2ForConditionalGeneration",
             "InternVLForConditionalGeneration",
@@ -150,4 +165,6 @@ READERS = {
         ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
         WithText(own_logits=True, aliases=_gemma4_placeholders),
     ),
+    "Emu3ForCausalLM": CausalLM(llama.read_llama),
+    "Phi4MultimodalForCausalLM": CausalLM(phi3.read_phi3),
 }
