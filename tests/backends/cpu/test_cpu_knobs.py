@@ -15,8 +15,10 @@ pytest.importorskip("onnxruntime")
 from described import HIDDEN, VOCABULARY
 from knobs import DIM, HEADS, KNOBS, KV_HEADS, Maker
 from marks import slow_but
+from model_table import build
 from onnx import load_from_string
 from tiny import PROMPTS, greedy, outputs, random_tree, root, tiny
+from transformers import DynamicCache
 
 from lookahead import LookaheadConfig
 from lookahead.algorithm.tree import TokenTree
@@ -109,7 +111,7 @@ TOGETHER: dict[str, Callable[[Maker], Decoder]] = {
         make.block(), head_bias=True, norm=make.layer_norm(), logit_scale=-0.3, logit_softcap=1.5
     ),
 }
-"""Knobs that meet in one place of the lowered model."""
+"""Knobs that are lowered to the same nodes."""
 ALL = {**KNOBS, **TOGETHER}
 TEXTS = [
     "keys and values of earlier layers",
@@ -253,6 +255,20 @@ def test_shared_keys_and_values_are_exported_once() -> None:
     tree = random_tree(9, 2)
     expected, found = made.step([greedy(first, (), tree, logits=True), greedy(second, (), tree, logits=True)])
     assert torch.equal(expected.logits, found.logits)
+
+
+def test_exported_layers_are_those_that_transformers_caches() -> None:
+    model = build("gemma4-shared")
+    made = CpuBackend(model, probed=False)
+    assert any(block.attention.kv_layer is not None for block in made.description.blocks)
+    slot = made.open()
+    made.step([greedy(slot, tokens(20), root(3))])
+    made.commit([(slot, ())])
+    with torch.inference_mode():
+        cache = model(torch.tensor([[*tokens(20), 3]]), past_key_values=DynamicCache()).past_key_values
+    for (keys, values), layer in zip(made.cached(slot), cache.layers, strict=True):
+        assert torch.allclose(keys, layer.keys[0], atol=1e-4)
+        assert torch.allclose(values, layer.values[0], atol=1e-4)
 
 
 # Nodes

@@ -21,12 +21,12 @@ twice, so the bound holds in floats, too.
 
 The exact logits of phase 3 have the bits that the full head computes. `invariance.same_bits` checks that at load; where
 it fails, the screened head is not used. So both heads give the same argmax, ties included (the lowest id), and a row
-may go to either: a text does not depend on the rows beside it.
-
-A soft cap of the logits is applied to the exact ones, with the full head's bits, and to the upper logits. It makes
-large logits equal and computed values of it may decrease by rounding, so the best token must be above the others' upper
-logits by a MARGIN. Which tokens follow the best one, and `total`, may
+may go to either: a text does not depend on the rows beside it. Which tokens follow the best one, and `total`, may
 differ slightly from the full head's. They only choose guesses.
+
+A soft cap of the logits is applied to the exact ones, with the full head's bits, and to the upper ones. A computed tanh
+gives equal results for many large arguments, and is not monotonic in its last bits. So the best capped logit must be
+above the other tokens' capped upper logits by a MARGIN.
 """
 
 from __future__ import annotations
