@@ -15,7 +15,7 @@ from tiny import VOCABULARY, random_tree
 from lookahead.models import reference
 from lookahead.models.families import multimodal
 from lookahead.models.read import read, readers
-from lookahead.models.spec import Attention, Block, Decoder, Matrix, Norm, Rope
+from lookahead.models.spec import Activation, Attention, Block, Decoder, Matrix, Norm, Rope
 
 NAMES = [name for name, _, _ in ROWS]
 TOKENS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -140,36 +140,23 @@ def test_layers_may_differ_in_everything() -> None:
     assert error(reference.forward(mixed, TOKENS), expected) < ROUNDING
 
 
-# Half precision
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("name", ["llama", "qwen2-hybrid", "qwen3"])
-def test_rounds_where_transformers_rounds(name: str) -> None:
-    """Norms and rotations in bf16 have the bits of transformers; logits are as far from fp32 as transformers' are."""
-    exact = stock_logits(model_of(name), TOKENS)
-    model = build(name, attn_implementation="eager").to(torch.bfloat16)
-    description = read(model, "reference")
-    attention, module = description.blocks[0].attention, model.model.layers[0]
-    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    assert torch.equal(reference.norm(description.blocks[0].attention_norm, x), module.input_layernorm(x))
-
-    head = torch.randn(9, 1, attention.head_dim, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    cosine, sine = model.model.rotary_emb(head, torch.arange(9)[None])
-    half = attention.head_dim // 2
-    swapped = torch.cat((-head[..., half:], head[..., :half]), dim=-1)
-    turned = head * cosine[0, :, None] + swapped * sine[0, :, None]
-    assert attention.rope is not None
-    assert torch.equal(reference.rotate(attention.rope, head, torch.arange(9)), turned)
-
-    assert error(reference.forward(description, TOKENS), exact) < 1.5 * error(stock_logits(model, TOKENS), exact)
-
-
 # Planted mistakes
 
 
 def in_attention(**changes: Any) -> Callable[[Block], Block]:
     return lambda block: replace(block, attention=replace(block.attention, **changes))
+
+
+def in_rope(**changes: Any) -> Callable[[Block], Block]:
+    def change(block: Block) -> Block:
+        assert block.attention.rope is not None
+        return in_attention(rope=replace(block.attention.rope, **changes))(block)
+
+    return change
+
+
+def in_feed_forward(**changes: Any) -> Callable[[Block], Block]:
+    return lambda block: replace(block, feed_forward=replace(block.feed_forward, **changes))
 
 
 def rescaled(block: Block) -> Block:
@@ -245,8 +232,24 @@ MISTAKES: list[tuple[str, str, Callable[[Block], Block]]] = [
     (
         "no bias of down",
         "llama-mlp-biases",
-        lambda b: replace(b, feed_forward=replace(b.feed_forward, down=without_bias(b.feed_forward.down))),
+        lambda b: in_feed_forward(down=without_bias(b.feed_forward.down))(b),
     ),
+    ("no softcap", "gemma2", in_attention(softcap=None)),
+    ("no norm of values", "gemma4", in_attention(v_norm=None)),
+    ("no output scale", "gemma4", lambda b: replace(b, output_scale=None)),
+    ("no norm of what attention adds", "gemma3", lambda b: replace(b, attention_out_norm=None)),
+    ("no norm of what the feed-forward adds", "olmo2", lambda b: replace(b, feed_forward_out_norm=None)),
+    ("no residual scale", "granite", lambda b: replace(b, residual_scale=1.0)),
+    ("no sinks", "granite-swa", in_attention(sinks=None)),
+    ("no clip", "olmo-clipped", in_attention(clip=None)),
+    ("pairs half a head apart", "glm", in_rope(interleaved=False)),
+    ("neighbouring pairs", "llama", in_rope(interleaved=True)),
+    ("half of the rotation", "glm", in_rope(dim=4)),
+    ("not parallel", "cohere", lambda b: replace(b, parallel=False)),
+    ("no query scale", "ministral3", in_attention(query_scale=None)),
+    ("norms before the rotation", "hunyuan", in_attention(norms_after_rope=False)),
+    ("another activation", "arcee", in_feed_forward(activation=Activation.RELU)),
+    ("another constant", "apertus", lambda b: in_feed_forward(constants=(0.9, *b.feed_forward.constants[1:]))(b)),
 ]
 
 

@@ -1,0 +1,82 @@
+"""In bf16 `models.reference` rounds where transformers rounds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from model_table import ROWS, build, error, stock_logits
+from tiny import VOCABULARY
+
+from lookahead.models import reference
+from lookahead.models.read import read
+
+TOKENS = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@cache
+def model_of_bf16(name: str) -> Any:
+    return build(name, attn_implementation="eager").to(torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("name", ["llama", "qwen2-hybrid", "qwen3"])
+def test_rounds_where_transformers_rounds(name: str) -> None:
+    """Norms and rotations in bf16 have the bits of transformers; logits are as far from fp32 as transformers' are."""
+    exact = stock_logits(build(name), TOKENS)
+    model = model_of_bf16(name)
+    description = read(model, "reference")
+    attention, module = description.blocks[0].attention, model.model.layers[0]
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    assert torch.equal(reference.norm(description.blocks[0].attention_norm, x), module.input_layernorm(x))
+
+    head = torch.randn(9, 1, attention.head_dim, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    cosine, sine = model.model.rotary_emb(head, torch.arange(9)[None])
+    half = attention.head_dim // 2
+    swapped = torch.cat((-head[..., half:], head[..., :half]), dim=-1)
+    turned = head * cosine[0, :, None] + swapped * sine[0, :, None]
+    assert attention.rope is not None
+    assert torch.equal(reference.rotate(attention.rope, head, torch.arange(9)), turned)
+
+    assert error(reference.forward(description, TOKENS), exact) < 1.5 * error(stock_logits(model, TOKENS), exact)
+
+
+FIRST_ROWS = list({family: name for name, family, _ in reversed(ROWS)}.values())[::-1]
+"""The first row of each family."""
+
+
+@pytest.mark.parametrize("name", FIRST_ROWS)
+def test_norms_round_where_their_modules_round(name: str) -> None:
+    """In bf16 every norm with a weight has the bits of the module that the weight is from.
+
+    Torch's own LayerNorm computes in another order.
+    """
+    model = model_of_bf16(name)
+    modules = {
+        module.weight.data_ptr(): module
+        for module in model.modules()
+        if "Norm" in type(module).__name__ and not isinstance(module, torch.nn.LayerNorm) and hasattr(module, "weight")
+    }
+    description = read(model, "reference")
+    norms = [description.norm]
+    for block in description.blocks:
+        attention = block.attention
+        norms += [block.attention_norm, block.feed_forward_norm, block.attention_out_norm, block.feed_forward_out_norm]
+        norms += [attention.q_norm, attention.k_norm]
+    found = [norm for norm in norms if norm is not None and norm.weight is not None]
+    own = [norm for norm in found if norm.weight.data_ptr() in modules]
+    assert len(own) == len(found) or not modules
+    for norm in own:
+        x = torch.randn(9, *norm.weight.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        assert torch.equal(reference.norm(norm, x), modules[norm.weight.data_ptr()](x))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("name", FIRST_ROWS)
+def test_half_precision_is_as_exact_as_transformers(name: str) -> None:
+    """Most families even have the same bits; not those that rotate in fp32, or whose matrices add biases otherwise."""
+    exact, model = stock_logits(build(name), TOKENS), model_of_bf16(name)
+    found = reference.forward(read(model, "reference"), TOKENS)
+    assert error(found, exact) < 1.5 * error(stock_logits(model, TOKENS), exact)
